@@ -2,7 +2,7 @@
 //
 //     out = softmax(q k^T * softmax_scale + ...) v,   one block of threads per 64 query rows of one head,
 //
-// without ever holding a row of scores: keys come in tiles of 64, and a row's softmax is corrected as its maximum grows
+// without ever holding a whole row of scores: keys come in tiles of 64, and a row's softmax is corrected as its maximum grows
 // (FlashAttention-2, Dao 2023, algorithm 1):
 //
 //     row_max, row_sum, O = -inf, 0, 0
@@ -10,7 +10,7 @@
 //         S       = scores of Q K^T                        64 x 64, in registers
 //         new_max = max(row_max, rowmax(S))
 //         P       = exp(S - new_max)                       so no exponential exceeds 1
-//         scale   = exp(row_max - new_max)                 what the sums so far are worth under the new maximum
+//         scale   = exp(row_max - new_max)                 rescales the sums so far to the new maximum
 //         row_sum = scale row_sum + rowsum(P)
 //         O       = scale O + P V
 //     out = O / row_sum,   lse = row_max + log(row_sum)
@@ -65,24 +65,24 @@ __device__ void fma4(float& sum, float4 a, float4 b) {
     sum = fmaf(a.w, b.w, sum);
 }
 
-// The options of a score, out of line: a call on the rare path leaves the common one its registers.
+// The options of a score. Not inlined: the call on the rare path leaves the registers to the common path.
 __device__ __noinline__ float general_score(const AttentionParams& p, const Sequence& s, int b, int head, int i, int j, float dot) {
     return transform_score(p, s, b, head, i, j, dot);
 }
 
-// Whether dropout drops the pair (i, j); out of line, too.
+// Whether dropout drops the pair (i, j). Not inlined for the same reason.
 __device__ __noinline__ bool drops(const AttentionParams& p, int b, int head, int i, int j) {
     return dropped(p, dropout_block(p, b, head, i, j), j);
 }
 
-// kChunksV: head-dim chunks of V and of the output that the registers hold, 16 floats a thread each; those past headdim_v are skipped.
-// KeyRows: where K and V lie, key_rows.cuh.
+// kChunksV: head-dim chunks of V and of the output that the registers hold, 16 floats of a thread each; chunks past headdim_v are skipped.
+// KeyRows: how K and V are addressed, see key_rows.cuh.
 template <typename T, int kChunksV, typename KeyRows>
 __global__ void __launch_bounds__(kThreads, kChunksV == kFewChunks ? 2 : 1) attention_kernel(const __grid_constant__ AttentionParams p) {
     extern __shared__ __align__(16) unsigned char shared[];
     Smem& smem = *reinterpret_cast<Smem*>(shared);
 
-    // Blocks start in order of their index: with a causal mask the last query tiles have most keys, so they come first.
+    // Blocks start in order of their index. Under a causal mask the last query tiles have the most keys, so they come first.
     const int heads = p.nheads * p.batch, tiles = gridDim.x / heads;
     const int head = blockIdx.x % p.nheads, b = blockIdx.x / p.nheads % p.batch;
     const int row0 = (tiles - 1 - blockIdx.x / heads) * kTile;
@@ -156,12 +156,12 @@ __global__ void __launch_bounds__(kThreads, kChunksV == kFewChunks ? 2 : 1) atte
         }
         if (p.dropout_threshold) {
 #pragma unroll 1
-            for (int e = 0; e < 16; ++e) {  // of this thread's own places in P
+            for (int e = 0; e < 16; ++e) {  // each of this thread's places in P
                 const int r = 4 * ty + e / 4, c = tx + e % 4 * 16;
                 smem.p[r][c] = drops(p, b, head, row0 + r, key0 + c) ? 0.0f : smem.p[r][c] * p.dropout_scale;
             }
         }
-        __syncthreads();  // P is complete (its own warp would do) and so is visible[]
+        __syncthreads();  // Wait until all warps have written visible[]; P alone would need only __syncwarp.
 
         // ---- O += P V, chunk by chunk of the output ----
 #pragma unroll

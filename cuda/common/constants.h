@@ -1,4 +1,4 @@
-// constants.h: the two factors between the exponentials that kernels compute, 2^x, and those that users mean, e^x.
+// constants.h: the two factors that convert between 2^x, which kernels compute, and e^x, which users mean.
 #pragma once
 
 namespace fa {

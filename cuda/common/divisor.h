@@ -1,4 +1,4 @@
-// divisor.h: division by a number that the host knows before the launch, as one multiplication and one shift.
+// divisor.h: division by a number known on the host before the launch, as one multiplication and one shift.
 #pragma once
 
 #include "common/types.h"

@@ -1,4 +1,4 @@
-// element.cuh: elements whose type is a template parameter, and the step from a dtype known at run time to that type.
+// element.cuh: conversions of elements whose type is a template parameter, and the dispatch from a run-time dtype to that type.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -28,7 +28,7 @@ __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
     return __float2bfloat16_rn(x);
 }
 
-// Calls body with a value of the element type; validation has refused every other dtype.
+// Calls body with a zero of the element type. Validation has already refused every other dtype.
 template <typename Body>
 cudaError_t with_dtype(DType dtype, const Body& body) {
     switch (dtype) {

@@ -1,4 +1,4 @@
-// float8.h: e4m3 on the host, by bits: 4 exponent bits with bias 7, 3 mantissa bits, no infinity, NaN is 0x7F. Round to nearest even.
+// float8.h: e4m3 on the host, bit by bit: 4 exponent bits with bias 7, 3 mantissa bits, no infinity, NaN is 0x7F. Rounds to nearest even.
 #pragma once
 
 #include "common/half.h"
@@ -11,7 +11,7 @@ inline float e4m3_to_float(uint8_t x) {
     return bits_to_float(sign | float_to_bits(bits_to_float(magnitude << 20) * 0x1p120f));  // moves the exponent, exactly
 }
 
-// Beyond 464, half way from the largest number, 448, to where the next would be, there is only NaN.
+// The largest number is 448; the next one would be 480. Magnitudes above 464, half way between them, become NaN.
 inline uint8_t float_to_e4m3(float f) {
     const uint32_t bits = float_to_bits(f), magnitude = bits & 0x7FFFFFFFu;
     const uint8_t sign = uint8_t(bits >> 24 & 0x80u);
@@ -21,7 +21,7 @@ inline uint8_t float_to_e4m3(float f) {
     return uint8_t(sign | ((magnitude + 0x7FFFFu + (magnitude >> 20 & 1u) - 0x3C000000u) >> 20));
 }
 
-// Beyond the largest number: the largest number.
+// Saturates at +-448.
 inline uint8_t float_to_e4m3_saturating(float f) { return float_to_e4m3(f > 448.0f ? 448.0f : f < -448.0f ? -448.0f : f); }
 
 }  // namespace fa::cpu

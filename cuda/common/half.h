@@ -1,4 +1,4 @@
-// half.h: 16-bit floats on the host, by bits. Round to nearest even; NaN stays NaN, overflow becomes infinity.
+// half.h: 16-bit floats on the host, bit by bit. Rounds to nearest even; NaN stays NaN, overflow becomes infinity.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@ inline uint16_t float_to_bfloat16(float f) {
 inline float float16_to_float(uint16_t x) {
     const uint32_t sign = uint32_t(x & 0x8000u) << 16, magnitude = x & 0x7FFFu;
     if (magnitude >= 0x7C00u) return bits_to_float(sign | 0x7F800000u | magnitude << 13);  // infinity, NaN
-    // Move the exponent by a multiplication with 2^112: exact, and right for subnormals too.
+    // Multiplying by 2^112 moves the exponent; it is exact, for subnormals too.
     return bits_to_float(sign | float_to_bits(bits_to_float(magnitude << 13) * bits_to_float(0x77800000u)));
 }
 inline uint16_t float_to_float16(float f) {

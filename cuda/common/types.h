@@ -1,4 +1,4 @@
-// types.h: element types and views, for host and device alike.
+// types.h: element types and views, used by host and device.
 #pragma once
 
 #include <cstdint>
@@ -23,8 +23,8 @@ FA_HOST_DEVICE int32_t clamp_to(int32_t x, int32_t low, int32_t high) { return x
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// The first multiple of `alignment` from `pointer` on. A workspace may start anywhere: a kernel that needs an alignment asks for as many
-// bytes more.
+// `pointer` rounded up to a multiple of `alignment`. A workspace may start at any address, so a kernel that needs an alignment asks for
+// that many extra bytes.
 inline void* align_up(void* pointer, uintptr_t alignment) {
     return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(pointer) + alignment - 1) / alignment * alignment);
 }

@@ -1,5 +1,6 @@
-// cluster.cuh: blocks that run at the same time and reach into each other's shared memory (sm_90; nothing elsewhere, where no kernel is
-// launched with a cluster). https://docs.nvidia.com/cuda/parallel-thread-execution: barrier.cluster, mapa, st.
+// cluster.cuh: thread block clusters, whose blocks run at the same time and reach each other's shared memory. On architectures below sm_90
+// these functions do nothing; no kernel is launched with a cluster there. https://docs.nvidia.com/cuda/parallel-thread-execution:
+// barrier.cluster, mapa, st.
 #pragma once
 
 #include <cstdint>
@@ -19,14 +20,14 @@ __device__ __forceinline__ uint32_t cluster_rank() {
 #endif
     return x;
 }
-// barrier.cluster: every thread of every block arrives, and waits. It orders no ordinary writes: the arrival of one that does is a fence
-// of the whole GPU. Barriers initialised before it (fence_mbarrier_init) are ready behind it.
+// barrier.cluster: every thread of every block arrives and waits. This relaxed arrival does not order ordinary writes (an arrival that does
+// is a fence of the whole GPU). Barriers initialised before it (fence_mbarrier_init) are ready after the wait.
 __device__ __forceinline__ void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
 }
-// The same for ordinary writes: what a thread wrote before it arrived, in any block's shared memory, is visible behind the wait.
+// The releasing arrival: what a thread wrote before it, in any block's shared memory, is visible after the wait.
 __device__ __forceinline__ void cluster_arrive_release() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
@@ -37,7 +38,7 @@ __device__ __forceinline__ void cluster_wait() {
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
 }
-// mapa: where what this block has at `shared` lies in the block of that rank.
+// mapa: the address, in the block of the given rank, of what lies at `shared` in this block.
 __device__ __forceinline__ uint32_t cluster_address(uint32_t shared, uint32_t rank) {
     uint32_t x = shared;
 #if __CUDA_ARCH__ >= 900
@@ -45,7 +46,7 @@ __device__ __forceinline__ uint32_t cluster_address(uint32_t shared, uint32_t ra
 #endif
     return x;
 }
-// mapa: the same object in the block of that rank, for ordinary reads and writes.
+// mapa: the same object in the block of the given rank, for ordinary reads and writes.
 template <typename T>
 __device__ __forceinline__ T& cluster_object(T& shared, uint32_t rank) {
     uint64_t x = reinterpret_cast<uint64_t>(&shared);
@@ -54,7 +55,7 @@ __device__ __forceinline__ T& cluster_object(T& shared, uint32_t rank) {
 #endif
     return *reinterpret_cast<T*>(x);
 }
-// st.async: written some time later, and then counted by the barrier of that block.
+// st.async: an asynchronous store to another block's shared memory. `barrier`, an mbarrier of that block, counts its bytes.
 __device__ __forceinline__ void store_async_16(uint32_t address, float4 x, uint32_t barrier) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address), "f"(x.x),
@@ -76,7 +77,7 @@ __device__ __forceinline__ void store_async_8(uint32_t address, float x, float y
                  : "memory");
 #endif
 }
-// mbarrier_wait for what other blocks have sent.
+// mbarrier_wait for data that other blocks have sent.
 __device__ __forceinline__ void mbarrier_wait_cluster(uint32_t barrier, uint32_t parity) {
 #if __CUDA_ARCH__ >= 900
     asm volatile(
@@ -108,8 +109,8 @@ __device__ __forceinline__ float4 load_cluster_16(uint32_t address) {
 #endif
     return x;
 }
-// mbarrier.arrive on a barrier of any block, which says that something has been read or announces bytes. Ordering ordinary writes beyond
-// the block, for which these are not meant, would take a fence of the whole GPU.
+// mbarrier.arrive on a barrier of any block of the cluster. Use it to say that something has been read, or to announce bytes. It is not
+// meant to order ordinary writes between blocks, which would take a fence of the whole GPU.
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t address) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address) : "memory");
@@ -120,7 +121,7 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx_cluster(uint32_t addre
     asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(address), "r"(bytes) : "memory");
 #endif
 }
-// cp.async.bulk from this block's shared memory to that of any, whose barrier counts the bytes.
+// cp.async.bulk from this block's shared memory to that of any block of the cluster; `barrier`, in the receiving block, counts the bytes.
 __device__ __forceinline__ void bulk_copy_cluster(uint32_t address, uint32_t shared, uint32_t bytes, uint32_t barrier) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(address), "r"(shared),

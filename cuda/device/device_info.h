@@ -1,4 +1,4 @@
-// device_info.h: the facts of a device that kernels plan with.
+// device_info.h: the properties of a device that launch plans depend on.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// driver.h: functions of the CUDA driver, found through the runtime: the library does not link libcuda, so that it loads without a driver.
+// driver.h: functions of the CUDA driver, found through the runtime. The library does not link libcuda, so it loads without a driver.
 #pragma once
 
 #include <cuda.h>
@@ -8,21 +8,21 @@
 
 namespace fa {
 
-// The driver's function of that name as CUDA 12 has it; nullptr without a driver. `Function` is its type.
+// The driver function `name` in its CUDA 12 version; nullptr without a driver. `Function` is its type.
 template <typename Function>
 Function* driver_function(const char* name) {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
 #if CUDART_VERSION >= 12050
     const cudaError_t error = cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &found);
-#else  // the function as the toolkit's own version has it
+#else  // in the version of the toolkit
     const cudaError_t error = cudaGetDriverEntryPoint(name, &function, cudaEnableDefault, &found);
 #endif
     if (error != cudaSuccess) cudaGetLastError();
     return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<Function*>(function) : nullptr;
 }
 
-// The same, looked for until it is found, and then remembered: a driver does not leave the process again. A static object.
+// A driver function that is looked up until it is found and then remembered: a loaded driver is never unloaded. Meant for static objects.
 template <typename Function>
 class DriverFunction {
 public:

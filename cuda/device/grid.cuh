@@ -1,5 +1,5 @@
-// grid.cuh: the blocks of a cooperative launch wait for each other. It is cooperative groups' barrier of a grid, in the word that the
-// driver provides for it, but a part of a block's warps can wait while others run on.
+// grid.cuh: a barrier over all blocks of a cooperative launch. It works like the grid barrier of cooperative groups and uses the same word
+// of the driver, but some warps of a block can wait while the others run on.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -10,15 +10,15 @@
 
 namespace fa {
 
-// The word counts arrivals; the last one of all flips its highest bit and leaves the others zero.
+// The word counts arrivals. The last arrival flips its highest bit and leaves the other bits zero.
 class GridBarrier {
 public:
-    // One thread of each block, when the launches before have ended and before it arrives: without it the bit cannot flip.
+    // Called by one thread of each block, after earlier launches have ended and before it arrives: the bit cannot flip without it.
     __device__ __forceinline__ void begin() {
         word_ = &cooperative_groups::details::get_grid_workspace()->barrier;
         round_ = load_acquire(word_) & kFlip;
     }
-    // That thread, behind a barrier of the block: what its threads wrote before is visible to all who have waited.
+    // Called by that thread after a barrier of its block. What the block's threads wrote before is visible to everyone who has waited.
     __device__ __forceinline__ void arrive() { add_release(word_, blockIdx.x == 0 ? kFlip - (gridDim.x - 1) : 1u); }
     __device__ __forceinline__ void wait() {
         while ((load_acquire(word_) & kFlip) == round_) {

@@ -14,26 +14,26 @@ namespace fa {
 
 // How a launch differs from a plain one.
 struct LaunchOptions {
-    bool programmatic = false;  // sm_90: it may start while the kernel before it still runs, see grid_dependency_wait in ptx.cuh
-    unsigned cluster = 0;       // sm_90: blocks of a cluster, 2 .. 16, the grid a multiple of it; 0 and 1: no clusters, on any GPU
-    // Ask for the maximum shared-memory carveout. Kernels with different carveouts cannot share an SM, so a programmatic successor needs
-    // the same one.
+    bool programmatic = false;  // sm_90: may start while the previous kernel still runs, see grid_dependency_wait in ptx.cuh
+    unsigned cluster = 0;       // sm_90: blocks of a cluster, 2 .. 16, which must divide the grid; 0 and 1: no clusters, on any GPU
+    // Ask for the maximum shared-memory carveout. Kernels with different carveouts cannot share an SM, so a kernel and its programmatic
+    // successor should both ask for it.
     bool prefers_shared = false;
     bool cooperative = false;  // all blocks run at once, or the launch fails: they may wait for each other
     unsigned blocks_y = 1;     // the second extent of the grid
 };
 
-// What a kernel has to be granted before a launch that needs it.
+// Permissions that the runtime has to grant a kernel before certain launches.
 enum class Grant : uint64_t {
     kShared,    // more than the default shared memory
     kClusters,  // clusters of more than eight blocks
     kCarveout   // the maximum shared-memory carveout
 };
 
-// The grants of this process. A grant belongs to a kernel in a context: every thread shares it, and it ends with the context
-// (cudaDeviceReset). So the key is the kernel, what is granted, and the context's id, which the driver gives out once. A place is written
-// once, under the lock, and never changes: readers take no lock. A kernel that finds no place is granted again before every launch, which
-// is harmless but takes 0.4 us.
+// The grants of this process. A grant belongs to a kernel in a context: all threads share it, and it ends with the context
+// (cudaDeviceReset). The key is therefore the kernel, the kind of grant, and the context's id, which the driver never reuses. A slot is
+// written once, under the lock, and never changes, so readers take no lock. A kernel that finds no free slot is granted again before every
+// launch, which is harmless but takes 0.4 us.
 class Grants {
 public:
     constexpr Grants() = default;
@@ -47,7 +47,7 @@ public:
         }
         return false;
     }
-    // Calls give(), which returns a cudaError_t, and remembers its success. context: nullptr where it is unknown.
+    // Calls give(), which returns a cudaError_t, and remembers its success. `context` is nullptr when the context is unknown.
     template <typename Give>
     cudaError_t add(const void* function, Grant grant, const uint64_t* context, const Give& give) {
         const std::lock_guard<std::mutex> lock(mutex_);
@@ -67,7 +67,7 @@ public:
 private:
     static constexpr int kPlaces = 4096, kProbes = 8;
     struct Place {
-        std::atomic<uint64_t> key{0};  // 0: the place is free
+        std::atomic<uint64_t> key{0};  // 0: the slot is free
         uint64_t context = 0;
     };
     static uint64_t key_of(const void* function, Grant grant) { return reinterpret_cast<uintptr_t>(function) * 4 + uint64_t(grant); }
@@ -76,14 +76,14 @@ private:
     }
 
     Place places_[kPlaces];
-    std::mutex mutex_;  // of writers
+    std::mutex mutex_;  // taken by writers
 };
 inline Grants grants;
 inline DriverFunction<decltype(cuCtxGetId)> context_id("cuCtxGetId");
 
-// The limit is raised once, to all that the device has beside the kernel's static arrays, so no other launch of the kernel can lower it.
-// It is a limit alone: how many blocks fit on a multiprocessor, and how it divides its memory into shared memory and L1, follow from what a
-// launch asks for and from the carveout.
+// Raises the limit once, to all shared memory that the kernel's static arrays leave on the device, so that no other launch of the kernel
+// can lower it. It is only a limit. How many blocks fit on a multiprocessor, and how the memory is split between shared memory and L1,
+// depend on the size of each launch and on the carveout.
 inline cudaError_t grant_shared(const void* function) {
     int device = -1, most = 0;
     cudaFuncAttributes own{};
@@ -94,9 +94,9 @@ inline cudaError_t grant_shared(const void* function) {
     return cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, most - int(own.sharedSizeBytes));
 }
 
-// Asks the runtime for what the launch of a kernel needs, where the current context has not granted it yet; again: in any case.
+// Asks the runtime for the grants that a launch needs and that the current context does not have yet; `again` asks for all of them.
 inline cudaError_t opt_in(const void* function, size_t shared_bytes, const LaunchOptions& options, bool again = false) {
-    constexpr size_t kDefault = 32 * 1024;  // every kernel may have 48 KB, but its static arrays are among them
+    constexpr size_t kDefault = 32 * 1024;  // every kernel may have 48 KB, static arrays included
     const bool large = shared_bytes > kDefault, wide = options.cluster > 8, prefers = options.prefers_shared;
     if (!large && !wide && !prefers) return cudaSuccess;
     unsigned long long id = 0;
@@ -118,7 +118,7 @@ inline cudaError_t opt_in(const void* function, size_t shared_bytes, const Launc
     return error;
 }
 
-// The kernel at `function`, whose parameters are at `arguments`.
+// Launches the kernel at `function`, whose parameters are at `arguments`.
 inline cudaError_t launch_function(const void* function, unsigned blocks, unsigned threads, size_t shared_bytes, cudaStream_t stream,
                                    void** arguments, const LaunchOptions& options) {
     const auto launch = [&] {
@@ -148,7 +148,7 @@ inline cudaError_t launch_function(const void* function, unsigned blocks, unsign
     };
     cudaError_t error = opt_in(function, shared_bytes, options);
     if (error == cudaSuccess) error = launch();
-    // Nothing was queued. A grant may have ended although the id of its context goes on: ask once more.
+    // These errors mean that nothing was queued. A grant may have ended although the id of its context lives on: ask once more.
     if (error == cudaErrorInvalidValue || error == cudaErrorInvalidClusterSize) {
         cudaGetLastError();
         error = opt_in(function, shared_bytes, options, true);
@@ -158,7 +158,7 @@ inline cudaError_t launch_function(const void* function, unsigned blocks, unsign
     return error;
 }
 
-// kernel<<<blocks, threads, shared_bytes, stream>>>(params...), any size of shared memory the device has.
+// kernel<<<blocks, threads, shared_bytes, stream>>>(params...), with any size of shared memory that the device has.
 template <typename... Params>
 cudaError_t launch_kernel(void (*kernel)(Params...), unsigned blocks, unsigned threads, size_t shared_bytes, cudaStream_t stream,
                           const LaunchOptions& options, const Params&... params) {

@@ -1,4 +1,4 @@
-// mma.cuh: the instructions of the tensor-core path that every GPU from sm_80 on has. One instruction, one function.
+// mma.cuh: the instructions for the tensor-core path that every GPU from sm_80 on has. One function per instruction.
 //
 // Fragments of mma.m16n8k16 (PTX ISA, "Matrix fragments for mma.m16n8k16"); lane = 4 g + q, every register holds two 16-bit values:
 //     A (16 x 16)  a0: row g,     k 2q, 2q + 1     a1: row g + 8, same k     a2: row g, k 2q + 8, 2q + 9     a3: row g + 8, same k
@@ -6,10 +6,10 @@
 //     C (16 x 8)   c0, c1: row g, columns 2q, 2q + 1                         c2, c3: row g + 8, same columns
 // Two neighbouring C tiles, packed to 16 bits, are therefore an A fragment: a = {c0c1, c2c3, c0'c1', c2'c3'}.
 //
-// mma.m16n8k8 on tf32, every register one value, C as above:
+// mma.m16n8k8 on tf32. Each register holds one value; C is as above:
 //     A (16 x 8)   a0: row g, k q    a1: row g + 8, k q    a2: row g, k q + 4    a3: row g + 8, k q + 4
 //     B (8 x 8)    b0: k q, column g    b1: k q + 4, column g
-// A C tile whose column 2q is called k = q and whose column 2q + 1 is called k = q + 4 is an A fragment: a = {c0, c2, c1, c3}.
+// A C tile is an A fragment, a = {c0, c2, c1, c3}, if its column 2q is taken as k = q and its column 2q + 1 as k = q + 4.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -19,11 +19,11 @@
 
 namespace fa {
 
-// Which element of a 16 x 8 accumulator tile register i of a lane is.
+// Row and column, in a 16 x 8 accumulator tile, of register i of a lane.
 __host__ __device__ constexpr int mma_row(int lane, int i) { return lane / 4 + 8 * (i / 2); }
 __host__ __device__ constexpr int mma_column(int lane, int i) { return 2 * (lane % 4) + i % 2; }
 
-// Over the four lanes that share the rows of an accumulator tile.
+// Maximum and sum over the four lanes that share the rows of an accumulator tile.
 __device__ __forceinline__ float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
     return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
@@ -39,16 +39,16 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) { return
 __device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global, int valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared), "l"(global), "r"(valid) : "memory");
 }
-// The same of 4 bytes.
+// The same for 4 bytes.
 __device__ __forceinline__ void cp_async_4(uint32_t shared, const void* global, int valid) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(shared), "l"(global), "r"(valid) : "memory");
 }
 // cp.async.wait_all: every copy this thread has started has landed. Other threads see it after the next barrier.
 __device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;\n" ::: "memory"); }
 
-// cp.async.commit_group: the copies started since the last one are a group.
+// cp.async.commit_group: the copies started since the last commit form a group.
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
-// cp.async.wait_group: all of this thread's groups but the last kPending have landed.
+// cp.async.wait_group: all of this thread's groups except the newest kPending have landed.
 template <int kPending>
 __device__ __forceinline__ void cp_async_wait_group() {
     asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
@@ -76,8 +76,9 @@ __device__ __forceinline__ void store_shared_4(uint32_t shared, uint32_t x) {
     asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(shared), "r"(x) : "memory");
 }
 
-// Four values of every lane of a warp as 128 floats in global memory, in the order in which the GPU adds them to memory best:
-// red.global.add.v4.f32 takes a lane's four together, from sm_90 on; before it red.global.add.f32 takes one of each lane.
+// Adds four values of every lane of a warp to 128 floats in global memory, in the order that the GPU's atomics handle fastest. From sm_90
+// on, red.global.add.v4.f32 takes a lane's four values together; before, each red.global.add.f32 takes one value of every lane.
+// load_fragment reads the same order.
 __device__ __forceinline__ void red_add_fragment(float* to, const float (&x)[4], int lane) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"l"(to + 4 * lane), "f"(x[0]), "f"(x[1]), "f"(x[2]),
@@ -106,21 +107,21 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&d)[4], uint32_t shared) {
                  : "r"(shared)
                  : "memory");
 }
-// The same matrices transposed, as the A fragment of what lies transposed in shared memory.
+// The transposed matrices, as the A fragment of an operand that lies transposed in shared memory.
 __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&d)[4], uint32_t shared) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
                  : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
                  : "r"(shared)
                  : "memory");
 }
-// Here the matrices are two B fragments: d[t][i] is register i of tile t.
+// The transposed matrices as two B fragments: d[t][i] is register i of tile t.
 __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&d)[2][2], uint32_t shared) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
                  : "=r"(d[0][0]), "=r"(d[0][1]), "=r"(d[1][0]), "=r"(d[1][1])
                  : "r"(shared)
                  : "memory");
 }
-// Four columns of two rows, as four B fragments for tf32: d[t] = {column t of one row, column t of the other}.
+// Four columns of two rows as four tf32 B fragments: d[t] = {column t of `row`, column t of `other_row`}.
 __device__ __forceinline__ void load_two_rows(uint32_t (&d)[4][2], uint32_t row, uint32_t other_row) {
     const float4 x = load_shared_16(row), y = load_shared_16(other_row);
     d[0][0] = __float_as_uint(x.x), d[1][0] = __float_as_uint(x.y), d[2][0] = __float_as_uint(x.z), d[3][0] = __float_as_uint(x.w);
@@ -150,7 +151,7 @@ __device__ __forceinline__ void mma<float>(float (&c)[4], const uint32_t (&a)[4]
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// cvt.rna.tf32.f32: to the nearest tf32, ties away from zero. The tensor cores would cut the low bits off instead.
+// cvt.rna.tf32.f32: to the nearest tf32, ties away from zero. Without it, the tensor cores would truncate.
 __device__ __forceinline__ uint32_t round_tf32(float x) {
     uint32_t d;
     asm("cvt.rna.tf32.f32 %0, %1;\n" : "=r"(d) : "f"(x));
@@ -173,7 +174,7 @@ __device__ __forceinline__ uint32_t pack_16<__nv_bfloat16>(float low, float high
     return d;
 }
 
-// pack_16 undone.
+// The inverse of pack_16.
 template <typename T>
 __device__ __forceinline__ void unpack_16(float (&x)[2], uint32_t packed);
 template <>
@@ -185,7 +186,7 @@ __device__ __forceinline__ void unpack_16<__nv_bfloat16>(float (&x)[2], uint32_t
     x[0] = __uint_as_float(packed << 16), x[1] = __uint_as_float(packed & 0xFFFF0000u);
 }
 
-// The A fragment of an mma<T> from the accumulators of the same rows, 16 columns of them or, for float, 8 in the order given above.
+// The A fragment of an mma<T> from accumulators of the same rows: 16 columns of them or, for float, 8 columns in the order given above.
 template <typename T>
 __device__ __forceinline__ void fragment_of(uint32_t (&a)[4], const float (*c)[4]) {
     a[0] = pack_16<T>(c[0][0], c[0][1]), a[1] = pack_16<T>(c[0][2], c[0][3]);
@@ -196,8 +197,8 @@ __device__ __forceinline__ void fragment_of<float>(uint32_t (&a)[4], const float
     a[0] = round_tf32(c[0][0]), a[1] = round_tf32(c[0][2]), a[2] = round_tf32(c[0][1]), a[3] = round_tf32(c[0][3]);
 }
 
-// A thread's elements of neighbouring tiles of the same rows in one array: element i is row mma_row(lane, i % 4), column
-// 8 (i / 4) + mma_column(lane, i % 4).
+// A thread's elements of neighbouring tiles of the same rows, as one array: element i is row mma_row(lane, i % 4), column 8 (i / 4) +
+// mma_column(lane, i % 4).
 template <int kTilesN>
 __device__ __forceinline__ float (&flat(float (&c)[kTilesN][4]))[kTilesN * 4] {
     return reinterpret_cast<float(&)[kTilesN * 4]>(c);

@@ -8,15 +8,15 @@
 
 namespace fa {
 
-// The threads that fill a ring and those that empty it start at slot 0, phase 0, and never reset. A barrier knows its phase by one bit, so
-// a thread that waits for a buffer has to wait for each of its phases, and the phase after the next must not end without that thread's
-// part: its arrival, or its copy. Otherwise it takes one phase for another, or waits for one that has passed.
+// The threads that fill a ring and those that empty it start at slot 0, phase 0, and never reset. A barrier tells its phase by one bit. So
+// a thread that waits for a buffer has to wait for each of its phases, and the barrier must not complete the phase after the awaited one
+// without the thread's arrival or copy. Otherwise the thread mistakes one phase for another, or waits for one that has passed.
 template <int kSlots>
 struct Ring {
     uint32_t full, empty;  // shared addresses of the barriers of slot 0
     uint32_t slot, phase;
 
-    // At the buffer that is used after `count` others. Where registers are scarce, several rings can follow from one count.
+    // Starts `count` buffers after the first. Where registers are scarce, the positions in several rings can be derived from one count.
     __device__ __forceinline__ Ring(const uint64_t (&full)[kSlots], const uint64_t (&empty)[kSlots], uint32_t count = 0)
         : full(shared_address(full)), empty(shared_address(empty)), slot(count % kSlots), phase(count / kSlots % 2) {}
 
@@ -27,7 +27,7 @@ struct Ring {
     __device__ __forceinline__ void next() {
         if (++slot == kSlots) slot = 0, phase ^= 1;
     }
-    // The warp has read the buffer, which may be filled again.
+    // The warp has read the buffer: it may be filled again.
     __device__ __forceinline__ void release(int lane) {
         if (arrives(lane)) mbarrier_arrive(empty_barrier());
         next();

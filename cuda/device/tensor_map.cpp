@@ -37,7 +37,7 @@ cudaError_t encode_tiles(const TensorTiles& t, CUtensorMap* map, int* loads) {
     constexpr cuuint64_t kChunk = 64, kChunkBytes = 128;
     const auto encode = encoder.get();
     if (!encode) return cudaErrorNotSupported;
-    // Chunks as an axis of their own let one copy fetch a whole tile; but then nothing is out of bounds inside a chunk.
+    // With the chunks as an axis, one copy fetches a whole tile; but then no column inside a chunk counts as out of bounds.
     const bool whole = t.box_chunks || (t.columns == t.padded_columns && !t.by_chunk);
     const cuuint64_t chunks = whole ? t.columns / kChunk : 1;
     // The stride of an axis with one element is never used, but has to be valid.

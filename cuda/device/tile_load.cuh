@@ -1,4 +1,4 @@
-// tile_load.cuh: a tile of a strided tensor to shared memory by the copy engine.
+// tile_load.cuh: the copy engine loads a tile of a strided tensor into shared memory.
 #pragma once
 
 #include "device/ptx.cuh"
@@ -6,7 +6,7 @@
 
 namespace fa {
 
-// One thread copies `rows` rows from `row` on to shared address `tile`, in `loads` boxes: as many as encode_tiles said the tile needs. Rows
+// One thread copies `rows` rows, from `row` on, to shared address `tile`, in `loads` boxes (the number that encode_tiles returned). Rows
 // out of bounds arrive as zeros. The barrier receives the bytes of the whole tile. `policy`: kEvictFirst, kEvictLast or nothing.
 template <typename... Policy>
 __device__ __forceinline__ void load_tile(const CUtensorMap& map, int loads, uint32_t tile, uint32_t rows, uint32_t barrier, int row,

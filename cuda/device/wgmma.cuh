@@ -1,4 +1,4 @@
-// wgmma.cuh: Hopper's warpgroup matrix product, m64nNk16, 16-bit operands and float accumulators, and the layouts it speaks.
+// wgmma.cuh: Hopper's warpgroup matrix product, m64nNk16, with 16-bit operands and float accumulators, and the layouts of its operands.
 //
 // Shared tiles are stored as TMA writes them with the 128-byte swizzle: the columns in chunks of 64 (128 bytes), chunk c of a
 // tile of `rows` rows at c * rows * 128 bytes, row r of a chunk at r * 128, and 16-byte piece j of a row at piece j ^ (r & 7).
@@ -22,11 +22,11 @@ __host__ __device__ constexpr uint32_t swizzled_offset(uint32_t rows, uint32_t r
     return piece / 8 * rows * kChunkRowBytes + row * kChunkRowBytes + ((piece % 8 ^ row % 8) << 4);
 }
 
-// Accumulator element i of thread t of the warpgroup: which row and column of the 64 x N product it is.
+// Row and column, in the 64 x N product, of accumulator element i of thread t of the warpgroup.
 __host__ __device__ constexpr int accumulator_row(int t, int i) { return t / 32 * 16 + t % 32 / 4 + i / 2 % 2 * 8; }
 __host__ __device__ constexpr int accumulator_column(int t, int i) { return i / 4 * 8 + t % 4 * 2 + i % 2; }
 
-// A descriptor's low half says where the tile is, its high half is the same for every tile here: a loop that keeps the low half alone
+// The low half of a descriptor holds the tile's address; the high half is the same for every tile here. A loop that keeps only the low half
 // needs one register.
 __device__ __forceinline__ uint32_t descriptor_low(uint32_t tile, uint32_t chunk_stride) {
     return (tile & 0x3FFFF) >> 4 | chunk_stride >> 4 << 16;
@@ -35,14 +35,16 @@ __device__ __forceinline__ uint64_t descriptor_from(uint32_t low) {
     constexpr uint32_t kSwizzle128 = 1u << 30, kGroupStride = kSwizzleRows * kChunkRowBytes >> 4;
     return uint64_t(kSwizzle128 | kGroupStride) << 32 | low;
 }
-// The same, moved on by a step from below: 32-bit arithmetic, because shared memory ends where the field does and nothing carries over.
+// The descriptor moved on by a step from below. 32-bit arithmetic is enough: the address field covers all shared memory, so nothing
+// carries.
 __device__ __forceinline__ uint64_t descriptor_from(uint32_t low, uint64_t step) { return descriptor_from(low + uint32_t(step)); }
 // Shared-memory matrix descriptor for the tiles above. Eight-row groups lie 1024 bytes apart; chunk_stride, the bytes between
 // 64-column chunks, is read only for operands whose rows run along k (V in P V).
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t tile, uint32_t chunk_stride) {
     return descriptor_from(descriptor_low(tile, chunk_stride));
 }
-// A tile of one step, 16 columns: rows of 32 bytes in the 32-byte swizzle, which repeats after 8 rows. Its address is a multiple of 256.
+// A tile of one k16 step: rows of 16 columns (32 bytes) in the 32-byte swizzle, which repeats after 8 rows. Its address is a multiple of
+// 256.
 __host__ __device__ constexpr uint32_t narrow_swizzled_offset(uint32_t row, uint32_t piece) {
     return row * 32 + ((piece ^ row / 4 % 2) << 4);
 }
@@ -50,7 +52,7 @@ __device__ __forceinline__ uint64_t narrow_descriptor(uint32_t tile) {
     constexpr uint32_t kSwizzle32 = 3u << 30, kGroupStride = kSwizzleRows * 32 >> 4;
     return uint64_t(kSwizzle32 | kGroupStride) << 32 | descriptor_low(tile, 16);
 }
-// What to add to a descriptor to move it by that many bytes: shared memory ends below 256 KiB, so the field never overflows.
+// What to add to a descriptor to move it by `bytes`. Shared memory ends below 256 KiB, so the field never overflows.
 __device__ __forceinline__ constexpr uint64_t descriptor_step(uint32_t bytes) { return bytes >> 4; }
 // Step k16 (16 columns) of a tile read along its columns: 32 bytes inside a chunk, then the next chunk.
 __device__ __forceinline__ constexpr uint64_t descriptor_k_step(int k16, uint32_t rows) {
@@ -59,21 +61,21 @@ __device__ __forceinline__ constexpr uint64_t descriptor_k_step(int k16, uint32_
 // Step k16 (16 rows) of a tile read along its rows.
 __device__ __forceinline__ constexpr uint64_t descriptor_row_step(int k16) { return descriptor_step(k16 * 16 * kChunkRowBytes); }
 
-// Registers written by ordinary code are safe to hand to the wgmmas that follow. One before each product.
+// Makes registers written by ordinary code safe to use in the wgmmas that follow. Needed once before each product.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Keeps the compiler from reading or moving x across this point. No instruction.
+// Keeps the compiler from reading or moving x across this point. Emits no instruction.
 __device__ __forceinline__ void hold(float& x) { asm volatile("" : "+f"(x)::"memory"); }
 template <int kCount>
 __device__ __forceinline__ void hold(float (&d)[kCount]) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) hold(d[i]);
 }
-// What has been written to memory is read from there again, so that no register keeps it.
+// Makes the compiler read memory again instead of keeping its values in registers.
 __host__ __device__ __forceinline__ void forget_registers() { asm volatile("" ::: "memory"); }
 
-// Until at most kPending of the newest products are still running. Naming the accumulators keeps the compiler from reading
+// Waits until at most kPending of the newest groups of products are still running. Naming the accumulators keeps the compiler from reading
 // them earlier: the instruction itself does not mention them.
 template <int kPending, int... kCounts>
 __device__ __forceinline__ void wgmma_wait(float (&... d)[kCounts]) {
@@ -122,8 +124,8 @@ __device__ __forceinline__ float2 unpack_16(uint32_t x) {
 #define FA_WRITE_32 FA_WRITE_8(0), FA_WRITE_8(8), FA_WRITE_8(16), FA_WRITE_8(24)
 #define FA_WRITE_64 FA_WRITE_32, FA_WRITE_8(32), FA_WRITE_8(40), FA_WRITE_8(48), FA_WRITE_8(56)
 
-// Operands after the R accumulators: descriptors A and B, the accumulate flag, their transposes | A and B, their transposes |
-// four A registers, descriptor B, flag, B's transpose.
+// Operand numbers after the R accumulators. SS: descriptors A and B, accumulate flag, transposes of A and B. SS_FIRST: descriptors A and B,
+// their transposes. RS: four A registers, descriptor B, flag, transpose of B.
 #define FA_WGMMA_SS(N, R, TYPE, A, B, FLAG, TA, TB)                                                   \
     if constexpr (kN == N)                                                                            \
         asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #FLAG                                       \
@@ -169,8 +171,8 @@ __device__ __forceinline__ float2 unpack_16(uint32_t x) {
     FA_WGMMA_RS(192, 96, TYPE, 96, 97, 98, 99, 100, 101, 102) \
     FA_WGMMA_RS(256, 128, TYPE, 128, 129, 130, 131, 132, 133, 134)
 
-// d (64 x N) = A (64 x 16) B (16 x N), plus d when accumulate; A and B in shared memory. kTranspose 0: the operand's stored rows run
-// along k (Q and K of Q K^T); 1: along m or n (V of P V, dS^T of dS K).
+// d (64 x N) = A (64 x 16) B (16 x N), plus d when accumulate; A and B in shared memory. kTranspose 0: the operand's stored rows run along
+// k (Q and K in Q K^T); 1: along m or n (V in P V, dS^T in dS K).
 template <typename T, int kN, int kTransposeA = 0, int kTransposeB = 0>
 __device__ __forceinline__ void wgmma_ss(float (&d)[kN / 2], uint64_t a, uint64_t b, int accumulate) {
     static_assert(kN == 32 || kN == 64 || kN == 80 || kN == 96 || kN == 112 || kN == 128 || kN == 192 || kN == 256,
@@ -182,7 +184,7 @@ __device__ __forceinline__ void wgmma_ss(float (&d)[kN / 2], uint64_t a, uint64_
     }
 }
 
-// The first step of a product: d = A B. To the compiler d is only written, so what it held before needs no register any more.
+// The first step of a product: d = A B. The compiler sees d as written only, so its previous value needs no registers.
 template <typename T, int kN, int kTransposeA = 0, int kTransposeB = 0>
 __device__ __forceinline__ void wgmma_ss_first(float (&d)[kN / 2], uint64_t a, uint64_t b) {
     static_assert(kN == 64 || kN == 128, "add this N to FA_WGMMA_SS_FIRST_ALL");
@@ -193,8 +195,8 @@ __device__ __forceinline__ void wgmma_ss_first(float (&d)[kN / 2], uint64_t a, u
     }
 }
 
-// The same with A in registers: element pairs of rows g and g + 8, columns 2q and 2q + 8 of the lane's (g, q), which is what packing
-// neighbouring accumulators gives. kTransposeB: B's rows run along n (V in P V), else along k (K).
+// The same with A in registers: element pairs of rows g and g + 8, columns 2q and 2q + 8 of the lane's (g, q). Packing neighbouring
+// accumulators gives this order. kTransposeB 1: B's rows run along n (V in P V); 0: along k (K).
 template <typename T, int kN, int kTransposeB>
 __device__ __forceinline__ void wgmma_rs(float (&d)[kN / 2], const uint32_t* a, uint64_t b, int accumulate) {
     static_assert(kN == 32 || kN == 64 || kN == 96 || kN == 128 || kN == 192 || kN == 256, "add this N to FA_WGMMA_RS_ALL");

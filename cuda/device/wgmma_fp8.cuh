@@ -1,11 +1,11 @@
-// wgmma_fp8.cuh: Hopper's matrix products of 8-bit floats (e4m3), and what it takes to feed them.
+// wgmma_fp8.cuh: Hopper's matrix products of 8-bit floats (e4m3), and the packing of their operands.
 //
 // Both operands of an 8-bit product must have their rows along k: there is no transpose bit. In shared memory a row of bytes is a row of
-// half as many 16-bit pairs, so tiles, swizzle and descriptors are those of wgmma.cuh with 128 elements to a chunk, and k32 of bytes is
-// k16 of pairs. The A fragment (k32), lane = 4 g + q, every register four bytes:
+// half as many 16-bit pairs, so tiles, swizzle and descriptors are those of wgmma.cuh, with 128 elements in a chunk; a k32 step of bytes is
+// a k16 step of pairs. The A fragment (k32), lane = 4 g + q, four bytes in every register:
 //     a0: row g, k 4q .. 4q + 3     a1: row g + 8, same k     a2: row g, k 4q + 16 .. 4q + 19     a3: row g + 8, same k
-// Accumulators give a lane columns 8 c + 2 q and 8 c + 2 q + 1 instead. What a product sums over may come in any order as long as A and B
-// agree, so the lane packs what it has and byte k of each sixteen stands for column fp8_key(k).
+// Accumulators instead give a lane columns 8 c + 2 q and 8 c + 2 q + 1. A product may sum over k in any order on which A and B agree. So
+// the lane packs the columns that it has, and byte k of each sixteen stands for column fp8_key(k).
 #pragma once
 
 #include "device/mma.cuh"
@@ -13,12 +13,12 @@
 
 namespace fa {
 
-// The order of keys, within sixteen, in P as pack_p leaves it and in V^T as the transposer does: 0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15.
+// The order of keys within each sixteen, in P (from pack_p) and in V^T (from the transposer): 0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15.
 __host__ __device__ constexpr int fp8_key(int k) { return k / 4 * 2 + k % 2 + k / 2 % 2 * 8; }
-// V^T keeps the even head dims of each sixteen before the odd ones, which frees the transposer of bank conflicts.
+// V^T keeps the even head dims of each sixteen before the odd ones, so that the transposer has no bank conflicts.
 __host__ __device__ constexpr int fp8_head_dim(int row) { return row / 16 * 16 + row % 8 * 2 + row / 8 % 2; }
 
-// cvt.rn.satfinite.e4m3x2.f32, twice: four floats to four bytes, x0 lowest. Beyond +-448 it saturates; NaN stays NaN.
+// cvt.rn.satfinite.e4m3x2.f32, twice: four floats to four bytes, x0 lowest. Saturates at +-448; NaN stays NaN.
 __device__ __forceinline__ uint32_t pack_e4m3(float x0, float x1, float x2, float x3) {
     uint32_t d;
     asm("{\n.reg .b16 low, high;\n"
@@ -30,7 +30,7 @@ __device__ __forceinline__ uint32_t pack_e4m3(float x0, float x1, float x2, floa
     return d;
 }
 
-// Scores, or what became of them, in accumulator layout to the A fragment of step i (keys 32 i .. 32 i + 31).
+// Packs scores or probabilities in accumulator layout into the A fragment of step i (keys 32 i .. 32 i + 31).
 template <int kCount>
 __device__ __forceinline__ void pack_p(const float (&s)[kCount], int i, uint32_t (&a)[4]) {
 #pragma unroll
@@ -40,7 +40,7 @@ __device__ __forceinline__ void pack_p(const float (&s)[kCount], int i, uint32_t
     }
 }
 
-// prmt.b32: picks the byte with number `selector` nibble n, of a (0 .. 3) and b (4 .. 7), for byte n.
+// prmt.b32: byte n of the result is the byte that nibble n of the selector names: 0 .. 3 of a, 4 .. 7 of b.
 template <uint32_t kSelector>
 __device__ __forceinline__ uint32_t permute_bytes(uint32_t a, uint32_t b) {
     return __byte_perm(a, b, kSelector);
@@ -57,7 +57,7 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t shared, uint32_t d0, uint32
 #define FA_TEXT_68 FA_TEXT_64 ",%64,%65,%66,%67"
 #define FA_BIND_68 FA_BIND_64, "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67])
 
-// Operands after the R accumulators: descriptors A and B, then the accumulate flag | four A registers, descriptor B, flag.
+// Operand numbers after the R accumulators. SS: descriptors A and B, accumulate flag. RS: four A registers, descriptor B, flag.
 #undef FA_WGMMA_SS
 #undef FA_WGMMA_RS
 #define FA_WGMMA_SS(N, R, A, B, FLAG)                                                                                              \

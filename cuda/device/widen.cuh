@@ -1,5 +1,5 @@
-// widen.cuh: 8-bit values from a cache to the fp16 values that the tensor cores multiply; exact. Four bytes of a register become two
-// registers, by neighbours (bytes 0, 1 and 2, 3) or by even and odd ones (0, 2 and 1, 3).
+// widen.cuh: 8-bit values of a cache, converted exactly to the fp16 values that the tensor cores multiply. The four bytes of a register
+// become two registers, paired as neighbours (bytes 0, 1 and 2, 3) or as even and odd bytes (0, 2 and 1, 3).
 #pragma once
 
 #include <cuda_fp16.h>
@@ -21,8 +21,9 @@ __device__ __forceinline__ void widen_neighbours(uint32_t (&to)[2], uint32_t byt
 template <typename T>
 __device__ __forceinline__ void widen_even_odd(uint32_t& even, uint32_t& odd, uint32_t bytes);
 
-// Two e4m3 to two fp16, for GPUs without an instruction for it. The sign goes to the top of its half, exponent and mantissa to where fp16
-// has its own; a product with 2^8 makes up for the difference of the biases, 15 - 7, of subnormal numbers, too. All 7 bits set is NaN.
+// Two e4m3 to two fp16, for GPUs without an instruction for it. The sign moves to the top bit of its half; exponent and mantissa move to
+// fp16's exponent and mantissa bits. Multiplying by 2^8 corrects the difference of the biases, 15 - 7, also for subnormal numbers. All 7
+// bits set is NaN.
 __host__ __device__ __forceinline__ uint32_t widen_pair_e4m3_by_bits(uint32_t two_bytes) {
     const uint32_t tops = (two_bytes & 0xFFu) << 8 | (two_bytes & 0xFF00u) << 16, magnitudes = tops & 0x7F007F00u;
     const uint32_t places = (tops & 0x80008000u) | magnitudes >> 1;
@@ -49,7 +50,8 @@ __device__ __forceinline__ void widen_even_odd<Float8>(uint32_t& even, uint32_t&
     even = widen_pair_e4m3(sorted & 0xFFFFu), odd = widen_pair_e4m3(sorted >> 16);
 }
 
-// A byte under 0x64 is the fp16 number 1024 + byte: biased by 128 it is exact, and 1152 is taken off again.
+// A byte below the high byte 0x64 is the fp16 number 1024 + byte, exactly. The byte is the int8 value plus 128, so subtracting 1152 gives
+// the value.
 __device__ __forceinline__ uint32_t widen_pair_int8(uint32_t biased, uint32_t selector) {
     const uint32_t x = __byte_perm(biased, 0x64646464u, selector);
     const __half2 y = __hsub2(reinterpret_cast<const __half2&>(x), __half2half2(__ushort_as_half(0x6480)));

@@ -6,7 +6,7 @@ from .cli import main
 
 
 def run() -> int:
-    """The command that the arguments of this process name."""
+    """Runs the command in this process's arguments; returns the exit status."""
     return main(sys.argv[1:])
 
 

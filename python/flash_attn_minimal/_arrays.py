@@ -2,9 +2,9 @@
 in and go out.
 
 A door reads an array into a `View` (pointer, shape, strides in elements, dtype, device), allocates outputs of the
-caller's own type through the caller's own framework, and names the stream that the caller's work is queued on. No
-framework is ever imported: an array that reached us proves that its framework is in `sys.modules` already, and that is
-the only place where we look.
+caller's own type through the caller's own framework, and names the stream on which the caller's work is queued. No
+framework is ever imported: if a caller passes an array, its framework is already in `sys.modules`, the only place where
+doors look.
 
     door        device     stream
     NumPy       CPU        -
@@ -12,10 +12,10 @@ the only place where we look.
     CuPy        CUDA       cupy.cuda.get_current_stream of the array's device
     JAX         CPU, CUDA  the legacy default stream; inputs are waited for before the launch, the result after it
     Numba       CUDA       the array's own stream, else the default stream
-    CUDA array  CUDA       the `stream` entry of __cuda_array_interface__, else the default stream; where a call's
-                           arrays, `out` among them, have different ones, they are waited for, and then the call
-    DLPack      CPU, CUDA  the legacy default stream, which the producer was told to make wait for its own work; the
-                           call is waited for
+    CUDA array  CUDA       the `stream` entry of __cuda_array_interface__, else the default stream. Where the arrays of
+                           a call (`out` included) have different streams, they are synchronized before and after it
+    DLPack      CPU, CUDA  the legacy default stream, for which the producer is told to make its work ready; the call is
+                           waited for
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ class TorchDoor(Door):
         )  # fmt: skip
         self.parameter = torch.nn.Parameter
         self.wrote = _version_counter(torch)
-        # 0.1 us; current_stream() builds a Stream object first. Only builds with CUDA have it.
+        # Takes 0.1 us; current_stream() builds a Stream object first. Only builds with CUDA have it.
         raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         self.current_stream = raw_stream or (lambda index: torch.cuda.current_stream(index).cuda_stream)
 
     def describe(self, arrays, gradients=False):
         if (
             self.dispatch_modes()
-            or self.tracing()  # a look at shapes would be part of the graph, but not of a first call's
+            or self.tracing()  # looking at shapes would add to the graph
             or (self.function_mode() and _modes.overridden())
             or self.forward_ad._current_level >= 0
             or _modes.compiling()
@@ -79,7 +79,7 @@ class TorchDoor(Door):
                     wants = x.requires_grad
                     graded = graded or wants
                     about += type(x), x.dtype, x.shape, x.stride(), x.device, wants
-        except RuntimeError:  # no strides; a layout that has them and is not strided has no address
+        except RuntimeError:  # a layout without strides; one that has strides but is not strided has no address
             return None
         recorded = graded and self.records()
         if recorded and (not gradients or self.transforms()):
@@ -88,13 +88,13 @@ class TorchDoor(Door):
         return tuple(about)
 
     def same(self, arrays, about, gradients=False):
-        """By what torch.compile asks to find out whether its code serves a call, one call for all tensors: types,
-        dtypes, devices, sizes, strides, the wish for a gradient, and all that PyTorch's dispatcher goes by."""
-        if len(set(map(id, arrays))) < len(arrays) or not _guards_hold(self.torch):  # guards want them all different
+        """Tests all tensors by one call of what torch.compile uses to decide whether its code serves a call: types,
+        dtypes, devices, sizes, strides, requires_grad, and the state of PyTorch's dispatcher."""
+        if len(set(map(id, arrays))) < len(arrays) or not _guards_hold(self.torch):  # guards want distinct tensors
             return super().same(arrays, about, gradients)
         guards = self.torch._C._dynamo.guards.TensorGuards
         check = guards(*arrays, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-        # Which of the two modes is the inference mode, the guards ask.
+        # The guards test inference mode themselves.
         function_mode, forward_ad, grad_enabled = self.function_mode, self.forward_ad, _modes.grad_enabled
         inference = _modes.inference()
         dispatch_modes = self.dispatch_modes  # the guards miss a mode in the threads of a GPU's backward pass
@@ -174,7 +174,7 @@ class TorchDoor(Door):
 
     def _new(self, array):
         view = self.view(array, "out")
-        view.written = True  # by every replay of a recording
+        view.written = True  # every replay of a recording writes to it
         return view
 
     def stream(self, views):
@@ -184,7 +184,7 @@ class TorchDoor(Door):
 
 @functools.cache
 def _guards_hold(torch: Any) -> bool:
-    """Whether TensorGuards, which are PyTorch's own business, are there and tell apart what must be told apart."""
+    """Whether TensorGuards, a private class of PyTorch, exists and tells apart what must be told apart."""
     guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
     if not hasattr(guards, "TensorGuards"):
         return False
@@ -201,12 +201,12 @@ def _guards_hold(torch: Any) -> bool:
 
 
 def _version_counter(torch: Any) -> Callable[[Sequence[Any]], None]:
-    """Raises the version counters of tensors: autograd then knows that what it saved of them is no more, as it does
-    after PyTorch's own operations in place. Tensors of the inference mode have none."""
+    """A function that raises the version counters of tensors, as PyTorch's own in-place operations do, so that autograd
+    notices when a saved tensor has been overwritten. Tensors made in inference mode have no counter."""
     increment = torch.autograd.graph.increment_version
     try:
         increment([])
-    except (TypeError, RuntimeError):  # a release that takes one tensor, which has a counter
+    except (TypeError, RuntimeError):  # a release in which it takes one tensor, which must have a counter
 
         def each(arrays):
             for array in arrays:
@@ -214,11 +214,11 @@ def _version_counter(torch: Any) -> Callable[[Sequence[Any]], None]:
                     increment(array)
 
         return each
-    return getattr(torch._C, "_increment_version", increment)  # what it calls: 0.1 us for its 0.3
+    return getattr(torch._C, "_increment_version", increment)  # the function that it calls: 0.1 us instead of 0.3
 
 
 class TorchSubclassDoor(TorchDoor):
-    """Tensors such as FakeTensor, whose operators are their own and whose memory is nobody's business."""
+    """Tensors such as FakeTensor, which answer operators themselves and may have no memory to read."""
 
     plain = None
 
@@ -296,9 +296,8 @@ class CupyDoor(Door):
 
 
 class JaxDoor(Door):
-    """JAX arrays never change after they exist and its streams are its own, so this door waits: for the inputs before
-    the launch, and for the result before returning. Outputs are fresh arrays that nobody else has seen while they are
-    being written."""
+    """JAX arrays never change and JAX's streams are private, so this door waits: for the inputs before the launch, and
+    for the result before returning. Outputs are new arrays that nobody else sees while they are being written."""
 
     name = "JAX"
 
@@ -363,7 +362,7 @@ def _framework_door(module: str, make) -> Door:
 
 
 def _loaded(module: str, attribute: str) -> Any:
-    """`module.attribute` when the module has been imported (to the end) by somebody, else None."""
+    """`module.attribute` if somebody has imported the module (to the end), else None."""
     return getattr(sys.modules.get(module), attribute, None)
 
 
@@ -375,7 +374,7 @@ def _find_door(array: Any, name: str, first: tuple[str, View] | None, dtype: str
         )
     if isinstance(array, np.ndarray):
         return NUMPY
-    _modes.active()  # makes the acquaintance of PyTorch, where this tensor is the first
+    _modes.active()  # loads PyTorch's functions, if this is the first tensor
     if isinstance(array, _modes.Tensor) and _modes.unreadable(kind):
         return TorchSubclassDoor(sys.modules["torch"])
     for module, attribute, make in (
@@ -390,7 +389,7 @@ def _find_door(array: Any, name: str, first: tuple[str, View] | None, dtype: str
         return NumbaDoor(kind, sys.modules["numba.cuda"])
     if hasattr(array, "__dlpack__") and hasattr(
         array, "__dlpack_device__"
-    ):  # knows its device and bfloat16, so it goes first
+    ):  # tried before __cuda_array_interface__, because DLPack knows the device and bfloat16
         return DLPackDoor(kind)
     if hasattr(array, "__cuda_array_interface__"):
         return CudaArrayDoor(kind)
@@ -401,7 +400,7 @@ def _find_door(array: Any, name: str, first: tuple[str, View] | None, dtype: str
 
 
 def _advice(array: Any, name: str, first: tuple[str, View] | None, dtype: str) -> str:
-    """What makes an array of numbers that are none."""
+    """Advice for plain Python numbers or lists of them: the call that makes an array."""
     if isinstance(array, bool) or not isinstance(array, (list, tuple, int, float, np.generic)):
         return ""
     if first is None:
@@ -411,8 +410,8 @@ def _advice(array: Any, name: str, first: tuple[str, View] | None, dtype: str) -
 
 
 def view(array: Any, name: str, first: tuple[str, View] | None = None, dtype: str = "float32") -> View:
-    """The array as the library sees it. For messages alone: `name` is the argument's; `first` the name and the view of
-    one that came before it; dtype what it should be, '' what that one is."""
+    """The array as the library sees it. The other arguments serve messages: name: the argument's; first: the name and
+    the View of an earlier array; dtype: the dtype that it should have, '' for that of `first`."""
     door = _doors.get(type(array))
     if door is None:
         door = _doors.setdefault(type(array), _find_door(array, name, first, dtype))

@@ -1,4 +1,4 @@
-"""What Python checks of single values, with the text of each refusal: numbers, flags, names, and views of arrays."""
+"""Checks of single arguments, with the texts of their errors: numbers, flags, names, and Views of arrays."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from ._door import View
 from ._library import CPU, DTYPES, BadArgument
 from ._words import pass_array, pass_cast, pass_contiguous, pass_moved
 
-_OPEN = (-1, -1)  # window_size where there is none
+_OPEN = (-1, -1)  # window_size without a window
 
 
 def _check_same_place(name: str, view: View, first_name: str, first: View, dtype: str = "") -> None:
-    """dtype: what the array is expected to be; '' is what `first` is."""
+    """Raises unless an array is of the framework and on the device of `first`. dtype: the dtype that the message tells
+    to use; '' is first's."""
     if view.door is not first.door:
-        readable = view.device == CPU or first.device != CPU  # what is on a GPU does not become a host's array at once
+        readable = view.device == CPU or first.device != CPU  # no single call makes a host's array of one on a GPU
         advice = pass_array(first.door.name, name, first_name, dtype or f"{first_name}.dtype")
         raise BadArgument(
             f"{name} is a {view.door.name} array, but {first_name} is a {first.door.name} array: "
@@ -63,7 +64,7 @@ def _is_contiguous(view: View) -> bool:
 
 
 def _quoted(value: Any) -> str:
-    """A value for a message: short, whatever it is."""
+    """repr(value) for a message, shortened."""
     try:
         text = repr(value)
     except Exception:  # an integer of 5000 digits has no repr
@@ -78,7 +79,7 @@ def _flag(name: str, value: Any) -> int:
 
 
 def _wants_lse(return_lse: Any, return_softmax_lse: Any) -> int:
-    """Whether a call returns lse: its two names, the core's and flash-attn's, mean the same everywhere."""
+    """Whether a call returns lse. return_lse is the core's name and return_softmax_lse flash-attn's, of one option."""
     return _flag("return_lse", return_lse) | _flag("return_softmax_lse", return_softmax_lse)
 
 
@@ -86,7 +87,7 @@ _LEAST_FLOAT, _MOST_FLOAT = float(np.finfo(np.float32).tiny), float(np.finfo(np.
 
 
 def _number(name: str, value: Any) -> float:
-    """A number that a C float holds; NaN and infinities are the library's to refuse."""
+    """A number in the range of a C float. NaN and infinities pass: the library refuses them."""
     kind = value.dtype.kind if isinstance(value, (np.ndarray, np.generic)) else ""
     if kind in tuple("bSUO") or isinstance(value, (bool, str, bytes, bytearray)):
         raise BadArgument(f"{name}={_quoted(value)} is not a number")
@@ -115,7 +116,7 @@ def _integer(name: str, value: Any, low: int, high: int) -> int:
 
 
 def _name(what: str, value: Any, names: Collection[str], expected: str = "") -> str:
-    """One of the names; a NumPy dtype goes by its own."""
+    """The value, if it is one of the names; a NumPy dtype counts as its name."""
     name = value.name if isinstance(value, np.dtype) else value
     if not isinstance(name, str) or name not in names:
         raise BadArgument(f"{what}={_quoted(value)} is {expected or 'none of ' + ', '.join(map(repr, names))}")

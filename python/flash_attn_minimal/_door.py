@@ -1,4 +1,5 @@
-"""What a door is and the View that it makes of an array; NumPy's door; the CUDA driver, for doors without streams."""
+"""Door, the interface through which arrays come in and go out, and View, which it makes of an array; NumPy's door; the
+CUDA driver, for doors whose frameworks have no streams."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ class View:
         self.pointer = pointer  # address of the first element; None or anything for an empty array
         self.shape = shape
         self.strides = strides  # in elements
-        self.dtype = dtype  # "float32", "bfloat16", ... whatever the framework's own name is
+        self.dtype = dtype  # "float32", "bfloat16", ... also where the framework has another name for it
         self.device = device  # CPU or CUDA
         self.index = index  # CUDA device number; 0 on the CPU
         self.writable = writable
@@ -38,9 +39,10 @@ class View:
 
 
 class Door:
-    """Interface of all doors; one instance serves all arrays of one framework.
+    """The interface of all doors; one instance serves all arrays of one framework.
 
-    The lower half is for _repeat.py's shortcut for repeated calls; a door whose `plain` is None has no shortcut."""
+    The attributes and methods from `plain` on serve the shortcut of _repeat.py; a door whose `plain` is None has no
+    shortcut."""
 
     name: str
 
@@ -49,47 +51,46 @@ class Door:
         raise NotImplementedError
 
     def empty(self, like: View, shape: tuple[int, ...], dtype: str) -> View:
-        """New uninitialised memory beside `like`."""
+        """New uninitialised memory of like's framework and device."""
         raise NotImplementedError
 
     def full(self, like: View, shape: tuple[int, ...], dtype: str, value: float) -> View:
-        """The same, filled."""
+        """New memory like that of `empty`, filled with a value."""
         raise NotImplementedError
 
     def copy(self, view: View, shape: tuple[int, ...], dtype: str, name: str) -> View | None:
-        """A dense array beside a view, with what stands in it: broadcast to `shape`, which is the view's but for axes
-        of stride 0, and for a last axis of 1. None where the door does not know how."""
+        """A dense copy of a view's array, on the same device. `shape` is the view's, except where axes of stride 0 and
+        a last axis of 1 are broadcast. None if the door cannot copy."""
         return None
 
     def check_seen(self) -> None:
-        """Raises where the framework has to see that one of its arrays is about to be written, and cannot. `empty` and
-        `full` look by themselves."""
+        """Raises where the framework would have to see that one of its arrays is about to be written, and cannot see
+        it. `empty` and `full` check this themselves."""
 
     def stream(self, views: list[View]) -> int | None:
         """The CUDA stream on which the caller's work on these arrays is queued; None is the legacy default stream."""
         return None
 
     def result(self, view: View) -> Any:
-        """What the caller gets for an output."""
+        """The array that the caller gets for an output."""
         return view.owner
 
-    # Of a framework that counts the writes to an array: counts one for each of these, which the library has written.
+    # For a framework that counts the writes to an array: counts one write for each of these, which the library made.
     wrote: Callable[[Sequence[Any]], None] | None = None
-    # Of a framework whose arrays come with streams: after a call on the stream of the first of these Views, makes what
-    # is queued on the others' streams later wait for it.
+    # For a framework whose arrays carry streams: after a call on the stream of the first of these Views, makes later
+    # work on the streams of the other Views wait for the call.
     join: Callable[[list[View]], None] | None = None
-    launch: Callable[[str, Any], None] | None = None  # of a door whose calls are described, and made later
-    scratch: Callable[[Any, Callable], None]  # of such a door: finds the workspace of a call, by the library's query
+    launch: Callable[[str, Any], None] | None = None  # for a door whose calls are described now and made later
+    scratch: Callable[[Any, Callable], None]  # for such a door: finds a call's workspace, by the library's query
 
-    plain: type | None = None  # the framework's array class itself; subclasses take the long way
-    address: Callable[[Any], int]  # of the first element; a RuntimeError when there is none
-    facts: Callable[[Any], tuple]  # what `view` reads of one array but the address, for `describe`
+    plain: type | None = None  # the framework's array class itself; subclasses have no shortcut
+    address: Callable[[Any], int]  # returns the first element's address; raises RuntimeError if there is none
+    facts: Callable[[Any], tuple]  # what `view` reads of one array, without the address, for `describe`
 
     def describe(self, arrays: tuple, gradients: bool = False) -> tuple | None:
-        """Everything that `view` reads of these arrays (or None) but the address, hashable: arrays with equal
-        descriptions pass, or fail, the same checks. None where one has no shortcut, or the framework watches this
-        thread's calls; or records them, unless it is a call that has gradients. No reference to an array is kept in
-        it."""
+        """All that `view` reads of these arrays (some may be None) except the addresses, hashable: arrays with equal
+        descriptions pass or fail the same checks. It holds no reference to an array. None if an array has no shortcut,
+        if the framework watches this thread's calls, or if it records the call and the function has no gradients."""
         kind = self.plain
         if kind is None or not all(x is None or type(x) is kind for x in arrays):
             return None
@@ -97,14 +98,14 @@ class Door:
         return tuple([None if x is None else facts(x) for x in arrays])
 
     def same(self, arrays: tuple, about: tuple, gradients: bool = False) -> Callable[[tuple], bool]:
-        """A test whether other arrays have this description, which is that of `arrays`, none of them None. It may say
-        no where `describe` says yes."""
+        """A test whether other arrays have the description `about`, which is that of `arrays`, none of which is None.
+        It may say no where `describe` would agree."""
         describe = self.describe
         return lambda others: describe(others, gradients) == about
 
     def maker(self, like: View, result: View, fill: float | None = None) -> Callable[[Any], Any]:
-        """A function that makes one more array like `result`, uninitialised or filled, from an array described like
-        `like`."""
+        """A function that makes another array like `result`, uninitialised or filled, from an array that is described
+        like `like`."""
         raise NotImplementedError
 
     def current_stream(self, index: int) -> int | None:
@@ -128,7 +129,7 @@ def _numpy_dtype_name(dtype: Any, name: str) -> str:
                 f"{name} has dtype {dtype.str!r}: its byte order is not this machine's; "
                 f"pass {name}.astype({name}.dtype.newbyteorder('='))"
             )
-        found = str(dtype.name)  # ml_dtypes' bfloat16 and float8 are known by theirs
+        found = str(dtype.name)  # such as ml_dtypes' bfloat16 and float8 types
     return found
 
 
@@ -141,13 +142,13 @@ def _element_strides(strides: tuple[int, ...], itemsize: int, name: str) -> tupl
 
 
 def _once(shape: tuple[int, ...]) -> tuple[slice, ...]:
-    """The index of one entry along each axis that `shape` has one of."""
+    """The index that takes one entry along each axis whose size in `shape` is 1."""
     return tuple([slice(1) if size == 1 else slice(None) for size in shape])
 
 
 def _numpy_address() -> Callable[[np.ndarray], int]:
-    """The address of an array's first element. `array.ctypes.data` takes a microsecond. An array object begins with
-    what every Python object has, and then comes this address; where that does not hold, `ctypes.data` it is."""
+    """A function that returns the address of an array's first element. `array.ctypes.data` takes a microsecond. In
+    CPython the address follows the header that every object has, and is read there, if that gives the right answer."""
     head, read, probe = object.__basicsize__, ct.c_size_t.from_address, np.empty(1)
     if sys.implementation.name == "cpython" and read(id(probe) + head).value == probe.ctypes.data:
         return lambda array: read(id(array) + head).value
@@ -158,7 +159,7 @@ class NumpyDoor(Door):
     name = "NumPy"
     plain = np.ndarray
     address = staticmethod(_numpy_address())
-    facts = operator.attrgetter("dtype", "shape", "strides", "flags.num")  # flags: aligned and writable among them
+    facts = operator.attrgetter("dtype", "shape", "strides", "flags.num")  # flags include aligned and writable
 
     def maker(self, like, result, fill=None):
         shape, dtype = result.shape, result.owner.dtype
@@ -186,7 +187,7 @@ class NumpyDoor(Door):
     def empty(self, like, shape, dtype):
         try:
             array = np.empty(shape, like.owner.dtype if dtype == like.dtype else dtype)
-        except (MemoryError, ValueError) as error:  # more than there is, or than NumPy counts
+        except (MemoryError, ValueError) as error:  # ValueError: more elements than NumPy can count
             raise OutOfMemory(f"no memory for an array of shape {tuple(shape)}, {dtype}: {error}") from None
         return self.view(array, "out")
 
@@ -199,7 +200,7 @@ class NumpyDoor(Door):
 NUMPY = NumpyDoor()
 
 
-# ---- the CUDA driver, for the doors whose framework does not speak of streams ----
+# ---- the CUDA driver, for the doors whose frameworks have no streams ----
 
 
 @functools.cache

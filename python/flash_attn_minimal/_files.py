@@ -1,5 +1,5 @@
-"""Shared by all readers of files. Whatever a file contains, a reader returns a value, raises BadArgument that names the
-file and the field, or raises an OSError."""
+"""Helpers of all readers of files. Whatever a file contains, a reader returns a value, raises BadArgument that names
+the file and the field, or raises an OSError."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 from ._library import BadArgument
 
-MAX_TEXT_BYTES = 1 << 28  # limit of a tokenizer or JSON file, which is read whole: real ones have a few MB
-SMALLEST, LARGEST = 1e-30, 1e30  # bounds of a constant: float32 holds it, float64 results of it are finite
+MAX_TEXT_BYTES = 1 << 28  # limit for a tokenizer or JSON file, which is read whole: real ones have a few MB
+SMALLEST, LARGEST = 1e-30, 1e30  # bounds of a constant: it fits float32, and float64 results of it stay finite
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = _short.maxlong = 200
@@ -33,7 +33,7 @@ def read_file_size(what: str, path: str | os.PathLike[str]) -> int:
         size = path.stat().st_size
     except OSError as error:
         raise BadArgument(f"{what} {str(path)!r}: {error.strerror}") from None
-    except ValueError as error:  # a NUL, or a lone surrogate
+    except ValueError as error:  # a NUL or a lone surrogate in the name
         raise BadArgument(f"{what} {str(path)!r}: no file can have this name: {error}") from None
     if not path.is_file():
         raise BadArgument(f"{what} {str(path)!r} is not a file")
@@ -52,9 +52,8 @@ def read_bytes(what: str, path: str | os.PathLike[str]) -> bytes:
 
 
 def is_inside(folder: Path, name: str) -> bool:
-    """Whether a name that was read from a file refers to a place inside the folder. A bare name may be a symbolic link
-    to anywhere, as in the download caches of models. A path of several parts has to stay inside, with its links
-    resolved."""
+    """Whether a name from a file refers to a place inside the folder. A bare name may be a symbolic link to anywhere,
+    as in the download caches of models. A path of several parts must stay inside after its links are resolved."""
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or ".." in parts or "\0" in name:
         return False
@@ -65,8 +64,8 @@ def is_inside(folder: Path, name: str) -> bool:
 
 
 def parse_json(text: bytes | str) -> Any:
-    """The parsed text. ValueError for invalid JSON, for a name that occurs twice in one object, and for nesting that is
-    too deep."""
+    """The parsed text. Raises ValueError for invalid JSON, for a name that occurs twice in one object, and for nesting
+    that is too deep."""
     if isinstance(text, bytes):
         text = text.decode("utf-8")
     try:
@@ -89,12 +88,12 @@ def is_int(value: Any, low: int, high: int) -> bool:
 
 
 def is_constant(value: Any) -> bool:
-    """Whether it is a number from SMALLEST to LARGEST; a NaN is not."""
+    """Whether a value is a number from SMALLEST to LARGEST; NaN is not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and SMALLEST <= value <= LARGEST
 
 
 class Fields:
-    """The fields of an object, each read with its type. Errors begin with `where` and quote the field and its value."""
+    """The fields of a JSON object, each read with its type. Errors begin with `where` and quote the field and value."""
 
     def __init__(self, where: str, fields: Any, prefix: str = ""):
         if not isinstance(fields, Mapping):
@@ -126,6 +125,6 @@ class Fields:
         return values
 
     def must_be(self, name: str, *values: Any) -> None:
-        """Refuses all but these values; the first is the default."""
+        """Raises unless the field has one of these values; the first is the default."""
         if self.fields.get(name, values[0]) not in values:
             raise self.refuse(name, f"is not understood (only {', '.join(map(repr, values))})")

@@ -1,5 +1,5 @@
-"""The doors (see _door.py) of arrays with __cuda_array_interface__ or DLPack whose framework has no door of its own,
-and of Numba's arrays."""
+"""The doors (see _door.py) for arrays with __cuda_array_interface__ or DLPack whose framework has no door of its own,
+and for Numba's arrays."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ._library import CPU, CUDA, BadArgument, Unsupported
 
 
 class ForeignDoor(Door):
-    """Arrays of a type we know nothing else about. Outputs come from the type's array-API namespace when it has one."""
+    """Arrays of a type without a door of its own. Outputs come from the type's array-API namespace if it has one."""
 
     def __init__(self, kind: type):
         self.name = f"{kind.__module__}.{kind.__qualname__}"
@@ -68,7 +68,7 @@ class CudaArrayDoor(ForeignDoor):
         return View(array, self, pointer or None, shape, strides, dtype or code, CUDA, index, not read_only)
 
     def stream(self, views):
-        """The first array's stream; the work queued on the others' streams is waited for."""
+        """The first array's stream, after waiting for the work queued on the streams of the other arrays."""
         first = _stream(views[0])
         for view in views[1:]:
             if (stream := _stream(view)) is not None and stream != first:
@@ -76,7 +76,7 @@ class CudaArrayDoor(ForeignDoor):
         return first
 
     def join(self, views):
-        """Waits for the call where an array has another stream, on which it is read or written next."""
+        """Waits for the call if an array has another stream than the first, because its next use is queued there."""
         first = _stream(views[0])
         if any(stream is not None and stream != first for stream in map(_stream, views[1:])):
             _synchronize(views[0].index, first)
@@ -135,7 +135,7 @@ _capsule_pointer.restype, _capsule_pointer.argtypes = ct.c_void_p, [ct.py_object
 
 
 class DLPackDoor(ForeignDoor):
-    """The view keeps the DLPack capsule without consuming it: when the view goes, the capsule frees what it holds."""
+    """The view keeps the DLPack capsule without consuming it: when the view goes, the capsule frees the memory."""
 
     _devices = {1: CPU, 3: CPU, 2: CUDA, 13: CUDA}  # host, pinned host, CUDA, CUDA managed
     _dtypes = {
@@ -192,14 +192,14 @@ class DLPackDoor(ForeignDoor):
         return view
 
     def join(self, views):
-        """Waits for the call, which ran on the legacy default stream: nobody can tell a producer's stream to wait."""
+        """Waits for the call, which ran on the legacy default stream: DLPack cannot make a producer's stream wait."""
         if views[0].device == CUDA:
             _synchronize(views[0].index, None)
 
     def empty(self, like, shape, dtype):
         array, _ = like.owner
         if like.device == CPU and not hasattr(array, "__array_namespace__"):
-            try:  # bfloat16 is NumPy's only where ml_dtypes has been imported
+            try:  # NumPy has bfloat16 only where ml_dtypes has been imported
                 host = np.empty(shape, dtype)
             except TypeError:
                 raise Unsupported(

@@ -1,5 +1,5 @@
-"""Attention of arrays that are there, without a look at what their framework does around the call: flash_attn_func and
-flash_attn_varlen_func end here, and the operators that autograd.py makes of them."""
+"""The forward pass on arrays as they are, whatever their framework does around the call. flash_attn_func,
+flash_attn_varlen_func and the operators of autograd.py end here."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _VARLEN_NAMES = (*QKV, "cu_seqlens_q", "cu_seqlens_k", *_OPTIONAL)
 
 
 def present(*arrays: Any, names: tuple[str, ...] = _NAMES) -> tuple[tuple[str, ...], tuple]:
-    """The names of the arrays that are given, and these."""
+    """The names of the arrays that are not None, and these arrays."""
     there = [array is not None for array in arrays]
     return tuple(itertools.compress(names, there)), tuple(itertools.compress(arrays, there))
 
@@ -49,7 +49,7 @@ def given_arrays(q, k, v, varlen: tuple | None, out, options: Options) -> tuple[
 
 
 def find(q, k, v, varlen: tuple | None, out, return_lse, options: Options) -> tuple[Any, tuple | None]:
-    """The results of a call like one before, or None; and the call's signature, where it has one."""
+    """Repeats an earlier call of the same signature, if there is one: see Repeats.find."""
     numbers = options.numbers()
     if numbers is None:
         return None, None
@@ -61,9 +61,9 @@ def find(q, k, v, varlen: tuple | None, out, return_lse, options: Options) -> tu
 def attend(
     q, k, v, varlen: tuple | None, out, return_lse, options: Options, sign: tuple | None = None, finish: Any = None
 ):
-    """A call; of this signature the next one may be a repeat. varlen: None, or (cu_seqlens_q, cu_seqlens_k,
-    max_seqlen_q, max_seqlen_k); finish: what a repeat makes its results with, of a list of what it made and the
-    arrays."""
+    """Runs a call the long way (see _repeat.py), and remembers it for the next one of this signature. varlen: None, or
+    (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k); finish: how a repeat makes its results from the arrays
+    that it allocated and the given ones."""
     wants_lse = _flag("return_lse", return_lse)
     args, views = _prepare(q, k, v, varlen, options)
     qv = views[0]
@@ -94,8 +94,8 @@ def _new(like: View, shape: tuple[int, ...], fill: float | None) -> View:
 
 
 def _covers(args: AttentionArgs, device: int) -> Callable[[list[int]], bool] | None:
-    """Whether the sequences of a call have all rows, and none is left to be filled: a function of the addresses of its
-    arrays. None where the lengths are on a GPU."""
+    """A function of the addresses of a call's arrays: whether the sequences cover all rows, so that none has to be
+    filled. None where the lengths are on a GPU."""
     if device != CPU:
         return None
     end, total_q = 4 * args.batch, args.total_q

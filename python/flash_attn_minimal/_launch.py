@@ -1,4 +1,4 @@
-"""Launching a filled struct, and the workspace that it needs."""
+"""Launches filled structs with the workspace that they need."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _scratch = _Scratch()
 def _with_workspace(
     args: AttentionArgs, views: list[View], launch: Callable[[int | None], int], query: Callable[[AttentionPlan], int]
 ) -> View | None:
-    """Runs a call described by args. Only when the library says that it needs workspace is the size asked for and the
-    memory allocated. Returns the workspace of a call on a GPU."""
+    """Runs a call described by args. The call is tried first with the memory at hand; only if the library says that it
+    needs more workspace is the size queried and the memory allocated. Returns the workspace of a call on a GPU."""
     qv = views[0]
     if qv.door.launch:
         qv.door.scratch(args, query)
@@ -33,7 +33,7 @@ def _with_workspace(
     on_cpu, recording = qv.device == CPU, _record.current()
     kept = recording.scratch if recording else _scratch
     if on_cpu:
-        # held: a finalizer or a signal handler may run in this thread, make calls and let its scratch grow.
+        # `held` keeps the buffer: a finalizer or signal handler in this thread may make calls that replace the scratch.
         held, args.workspace, args.workspace_bytes = kept.place
     stream = None if on_cpu else qv.door.stream(views)
     scratch = None

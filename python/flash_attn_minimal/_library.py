@@ -19,7 +19,7 @@ LIBRARY_NAME = "libflash_attn_minimal.so"
 
 
 class FlashAttnError(Exception):
-    """Root of everything this package raises on purpose."""
+    """The base of all exceptions that this package defines."""
 
 
 class BadArgument(FlashAttnError, ValueError):
@@ -27,15 +27,15 @@ class BadArgument(FlashAttnError, ValueError):
 
 
 class Unsupported(FlashAttnError, NotImplementedError):
-    """Legal, but no kernel here (or not the forced one) serves it; the text says why."""
+    """A legal call that no kernel here (or not the forced one) serves; the text says why."""
 
 
 class WorkspaceTooSmall(FlashAttnError, ValueError):
-    """The scratch memory handed to a launch is below what the query asked for."""
+    """The workspace given to a launch is smaller than the size that the query returned."""
 
 
 class CudaError(FlashAttnError, RuntimeError):
-    """The CUDA runtime refused: no device, a failed launch, or an earlier asynchronous fault."""
+    """The CUDA runtime reported an error: no device, a failed launch, or an earlier asynchronous fault."""
 
 
 class OutOfMemory(FlashAttnError, MemoryError):
@@ -43,7 +43,7 @@ class OutOfMemory(FlashAttnError, MemoryError):
 
 
 class RankLost(FlashAttnError, RuntimeError):
-    """Another rank of the group is late, has ended, or broke off: the group is over. See distributed."""
+    """Another rank of the group is late, has ended, or broke off. The group is unusable; see distributed."""
 
 
 class LibraryNotFound(FlashAttnError, ImportError):
@@ -57,11 +57,11 @@ WORKSPACE_TOO_SMALL = 3
 CPU, CUDA = 1, 2
 DEVICES = {CPU: "cpu", CUDA: "cuda"}
 DTYPES = {"float32": 1, "float16": 2, "bfloat16": 3, "float8_e4m3fn": 4}
-CACHE_DTYPES = {"float8_e4m3fn": 4, "int8": 5}  # of a KV cache, beside those of q
+CACHE_DTYPES = {"float8_e4m3fn": 4, "int8": 5}  # dtypes that a KV cache may have, besides q's
 
 
 class _Integer(property):
-    """An integer field that refuses what it cannot hold, which ctypes would cut to its low bits."""
+    """An integer field that refuses values out of range; plain ctypes would cut them to their low bits."""
 
     def __init__(self, name: str, field: Any, kind: type):
         put, bits = field.__set__, 8 * ct.sizeof(kind)
@@ -78,7 +78,7 @@ class _Integer(property):
 
 
 def _checked(struct: type) -> type:
-    """A mirror of a C struct whose integers are checked as they are filled in."""
+    """Makes a mirror of a C struct check its integers as they are set."""
     for name, kind in struct._fields_:
         if kind in (ct.c_int32, ct.c_int64, ct.c_uint64):  # c_size_t is one of them
             setattr(struct, name, _Integer(name, getattr(struct, name), kind))
@@ -105,7 +105,7 @@ def _descale(name: str) -> list[tuple[str, type]]:
     ]
 
 
-# fa_part: the sequences of a varlen call that are parts of longer ones are an array of these, as NumPy describes them.
+# fa_part, as a NumPy dtype: an array of these describes sequences of a varlen call that are parts of longer ones.
 PART_FIELDS = ("key_begin", "seqlen_k", "shift", "first_row", "first_key", "sequence", "seqlen_q", "reserved")
 PART_DTYPE = [(name, "<i4") for name in PART_FIELDS]
 
@@ -287,7 +287,7 @@ _Struct = TypeVar("_Struct", bound=ct.Structure)
 
 
 def new(kind: type[_Struct]) -> _Struct:
-    """An empty struct that knows its size. Zero always means the default."""
+    """A new struct with its size set and all else zero, which always means the default."""
     struct = kind()
     struct.struct_size = ct.sizeof(kind)  # type: ignore[attr-defined]
     return struct
@@ -299,7 +299,7 @@ class Call(ct.Structure):
     _fields_ = [("operation", ct.c_int32), ("reserved", ct.c_int32), ("args", ct.c_void_p)]
 
 
-# fa_operation of flash_attn_transformer.h, from 1 on: the functions fa_<name> of one struct and a stream.
+# fa_operation of flash_attn_transformer.h, from 1 on: the functions fa_<name> that take one struct and a stream.
 OPERATIONS = (
     *("attention_forward", "attention_backward", "kvcache_attention", "attention_merge", "quantize_fp8"),
     *("rms_norm", "rope", "swiglu", "sample", "linear"),
@@ -310,8 +310,8 @@ KERNEL_TABLES = {"forward": "fa_kernel", "backward": "fa_backward_kernel"}
 
 
 def path() -> Path:
-    """The shared library: $FLASH_ATTN_LIBRARY, else the one in a folder of the package. An editable install has two:
-    the checkout with the Python files and, in site-packages, one with the library."""
+    """The path of the shared library: $FLASH_ATTN_LIBRARY, else the one in a folder of the package. An editable install
+    has two folders: the checkout with the Python files, and one in site-packages with the library."""
     if named := os.environ.get("FLASH_ATTN_LIBRARY"):
         places, where = [Path(named)], f"FLASH_ATTN_LIBRARY={named}: no such file"
     else:
@@ -328,7 +328,7 @@ def path() -> Path:
 
 @functools.cache
 def load() -> ct.CDLL:
-    """The library, with every function of flash_attn.h typed; those that launch raise on a bad status."""
+    """The library with all functions of flash_attn.h typed. Those that launch raise on a bad status."""
     file = path()
     try:
         lib = ct.CDLL(str(file))
@@ -372,12 +372,12 @@ def declare(lib: ct.CDLL, name: str, result: type | None, *arguments: Any) -> An
 
 
 def declare_launch(lib: ct.CDLL, name: str, struct: type[ct.Structure]) -> None:
-    """A function of one struct and a stream, which raises on a bad status."""
+    """Types a function of one struct and a stream, which then raises on a bad status."""
     declare(lib, name, ct.c_int, ct.POINTER(struct), ct.c_void_p).errcheck = raise_on_error
 
 
 def declare_table(lib: ct.CDLL, prefix: str) -> None:
-    """A table of kernels."""
+    """Types the functions of a table of kernels."""
     declare(lib, f"{prefix}_count", ct.c_int32)
     declare(lib, f"{prefix}_name", ct.c_char_p, ct.c_int32)
     declare(lib, f"{prefix}_summary", ct.c_char_p, ct.c_int32)
@@ -385,7 +385,7 @@ def declare_table(lib: ct.CDLL, prefix: str) -> None:
 
 
 def raise_on_error(status: int, function: object, arguments: tuple) -> None:
-    """ctypes calls it with what a function returned."""
+    """For ctypes' errcheck: raises unless a function returned OK."""
     if status != OK:
         raise failure(status)
 
@@ -397,8 +397,8 @@ def failure(status: int) -> FlashAttnError:
 
 @functools.cache
 def load_packed(name: str, bytes_of_it: bool) -> Callable[[Any, int | None], int]:
-    """fa_<name> once more, taking the address of its struct, or a bytes object that is its struct, and returning the
-    status."""
-    function = load()[f"fa_{name}"]  # indexing makes a function object of its own
+    """A second object for fa_<name>, which takes the struct as its address or, with bytes_of_it, as a bytes object, and
+    returns the status instead of raising."""
+    function = load()[f"fa_{name}"]  # indexing makes a new function object, with its own types
     function.restype, function.argtypes = ct.c_int, [ct.c_char_p if bytes_of_it else ct.c_void_p, ct.c_void_p]
     return function

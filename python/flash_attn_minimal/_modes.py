@@ -2,8 +2,8 @@
 
 The library reads and writes memory without PyTorch's knowledge. That is right as long as PyTorch only executes calls.
 Under a trace, a mode or a transform, and with tensors that have no memory, the call has to be an operator registered
-with PyTorch, or is refused. Each function of PyTorch that is asked here takes 50 to 100 ns. The private ones may be
-missing from a release; a missing one counts as "no".
+with PyTorch, or is refused. Each function of PyTorch that is called here takes 50 to 100 ns. Private functions may be
+missing from a release of PyTorch; a missing one counts as "no".
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Tensor: Any = ()  # torch.Tensor once PyTorch is imported; isinstance(x, ()) is 
 
 
 class _Operator(threading.local):
-    runs = False  # whether this thread is inside one of our operators, where no mode watches
+    runs = False  # whether this thread is inside one of this package's operators, where no mode watches
 
 
 _operator = _Operator()
@@ -52,11 +52,11 @@ grad_enabled: Callable[[], bool] = _no
 inference: Callable[[], bool] = _no  # torch.inference_mode
 batched: Callable[[Any], bool] = _no_tensor  # a tensor of torch.autograd.grad(is_grads_batched=True)
 deterministic_algorithms: Callable[[], bool] = _no  # torch.use_deterministic_algorithms, with warn_only too
-forward_ad: Any = None  # its module; _current_level is -1 outside
+forward_ad: Any = None  # torch.autograd.forward_ad; its _current_level is -1 outside forward-mode differentiation
 
 
 def active() -> bool:
-    """Whether PyTorch does anything but run this thread's calls as they come."""
+    """Whether PyTorch does more with this thread's calls than run them."""
     if Tensor == () and not _connect():
         return False
     return sys.modules["torch"].compiler.is_compiling() or (
@@ -86,8 +86,8 @@ def _connect() -> bool:
 
 
 def overridden() -> bool:
-    """Whether a TorchFunctionMode is active besides `with torch.device(...)` and torch.set_default_device, which only
-    say where new tensors go."""
+    """Whether a TorchFunctionMode is active, other than those of `with torch.device(...)` and torch.set_default_device,
+    which only decide where new tensors go."""
     if not function_mode():
         return False
     modes: Callable = getattr(sys.modules["torch"].overrides, "_get_current_function_mode_stack", lambda: [None])
@@ -105,19 +105,19 @@ def mapped() -> bool:
 def records() -> bool:
     """Whether PyTorch records calls on tensors that require a gradient. In inference mode it does not, whatever
     torch.enable_grad says."""
-    return grad_enabled() and (compiling() or not inference())  # torch.compile cannot trace the question
+    return grad_enabled() and (compiling() or not inference())  # torch.compile cannot trace inference()
 
 
 def deterministic(array: Any) -> bool:
-    """Whether torch.use_deterministic_algorithms asks for a backward pass of this tensor that gives the same bits every
-    time. PyTorch's own operators read it as the backward pass runs, and so do all that call this."""
-    active()  # makes the acquaintance of PyTorch, where this tensor is the first
+    """Whether torch.use_deterministic_algorithms requires a backward pass of this tensor to give the same bits every
+    time. As in PyTorch's own operators, the setting is read when the backward pass runs."""
+    active()  # loads PyTorch's functions, if this is the first tensor
     return isinstance(array, Tensor) and deterministic_algorithms()
 
 
 def is_plain(array: Any) -> bool:
-    """Whether a tensor is of one of PyTorch's own classes and has memory, which every tensor inside an operator is
-    taken to be."""
+    """Whether a tensor is of one of PyTorch's own classes and has memory. Inside an operator every tensor counts as
+    plain."""
     torch = sys.modules["torch"]
     return _operator.runs or (type(array) in (torch.Tensor, torch.nn.Parameter) and not array.is_meta)
 
@@ -128,8 +128,8 @@ def unreadable(kind: type) -> bool:
 
 
 def watcher() -> str | None:
-    """The name of the mode or transform under which a call that is no operator would be wrong, or None. Modes that only
-    observe do not count: they miss the call, but its results are right."""
+    """The name of the mode or transform under which only an operator may be called, or None. Modes that only observe do
+    not count: they miss a call that is not an operator, but its results are right."""
     torch = sys.modules["torch"]
     bits = torch._C
     if torch.compiler.is_compiling():
@@ -148,7 +148,7 @@ def watcher() -> str | None:
 
 
 def caller() -> str:
-    """The public function whose call this is, for messages."""
+    """The name of the public function that was called, for messages."""
     frame = sys._getframe(1)
     while frame is not None:
         package, _, module = frame.f_globals.get("__name__", "").rpartition(".")

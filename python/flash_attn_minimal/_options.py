@@ -1,8 +1,8 @@
-"""The options of attention, one object from the argument list to the C struct, and the struct of a call with them.
+"""The options of attention as one object, from the argument list to the C struct, and the C struct of a call.
 
 flash_attn_func, flash_attn_varlen_func, backward, their queries and the operators of autograd.py and jax/ all carry
-an Options; flash_attn_with_kvcache makes one of the options that it shares with them. What an option means is said in
-flash_attn_func.
+an Options; flash_attn_with_kvcache makes one of the options that it shares with them. flash_attn_func explains the
+options.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ Array = TypeVar("Array")  # of one call's framework: numpy.ndarray, torch.Tensor
 
 
 class Options(NamedTuple):
-    """With flash_attn_func's defaults. A new option is a field here and in the types below, its lines in `put`, a field
-    of AttentionArgs in _library.py, and an argument of flash_attn_func and flash_attn_varlen_func."""
+    """The options of a call, with flash_attn_func's defaults. A new option needs a field here and in the types below,
+    lines in `put`, a field of AttentionArgs in _library.py, and an argument of flash_attn_func and
+    flash_attn_varlen_func."""
 
     dropout_p: float = 0.0
     softmax_scale: float | None = None
@@ -45,7 +46,7 @@ class Options(NamedTuple):
     window_size: tuple[int, int] = _OPEN
     softcap: float = 0.0
     num_threads: int = 0
-    # `numbers` names each of the options from here on, or knows it for an array.
+    # From here on every option that is not an array must also be listed in `numbers`.
     alibi_slopes: Any = None
     deterministic: bool = False
     bias: Any = None
@@ -64,8 +65,8 @@ class Options(NamedTuple):
     attention_chunk: int = 0
 
     def numbers(self) -> tuple | None:
-        """The options that are no arrays, for the signature of a call: the first ones alone where the others have their
-        defaults. None where the call draws from a random sequence, and so has a signature of its own."""
+        """The options that are not arrays, for the signature of a call; only the first _USUAL where the others have
+        their defaults. None for a call with a dropout seed or offset, which is never repeated."""
         if self.dropout_seed is not None or type(self.dropout_offset) is not int or self.dropout_offset:
             return None
         others = (
@@ -75,7 +76,7 @@ class Options(NamedTuple):
         return self[:_USUAL] if all(map(operator.is_, others, _OTHERS)) else (*self[:_USUAL], *others)
 
     def put(self, args: AttentionArgs, views: list[View]) -> None:
-        """Checks the options and writes them into a struct that has its sizes and dtype; arrays join the views."""
+        """Checks the options and writes them into a struct with sizes and dtype; their arrays are added to views."""
         batch, nheads, nheads_k, dtype = args.batch, args.nheads, args.nheads_k, views[0].dtype
         self._put_scores(args, views, (batch, nheads, args.seqlen_q, args.seqlen_k), dtype)
         if chance := _number("dropout_p", self.dropout_p):
@@ -105,7 +106,8 @@ class Options(NamedTuple):
         _put_kernel(args, self.kernel)
 
     def _put_scores(self, args: AttentionArgs, views: list[View], scores: tuple[int, ...], dtype: str) -> None:
-        """What decides about scores of this shape, (batch, nheads, seqlen_q, seqlen_k)."""
+        """The part of `put` for the options that act on the scores, whose shape is (batch, nheads, seqlen_q,
+        seqlen_k)."""
         batch, nheads, *_ = scores
         if self.causal is not False:
             args.causal = _flag("causal", self.causal)
@@ -154,7 +156,7 @@ class Options(NamedTuple):
 
 
 def _flat(name: str, view: View, heads: int) -> str:
-    """What to do about an array that has one entry for each head along axes of its own."""
+    """Advice for an array that has one entry for each head, but not the shape (heads,)."""
     return f"; pass {name}.reshape({heads})" if math.prod(view.shape) == heads else ""
 
 
@@ -167,11 +169,11 @@ _OTHERS = (
     None,
     False,
     0,
-)  # what `numbers` leaves out; by identity, for 0.0 is no legal False
+)  # the defaults that `numbers` leaves out, compared by identity: 0.0 equals False, but is not a legal flag
 
 
 class KeywordOptions(TypedDict, total=False):
-    """For type checkers: flash_attn_func's keyword-only arguments but for `out`."""
+    """For type checkers: the options that flash_attn_func takes by keyword only."""
 
     bias: Any
     mask: Any
@@ -191,7 +193,7 @@ class KeywordOptions(TypedDict, total=False):
 
 
 class AttentionOptions(KeywordOptions, total=False):
-    """These, and those that may be positional there."""
+    """For type checkers: these and the options that flash_attn_func also takes by position."""
 
     dropout_p: float
     softmax_scale: float | None
@@ -203,7 +205,7 @@ class AttentionOptions(KeywordOptions, total=False):
 
 
 def _options_of(function: str, given: dict[str, Any]) -> Options:
-    """Options from keyword arguments of a function."""
+    """The Options of a function's keyword arguments."""
     if unknown := [name for name in given if name not in Options._fields]:
         raise TypeError(f"{function}() got an unexpected keyword argument {unknown[0]!r}")
     return Options(**given)
@@ -217,8 +219,8 @@ def _put_kernel(args: Any, kernel: Any) -> None:
 
 
 def _prepare(q: Any, k: Any, v: Any, varlen: tuple | None, options: Options) -> tuple[AttentionArgs, list[View]]:
-    """Everything but the outputs and the workspace. varlen: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-    max_seqlen_k). The views (q, k, v, then the optional ones) keep the memory alive."""
+    """Checks a call and fills its struct, except for the outputs and the workspace. varlen: None, or (cu_seqlens_q,
+    cu_seqlens_k, max_seqlen_q, max_seqlen_k). The views (q, k, v, then the optional ones) keep the memory alive."""
     qv = _arrays.view(q, "q")
     kv, vv = _arrays.view(k, "k", ("q", qv), ""), _arrays.view(v, "v", ("q", qv), "")
     views = [qv, kv, vv]
@@ -260,14 +262,14 @@ def _prepare(q: Any, k: Any, v: Any, varlen: tuple | None, options: Options) -> 
 
 
 def _batched(name: str, view: View, rank: int) -> str:
-    """What to do about an array that has no batch, or a batch of one where there is none."""
+    """Advice for an array without a batch axis, or with a batch of one that a varlen call does not have."""
     if rank == 4 and len(view.shape) == 3:
         return f"; pass {name}[None]"
     return f"; pass {name}[0]" if rank == 3 and len(view.shape) == 4 and view.shape[0] == 1 else ""
 
 
 def _lengths(what: str, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> tuple | None:
-    """The arguments that make a call or query a varlen one: all of them, or None where there are none."""
+    """The arguments that make a call or query a varlen one: all of them, or None if none is given."""
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     missing = [name for name, x in zip(names, lengths, strict=True) if x is None]
@@ -301,7 +303,7 @@ def _longest(of: str, value: Any) -> int:
 
 
 def _output(args: AttentionArgs, views: list[View], out: Any, shape: tuple[int, ...], zeroed: bool) -> View:
-    """The given or a new output, put into args."""
+    """The given output or a new one, put into args."""
     qv = views[0]
     dtype = _NAMES.get(args.out_dtype) or ("bfloat16" if qv.dtype == "float8_e4m3fn" else qv.dtype)
     if out is None:

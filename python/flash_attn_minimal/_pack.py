@@ -1,4 +1,4 @@
-"""From arrays to the C structs: a call's further arrays, checked, and addresses and strides put into a struct."""
+"""From arrays to the C structs: checks a call's further arrays, and puts addresses and strides into a struct."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ._words import pass_cast
 
 
 def _put_tensor(args: ct.Structure, name: str, view: View) -> None:
-    """The address and strides of a (batch, rows, heads, dim) or (rows, heads, dim) array."""
+    """Puts the address and strides of a (batch, rows, heads, dim) or (rows, heads, dim) array into a struct."""
     strides = view.strides if len(view.shape) == 4 else (0, *view.strides)
     _put_strides(args, name, view.pointer, strides, ("batch", "row", "head"))
 
@@ -22,20 +22,20 @@ def _put_tensor(args: ct.Structure, name: str, view: View) -> None:
 def _put_strides(
     args: ct.Structure, name: str, address: int | None, strides: Sequence[int], axes: Sequence[str]
 ) -> None:
-    """Into the fields of one array in a struct: <name>_data and <name>_<axis>_stride."""
+    """Fills the fields of one array in a struct: <name>_data and <name>_<axis>_stride."""
     setattr(args, f"{name}_data", address)
     for axis, stride in zip(axes, strides, strict=False):
         setattr(args, f"{name}_{axis}_stride", stride)
 
 
 def _put_dense(args: ct.Structure, name: str, shape: Sequence[int]) -> None:
-    """The strides of an array of this shape as the call would allocate it, for a query: there is no address."""
+    """Puts the strides that the call would give a new array of this shape into the struct of a query; no address."""
     *batch, rows, heads, dim = shape
     _put_strides(args, name, None, (dim * heads * max(rows, 1), dim * heads, dim), ("batch", "row", "head"))
 
 
 def _option(views: list[View], name: str, array: Any, dtypes: tuple[str, ...]) -> View:
-    """One more input array, of one of these dtypes, from where q comes from."""
+    """Checks one more input array, of one of these dtypes, from q's framework and device, and adds it to views."""
     first, wanted = views[0], "float32" if "float32" in dtypes else dtypes[-1]
     dtype = "q.dtype" if wanted == first.dtype else wanted
     view = _arrays.view(array, name, ("q", first), dtype)
@@ -48,7 +48,7 @@ def _option(views: list[View], name: str, array: Any, dtypes: tuple[str, ...]) -
 
 
 def _pass_instead(name: str, view: View, dtypes: tuple[str, ...], dtype: str) -> str:
-    """What to do about an array of none of these dtypes."""
+    """Advice for an array of another dtype than these."""
     if "bool" not in dtypes:
         return pass_cast(view.door.name, name, dtype)
     added = f"; if it is to be added to the scores, pass it as bias={name}" if "float" in view.dtype else ""
@@ -56,21 +56,21 @@ def _pass_instead(name: str, view: View, dtypes: tuple[str, ...], dtype: str) ->
 
 
 def _small_option(views: list[View], name: str, array: Any) -> View:
-    """One more input array of float32, an entry for each head: one of 16 bits is converted."""
+    """One more input array with an entry for each head, as float32: 16-bit arrays are converted."""
     view = _option(views, name, array, ("float32", "float16", "bfloat16"))
     return view if view.dtype == "float32" else _copied(views, name, view, tuple(view.shape), "float32")
 
 
 def _columns(views: list[View], name: str, view: View, seqlen_k: int) -> View:
-    """A bias or mask whose columns do not lie one behind the other, or stand for more than one key: copied with all
-    seqlen_k columns, and with one entry of every other axis that repeats itself."""
+    """A copy of a bias or mask whose columns are not contiguous, or of which one stands for all keys. It has all
+    seqlen_k columns, and one entry along every other axis that is broadcast."""
     moves = zip(view.shape[:-1], view.strides[:-1], strict=True)
     shape = *(size if stride else min(size, 1) for size, stride in moves), seqlen_k
     return _copied(views, name, view, shape, view.dtype)
 
 
 def _copied(views: list[View], name: str, view: View, shape: tuple[int, ...], dtype: str) -> View:
-    """In the caller's framework, beside the view, which it follows in `views`."""
+    """A copy in the caller's framework and on its device, added to views after the view itself."""
     if _record.current() is not None:
         raise Unsupported(
             f"{name} is {view.dtype}, shape {tuple(view.shape)}, strides {tuple(view.strides)}, and would be "
@@ -87,7 +87,8 @@ def _copied(views: list[View], name: str, view: View, shape: tuple[int, ...], dt
 
 
 def _destination(name: str, array: Any, inputs: dict[str, View], shape: tuple[int, ...], dtype: str) -> View:
-    """An array given to be written: of this shape and dtype, from where the inputs come from, and none of them."""
+    """Checks an array that is to be written: of this shape and dtype, from the framework and device of the inputs, and
+    not one of the inputs."""
     first_name, first = next(iter(inputs.items()))
     view = _arrays.view(array, name)
     view.door.check_seen()
@@ -102,20 +103,20 @@ def _destination(name: str, array: Any, inputs: dict[str, View], shape: tuple[in
             raise BadArgument(
                 f"{name} starts at the same address as {other_name}: it would be overwritten while it is read"
             )
-    first.door.stream([first, view])  # waits for a stream of its own
+    first.door.stream([first, view])  # waits for the stream of `view`, if it has another one
     view.written = True
     return view
 
 
 def _results(out: Any, out_view: View, lse_view: View | None) -> Any:
-    """What a call returns: `out` itself where it was given, and lse where it was asked for."""
+    """The return value of a call: the given `out` itself or the new one, with lse if there is a view of it."""
     result = out if out is not None else out_view.door.result(out_view)
     return result if lse_view is None else (result, lse_view.door.result(lse_view))
 
 
 def _broadcast(name: str, view: View, full: tuple[int, ...], axes: str, least: int = 1) -> list[int]:
-    """The strides of an array that broadcasts to `full`, the shape of these axes, and has `least` axes of its own; 0
-    repeats an axis."""
+    """The strides of an array that broadcasts to the shape `full` of these axes, 0 for broadcast axes. It must have at
+    least `least` axes."""
     shape, strides = tuple(view.shape), tuple(view.strides)
     fits = all(have in (1, want) for have, want in zip(shape[::-1], full[::-1], strict=False))
     if not (least <= len(shape) <= len(full) and fits):

@@ -1,4 +1,4 @@
-"""How far a long command has come: a bar on a terminal with rich, plain lines anywhere else."""
+"""Shows the progress of a long command: a bar on a terminal with rich, plain lines anywhere else."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 
 class Silent:
-    """Says nothing."""
+    """Prints nothing."""
 
     def __enter__(self):
         return self
@@ -17,17 +17,17 @@ class Silent:
         pass
 
     def say(self, line: str) -> None:
-        """Prints a line of its own."""
+        """Prints a line apart from the steps."""
 
     def step(self, line: str) -> None:
         """Counts one finished step; `line` describes it."""
 
 
 class Progress(Silent):
-    """Steps that are counted.
+    """Counts steps and shows them.
 
-    every: the least number of seconds between two lines of `step`. With 0 every step keeps its line. Otherwise a
-    terminal shows the latest one beside the bar.
+    every: the least number of seconds between two lines of `step`. With 0 every step's line is kept. Otherwise a
+    terminal shows only the latest line, beside the bar.
     """
 
     def __init__(self, total: int, title: str = "", every: float = 0.0, file: TextIO | None = None):

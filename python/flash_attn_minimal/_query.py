@@ -1,4 +1,4 @@
-"""What the library says about itself: what a call would do, and which kernels there are."""
+"""The library's answers about itself: what a call would do, and which kernels there are."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ._library import DEVICES, AttentionArgs, AttentionPlan, load, new
 
 @dataclass(frozen=True)
 class Plan:
-    """What a call would do."""
+    """The library's answer to a query: what a call would do."""
 
     status: str  # "FA_OK", or the name of the status that the call would raise
     error: str  # the text of that error, "" when there is none
@@ -21,12 +21,12 @@ class Plan:
 
 
 def plan_of(args: AttentionArgs) -> Plan:
-    """The capability query for a filled struct; its data pointers may be NULL."""
+    """Queries the library about a filled struct, whose data pointers may be NULL."""
     return plan_from(lambda plan: load().fa_attention_query(args, plan))
 
 
 def plan_from(ask: Callable[[AttentionPlan], int]) -> Plan:
-    """The answer of one of the library's queries; `ask` calls it."""
+    """The Plan of one of the library's queries; ask(plan) calls it and returns its status."""
     lib, plan = load(), new(AttentionPlan)
     status = ask(plan)
     return Plan(

@@ -1,8 +1,8 @@
-"""Recordings: what a CUDA graph is to a GPU, on the host.
+"""Recordings do on the host what CUDA graphs do on a GPU.
 
-A program that repeats the same calls on the same NumPy arrays makes them once inside a Recording. Calling the recording
-makes them again, one behind the other in the library, which costs microseconds less a call than Python does. Only what
-is in the arrays may have changed: lengths, tokens, pages.
+A program that repeats the same calls on the same arrays in host memory makes them once inside a Recording. Calling the
+recording makes them again, one after the other inside the library, which saves the microseconds that Python needs for
+each call. Only the contents of the arrays may have changed: lengths, tokens, pages.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _thread = _Thread()
 
 
 def current() -> Recording | None:
-    """What this thread records into."""
+    """The recording that this thread makes, or None."""
     return _thread.recording
 
 
 def run(lib: ct.CDLL, name: str, args: ct.Structure, stream: int | None, views: list[Any]) -> None:
-    """lib.fa_<name>(args, stream); part of the recording where this thread has one. The Views, some of which may be
-    None, keep the memory alive, and all that the call writes is among them. Where their door describes calls, this one
-    is described."""
+    """Calls lib.fa_<name>(args, stream), and adds the call to this thread's recording if there is one. views: all
+    arrays of the call, which they keep alive; they include all that it writes; some may be None. If the door of the
+    first only describes calls, it gets this one instead."""
     if launch := views[0].door.launch:
         launch(name, args)
         return
@@ -47,8 +47,8 @@ def run(lib: ct.CDLL, name: str, args: ct.Structure, stream: int | None, views: 
 
 
 def wrote(views: Iterable[Any]) -> None:
-    """After a call on these Views (or None) that the library has made, on the stream of the first: tells frameworks
-    that count writes, and orders the call before what is queued on other streams."""
+    """To be called after the library has run a call on these Views (some may be None), on the stream of the first:
+    counts the writes for frameworks that count them, and makes work on other streams wait for the call."""
     given = [view for view in views if view is not None]
     for view in given:
         if view.written and view.door.wrote:
@@ -60,20 +60,20 @@ def wrote(views: Iterable[Any]) -> None:
 class Scratch:
     """Memory for workspaces on the CPU; it grows when a call needs more."""
 
-    place: tuple[Any, int, int] = None, 0, 0  # the buffer, its address and size: who uses the address holds the buffer
+    place: tuple[Any, int, int] = None, 0, 0  # the buffer, its address and size: users of the address hold the buffer
 
 
 class Recording:
-    """Records what its thread does inside `with`: flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache,
-    backward, merge, quantize_fp8 and the functions of ops.py. They run while they are recorded. The recording keeps
-    every array that they read and write, and has a workspace of its own. A replay raises what the failing call would
-    raise; the text has the call's number. Where the environment has since named a kernel, or a number of threads, that
-    needs a larger workspace, the replay raises WorkspaceTooSmall.
+    """Records the calls that its thread makes inside `with`: flash_attn_func, flash_attn_varlen_func,
+    flash_attn_with_kvcache, backward, merge, quantize_fp8 and the functions of ops.py. They also run while they are
+    recorded. The recording keeps every array that they read or write, and has its own workspace. A replay raises what
+    the failing call would raise, with the call's number in the text. If the environment has since named a kernel or a
+    number of threads that needs a larger workspace, the replay raises WorkspaceTooSmall.
     """
 
     def __init__(self) -> None:
         self._parts: list[Callable[[], Any]] = []
-        self._calls: list[tuple[str, ct.Structure]] = []  # those behind the last part
+        self._calls: list[tuple[str, ct.Structure]] = []  # the calls since the last part
         self._kept: list[Any] = []
         self._counted: list[list[Any]] = []  # the Views of calls whose frameworks count writes
         self.scratch = Scratch()
@@ -89,12 +89,12 @@ class Recording:
         self._close_calls()
 
     def function(self, function: Callable[[], Any]) -> None:
-        """A function to be called in every replay at this place, behind the calls so far."""
+        """Adds a function that every replay calls at this point, after the calls recorded so far."""
         self._close_calls()
         self._parts.append(function)
 
     def keep(self, owner: Any) -> None:
-        """`owner` lives as long as the recording."""
+        """Keeps an object alive as long as the recording."""
         self._kept.append(owner)
 
     def __call__(self) -> None:

@@ -1,17 +1,18 @@
-"""The shortcut for calls like one before.
+"""The shortcut for a call that repeats an earlier one.
 
-Most calls differ from an earlier one in nothing but addresses. All that the long way checks and derives follows from
-the call's signature, so a call that worked leaves its structs behind, and the next one of the same signature fills in
-the addresses, allocates and launches. What is not plain, and what does not fit, takes the long way, which knows the
-error texts.
+Most calls differ from an earlier one only in addresses. Everything that the long way (_forward.attend and similar
+functions) checks and derives follows from the call's signature. So a call that worked leaves its structs, and the next
+one of the same signature fills in the addresses, allocates and launches. A call that is not plain, or does not fit,
+takes the long way, which has the texts of errors.
 
-There are two tables. `known` has every signature, which takes a description of every array. `latest` has, for each set
-of options, the call that was repeated last and its test whether other arrays are like its own, which is cheaper than a
-description.
+There are two tables. `known` has every signature; looking one up takes a description of every array. `latest` has, for
+each set of options, the call that was repeated last, with a test whether other arrays are like that call's. The test is
+cheaper than a description.
 
-A small call with PyTorch arrays on a CPU takes 4.5 us this way, and the long way some 25 more. Of these, 0.8 are the
-new output, 0.65 the library's function, half of that ctypes, 0.55 the test of the arrays, 0.45 the arguments. A call
-that PyTorch records takes 12: 3.5 are PyTorch's for any autograd.Function, 0.8 for what it saves, 1.1 for lse.
+A small call with PyTorch arrays on a CPU takes 4.5 us this way, and the long way takes about 25 us more. Of the 4.5 us
+the new output takes 0.8, the library's function 0.65 (half of that in ctypes), the test of the arrays 0.55, and the
+arguments 0.45. A call that PyTorch records takes 12 us, of which PyTorch spends 3.5 on any autograd.Function and 0.8 on
+what it saves; lse takes 1.1.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from ._launch import _scratch
 from ._library import CPU, OK, WORKSPACE_TOO_SMALL, failure, load_packed
 
 _ADDRESS = struct.Struct("=Q")
-_MOST_REPEATS = 1024  # signatures kept, some 2 KB each; then the tables start afresh
-_PLAIN = frozenset({bool, int, float, str, bytes, tuple, type(None)})  # tuples: of names, and window_size
+_MOST_REPEATS = 1024  # signatures kept, about 2 KB each; then the tables are cleared
+_PLAIN = frozenset({bool, int, float, str, bytes, tuple, type(None)})  # tuples: names, and window_size
 
 
 def signature(arrays: tuple, values: tuple, window_size: Any, gradients: bool = False) -> tuple | None:
-    """All that decides about a call but the addresses, or None for a call that takes the long way. Some of `arrays` may
-    be None, but not the first; `values` are the other arguments that may differ, window_size among them. gradients:
-    the function has them, so that the call may be one that PyTorch records."""
+    """All that a call depends on except the addresses, or None for a call that must take the long way. arrays: any but
+    the first may be None; values: the other arguments that may differ, window_size among them; gradients: whether the
+    function has gradients, so that PyTorch may record the call."""
     if _modes.compiling() or _record.current() is not None:
         return None
     types = tuple(map(type, values))
@@ -49,8 +50,8 @@ _plain_types: set[tuple] = set()
 
 
 def _are_plain(types: tuple, window_size: Any) -> bool:
-    """Whether values of these types are numbers, names and None alone: no arrays, which change under their hash. The
-    types are part of a signature, for equal values need not be equally legal (1 == 1.0 == True)."""
+    """Whether values of these types are only numbers, names and None: an array's contents can change and its hash does
+    not. The types are part of a signature, because equal values need not be equally legal (1 == 1.0 == True)."""
     if types not in _plain_types:
         if not _PLAIN.issuperset(types):
             return False
@@ -63,16 +64,16 @@ def _is_plain_window(window_size: Any) -> bool:
 
 
 class Made(NamedTuple):
-    """An array that a call has made."""
+    """An array that a call allocates."""
 
     view: View
-    fill: float | None = None  # what it holds before the launch; None is anything
+    fill: float | None = None  # its value before the launch; None: uninitialised
 
 
 class Repeat(NamedTuple):
     """A call that can be made again on other arrays."""
 
-    same: Callable[[tuple], bool]  # whether these are such arrays, in a PyTorch that does no more with them than then
+    same: Callable[[tuple], bool]  # whether arrays are like those of the call, and PyTorch is in the same mode
     call: Callable[[tuple, Any], Any]  # see Repeats._repeat
 
 
@@ -80,15 +81,15 @@ class Repeats:
     """The calls of one function of the library that can be repeated."""
 
     def __init__(self, name: str, *structs: tuple[type[ct.Structure], dict[str, str]]):
-        """fa_<name> takes the last of the structs, which lie one behind the other. Each struct comes with its fields
-        that vary, all of 8 bytes, and what they hold: the address of the array of this name, or of `structs`, the size
-        `workspace_bytes`, or the number of `keys`."""
+        """fa_<name> takes the last of the structs, which lie one after the other in memory. Each struct comes with its
+        fields that vary, all of 8 bytes, and what they hold: the name of an array, for its address; `structs`, for the
+        address of the first struct; `workspace_bytes`, a size; or `keys`, a number."""
         self.name = name
-        self.known: dict[tuple, Repeat | None] = {}  # None where the signature was seen once
+        self.known: dict[tuple, Repeat | None] = {}  # None: the signature was seen once
         self.latest: dict[tuple, Repeat] = {}
         self.size, self.offsets = 0, {}
         for kind, fields in structs:
-            self.passed = self.size  # where the last one begins
+            self.passed = self.size  # in the end, the offset of the last struct
             self.offsets |= {source: self.size + getattr(kind, field).offset for field, source in fields.items()}
             self.size += ct.sizeof(kind)
 
@@ -105,10 +106,11 @@ class Repeats:
         length: Any = None,
         gradients=False,
     ) -> tuple[Any, tuple | None]:
-        """The results of a call like one before, or None; and where there are none, the call's signature, if it has
-        one. arrays: those that are given, q first; given: their names, which the structs know them by. `length` is the
-        one length of all sequences, where there is one. For the others see signature."""
-        if _modes.compiling() or _record.current() is not None:  # a recording takes every call down
+        """Repeats an earlier call of the same signature, if there is one. Returns (results, signature). Results are
+        None where the call must take the long way; the signature is for `remember`, and None where the call has none.
+        arrays: those that are given, q first; given: their names in the structs; length: the one length of all
+        sequences, if there is one. For the other arguments see `signature`."""
+        if _modes.compiling() or _record.current() is not None:  # a recording must see every call
             return None, None
         types = tuple(map(type, values))
         kind = given, values, types
@@ -130,7 +132,7 @@ class Repeats:
         repeat = self.known.get(sign)
         results = repeat and repeat.call(arrays, length)
         if results is not None:
-            if repeat is latest:  # made in inference mode, under autocast or the like, which `same` takes as part of it
+            if repeat is latest:  # its `same` was made in another mode (inference, autocast, ...), which it tests, too
                 self.known[sign] = repeat = repeat._replace(same=door.same(arrays, about, gradients))
             self.latest[kind] = repeat
         return results, sign
@@ -147,13 +149,17 @@ class Repeats:
         finish: Callable[[Any, tuple], Any] | None = None,
         views: Sequence[View] = (),
     ) -> None:
-        """For the next call of this signature; this one has been launched with these structs, on these arrays. likes:
-        the views of the first arrays, which new ones may be like; made: the arrays that the call has made, by name,
-        `workspace` as the last; keys, of a call with one length: how many there are, how many of them are new, and the
-        most there may be; fits: what else must be asked of the addresses of the arrays; finish: what makes the results
-        of what was made; views: those of the arrays that the call writes to, perhaps among others. Making a repeat
-        costs some 10 us, so it waits for a signature's second call: a decoder's cache that grows has a new one at every
-        step."""
+        """Prepares a repeat of a call that was launched with these structs on these arrays.
+
+        likes: the views of the first arrays, on which new arrays can be modelled. made: the arrays that the call
+        allocated, by name, `workspace` last. keys: for a call with one length, the number of keys, how many of them are
+        new, and the most that fit. fits: a further test, of the addresses of the arrays. finish: makes the results from
+        the allocated arrays and the given ones. views: views of the arrays that the call writes to, perhaps among
+        others.
+
+        This costs about 10 us, so it waits for a signature's second call: a decoder whose cache grows has a new
+        signature at every step.
+        """
         if sign is None:
             return
         if len(self.known) >= _MOST_REPEATS and sign not in self.known:
@@ -170,26 +176,27 @@ class Repeats:
         self.known[sign] = Repeat(door.same(arrays, about, finish is not None), call)
 
     def _reads(self, structs, given, arrays, address) -> bool:
-        """Whether the structs hold the addresses of the arrays: a copy of one is made again at every call."""
+        """Whether the structs hold the addresses of the given arrays. If not, an array was copied, and a copy has to be
+        made again at every call."""
         filled = b"".join(map(bytes, structs))
         places = [self.offsets[name] for name in given]
         held = [_ADDRESS.unpack_from(filled, place)[0] for place in places]
         return held == [*map(address, arrays)]
 
     def _repeat(self, structs, given, likes, made, keys, fits, finish, written) -> Callable[[tuple, Any], Any]:
-        """The call on other arrays: a function of them and of the one length. It returns what the call returns, or None
-        where the call must take the long way. written: which of the arrays the framework is told about. What the
-        function holds never changes and is no array, so threads use it side by side."""
+        """The function call(arrays, length) that makes the call on other arrays. It returns what the call returns, or
+        None where the call must take the long way. written: positions of the arrays whose writes the framework counts.
+        The function holds no array, and nothing that it holds ever changes, so threads use it at the same time."""
         first = likes[0]
         door, on_cpu, index = first.door, first.device == CPU, first.index
         address, current_stream, wrote = door.address, door.current_stream, door.wrote
         given_out = given[-1] == "out"
         makers = tuple([_maker(door, likes, one) for one in made.values()])
-        count = given_out + len(made) - ("workspace" in made)  # of the results
+        count = given_out + len(made) - ("workspace" in made)  # the number of results
         alone = len(structs) == 1
         launch = load_packed(self.name, alone)
         new_keys, most_keys = keys[1:] if keys else (0, 0)
-        # What varies, in the order in which `call` finds it, and the structs with gaps for it.
+        # The names of what varies, in the order in which `call` collects the values; the structs, with gaps for them.
         sources = [*given, *made] + ["workspace", "workspace_bytes"] * on_cpu
         sources += ["keys"] * bool(keys) + ["structs"] * (not alone)
         layout, gaps, order = _packing([self.offsets[source] for source in sources], self.size)
@@ -250,7 +257,7 @@ class Repeats:
             return finish(results, arrays) if finish else tuple(results[:count])
 
         def plain_call(arrays, length):
-            """`call` for q, k, v and a new `out`, in a few lines: three quarters of its time."""
+            """`call` written out for q, k, v and a new `out`: it takes three quarters of the time."""
             stream = None
             try:
                 q, k, v = arrays
@@ -278,28 +285,28 @@ class Repeats:
         if simple and not given_out and sources == ["q", "k", "v", "out", *["workspace", "workspace_bytes"] * on_cpu]:
             ((make_out, like_out),) = makers
             call = plain_call
-        call.structs = structs  # `filled` holds addresses of theirs, such as that of the kernel's name
+        call.structs = structs  # keeps them alive: `filled` holds addresses in them, such as that of the kernel's name
         return call
 
 
 def _picker(places: tuple[int, ...]) -> Callable[[tuple], Any] | None:
-    """A function that picks the arrays at these places, one in a tuple, too; None where there are no places."""
+    """A function that picks the arrays at these places and returns a tuple, also of one; None for no places."""
     if len(places) == 1:
         return operator.itemgetter(slice(places[0], places[0] + 1))
     return operator.itemgetter(*places) if places else None
 
 
 def _maker(door: Any, likes: Sequence[View], made: Made) -> tuple[Callable[[Any], Any], int]:
-    """A function that makes such an array from one of the call's arrays, and the place of that one."""
+    """A function that makes an array like `made` from one of the call's arrays, and the position of that array."""
     about = operator.attrgetter("shape", "strides", "dtype")
     i = next((i for i, like in enumerate(likes) if about(like) == about(made.view)), 0)
     return door.maker(likes[i], made.view, made.fill), i
 
 
 def _packing(offsets: list[int], size: int) -> tuple[struct.Struct, list[slice], Callable | None]:
-    """`size` bytes as a `struct` format, the 8-byte fields at the offsets as numbers and what lies between them as
-    bytes; where these bytes are; and what puts values of the fields, as they are listed, into the format's order, where
-    that is another."""
+    """A `struct` format of `size` bytes: the 8-byte fields at the offsets are numbers, what lies between them is bytes.
+    Returns the format, the slices of those bytes, and a function that brings the fields' values from the order of
+    `offsets` into that of the format, or None where the orders agree."""
     pattern, gaps, end = "=", [], 0
     for offset in sorted(offsets):
         pattern += f"{offset - end}sQ"

@@ -1,5 +1,5 @@
-"""What the reports of `bench`, `context-parallel`, `fuzz` and `quantize` share: the commit, the processor, tables, a
-style."""
+"""Shared by the reports of `bench`, `context-parallel`, `fuzz` and `quantize`: the commit, the processor, tables, a
+style of plots."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-STYLE = {  # matplotlib's
+STYLE = {  # for matplotlib's rcParams
     "figure.dpi": 150,
     "font.size": 10,
     "axes.titlesize": 11,
@@ -35,7 +35,7 @@ def table(head: list[str], body: list[list[str]]) -> list[str]:
 
 
 def show_table(title: str, head: list[str], body: list[list[str]], left: int = 1) -> None:
-    """A table on the terminal, with rich where it is installed. The first `left` columns are words."""
+    """Prints a table, with rich if it is installed. The first `left` columns are text."""
     if importlib.util.find_spec("rich") is None:
         print("", title, "", *table(head, body), sep="\n")
         return
@@ -53,8 +53,8 @@ def show_table(title: str, head: list[str], body: list[list[str]], left: int = 1
 
 
 def commit() -> str | None:
-    """$FLASH_ATTN_COMMIT, else the commit of the repository that this package lies in, and whether the sources differ
-    from it; None where there is no repository."""
+    """$FLASH_ATTN_COMMIT, else the commit of the repository that contains this package, with " with changes" if its
+    sources differ from that commit; None without a repository."""
     if named := os.environ.get("FLASH_ATTN_COMMIT"):
         return named
     here = Path(__file__).resolve().parent
@@ -75,7 +75,7 @@ def commit() -> str | None:
 
 
 def cpu_model() -> str:
-    """`Intel Xeon Platinum 8480C`, never a host name."""
+    """The processor, such as `Intel Xeon Platinum 8480C`; never a host name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next(line.partition(":")[2] for line in lines if line.startswith(("model name", "Model")))

@@ -1,5 +1,5 @@
-"""Attention with more results than out and lse: flash_attn_func and flash_attn_varlen_func end here when they are asked
-for statistics of the scores. These have no gradients."""
+"""Attention with statistics of the scores (max_score, key_sums) besides out and lse, for flash_attn_func and
+flash_attn_varlen_func. Statistics have no gradients."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from ._forward import _launch
 from ._library import CPU, AttentionArgs
 from ._options import Options, _output, _prepare
 
-_PLACEHOLDER = 256  # for a query: an address that is aligned, and not NULL
+_PLACEHOLDER = 256  # an aligned address that is not NULL, for a query or an empty array
 
 
 class Results(NamedTuple):
-    """Which results a call gives beside out, in their order."""
+    """Whether a call returns each of these results after out, in this order."""
 
     lse: bool
     max_score: bool
     key_sums: bool
 
     def first(self) -> str:
-        """The argument that asks for the first statistic."""
+        """The argument that requests the first statistic."""
         return next(f"return_{name}" for name in self._fields[1:] if getattr(self, name))
 
     def put_placeholders(self, args: AttentionArgs) -> None:
-        """Into the struct of a query, which asks what is wanted, not where it goes."""
+        """Marks the wanted results in the struct of a query, which needs no addresses."""
         for name in self._fields:
             if getattr(self, name):
                 setattr(args, name, _PLACEHOLDER)
 
 
 def wanted(return_lse: Any, return_max_score: Any, return_key_sums: Any) -> Results | None:
-    """None where a call gives out and lse alone."""
+    """The results of a call with statistics; None for a call that returns only out and lse."""
     if return_max_score is return_key_sums is False:
         return None
     given = {"return_lse": return_lse, "return_max_score": return_max_score, "return_key_sums": return_key_sums}
@@ -45,14 +45,15 @@ def wanted(return_lse: Any, return_max_score: Any, return_key_sums: Any) -> Resu
 
 
 def attend(q, k, v, varlen: tuple | None, out, results: Results, options: Options) -> tuple:
-    """out and the wanted results. varlen: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)."""
+    """Runs a call with statistics: returns out and the wanted results. varlen: None, or (cu_seqlens_q, cu_seqlens_k,
+    max_seqlen_q, max_seqlen_k)."""
     args, views = _prepare(q, k, v, varlen, options)
     qv = views[0]
     if varlen is None:
         rows, keys = (args.batch, args.nheads, args.seqlen_q), (args.batch, args.nheads, args.seqlen_k)
     else:
         rows, keys = (args.nheads, args.total_q), (args.nheads, args.total_k)
-    # What each result has where the library writes nothing: rows and keys of no sequence. None where all is written.
+    # The value of each result where the library writes nothing: at rows and keys of no sequence. None: all is written.
     covered = varlen is None or _last(views[3]) == args.total_q
     covered_k = varlen is None or _last(views[4]) == args.total_k
     shapes: dict[str, tuple[tuple[int, ...], float | None]] = {
@@ -73,5 +74,5 @@ def attend(q, k, v, varlen: tuple | None, out, results: Results, options: Option
 
 
 def _last(cu: View) -> int | None:
-    """The last entry of cu_seqlens, where the host can read it."""
+    """The last entry of cu_seqlens if it is on the CPU, else None."""
     return ct.c_int32.from_address(cu.pointer + 4 * (cu.shape[0] - 1)).value if cu.device == CPU else None

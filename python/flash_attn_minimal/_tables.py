@@ -1,4 +1,4 @@
-"""The kernels of the whole library: attention's and those around it."""
+"""The kernels of the whole library: those of attention and those of the functions around it."""
 
 from __future__ import annotations
 

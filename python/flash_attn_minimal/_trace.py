@@ -1,4 +1,4 @@
-"""Functions of arrays that may be part of a JAX program in the making."""
+"""Functions of arrays that may be called while JAX traces a program."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def is_traced(*arguments: Any) -> bool:
-    """Whether one of them belongs to a JAX program in the making."""
+    """Whether one of the arguments is a tracer of JAX."""
     jax = sys.modules.get("jax")
     return jax is not None and any(isinstance(x, jax.core.Tracer) for x in arguments)
 
 
 def traceable(function: _Function) -> _Function:
-    """The function, which becomes a part of a JAX program where one of its arguments belongs to one."""
+    """Wraps a function so that it becomes part of a JAX program when an argument is a tracer."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)

@@ -1,6 +1,6 @@
-"""What a message says to do: the call that mends an argument, in the words of the caller's own framework.
+"""The advice at the end of a message: the call that fixes an argument, in the terms of the caller's own framework.
 
-Each function returns the end of a message, "; pass ...", or "" for a framework whose words are not known.
+Each function returns "; pass ...", or "" for a framework that is not listed here.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 
 class _Words(NamedTuple):
-    """Templates over {x}, the argument's name, {first}, that of an argument which is as it should be, and {dtype}."""
+    """Templates of {x}, the argument's name; {first}, the name of a correct argument; and {dtype}."""
 
-    module: str  # where the framework's dtypes are
-    array: str  # from a list or another framework's array, to an array of this dtype beside `first`
+    module: str  # the module that has the framework's dtypes
+    array: str  # makes an array of this dtype on first's device from a list or another framework's array
     cast: str
     contiguous: str = ""
     move: str = ""  # to the device of `first`
@@ -35,7 +35,7 @@ _WORDS = {
 
 
 def pass_array(framework: str, name: str, first: str, dtype: str) -> str:
-    """framework: of the array `first`, as its door is called; dtype: its name, or an expression such as q.dtype."""
+    """framework: the name of the door of `first`; dtype: a dtype's name, or an expression such as q.dtype."""
     return _say(framework, "array", name, first, dtype)
 
 

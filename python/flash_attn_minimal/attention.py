@@ -1,4 +1,4 @@
-"""Exact attention with FlashAttention's memory: flash_attn_func, flash_attn_varlen_func, merge, query.
+"""Exact attention with memory linear in the sequence length: flash_attn_func, flash_attn_varlen_func, merge, query.
 
 The algorithm is FlashAttention (Dao et al. 2022, section 3.1: tiling and the online softmax) in the loop order of
 FlashAttention-2 (Dao 2023, section 3.1: queries outside, normalisation delayed to the end). Names and layout are those
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def _is_pytorch_s(*arrays: Any) -> bool:
-    """Whether PyTorch must see the call: a mode watches it, or a tensor wants a gradient or is no plain one."""
+    """Whether PyTorch must see the call: a mode is active, or a tensor requires a gradient or is not a plain one."""
     if _modes.active():
         return any(isinstance(x, _modes.Tensor) for x in arrays)
     tensors = [x for x in arrays if isinstance(x, _modes.Tensor)]
@@ -138,10 +138,11 @@ def flash_attn_func(
 ) -> Any:
     """out = softmax(softmax_scale * q k^T + ...) v, without the (seqlen_q, seqlen_k) matrix in memory.
 
-    Arrays come from NumPy, PyTorch, CuPy, JAX, Numba, or anything with DLPack or __cuda_array_interface__, all from
-    the same one and on the same device. The result is of the caller's own type; on a GPU the work goes to the caller's
-    current stream. (With JAX the call waits for its inputs and for its result.) PyTorch tensors that require a gradient
-    get one (autograd.py), JAX arrays under grad and jit too (jax/); `backward` serves everybody else.
+    Arrays come from NumPy, PyTorch, CuPy, JAX, Numba, or anything with DLPack or __cuda_array_interface__; those of one
+    call come from one framework and lie on one device. The result is of the caller's own type; on a GPU the work goes
+    to the caller's current stream. (With JAX the call waits for its inputs and for its result.) PyTorch tensors that
+    require a gradient get one (autograd.py), and so do JAX arrays under grad and jit (jax/); other callers use
+    `backward`.
 
     Arguments:
         q: (batch, seqlen_q, nheads, headdim), float32, float16 or bfloat16. headdim and headdim_v from 1 to 512.
@@ -157,34 +158,37 @@ def flash_attn_func(
         window_size: (left, right): row i sees columns i' - left .. i' + right, i' being i aligned as above; -1 is open.
         softcap: s = softcap * tanh(s / softcap); 0 is off.
         alibi_slopes: (nheads,) or (batch, nheads), float32 or 16 bits: s -= slope * |i' - j|.
-        deterministic: the forward pass is bitwise reproducible anyhow; here for flash-attn's signature.
+        deterministic: for flash-attn's signature; the forward pass is always bitwise reproducible.
         return_lse, return_softmax_lse: also return lse; two names of one option.
-        return_max_score: also return max_score, of each batch entry and head the greatest score that the softmax gets:
-            after scale, softcap, ALiBi, bias, mask, causal and window; -inf where no row sees a key. Sinks are no
-            scores. (Muon's QK-clip takes it.)
-        return_key_sums: also return key_sums, for each key and head the sum over the rows of the key's probability,
-            before dropout: a second pass over q and k. (H2O and SnapKV take it; sum it over the heads of a key.)
-            Neither has a gradient. PyTorch's tensors get them, beside the gradients of the rest, in plain calls, not
-            under torch.compile, torch.func and modes; JAX's outside jit and grad.
-        bias: added to the scores; broadcasts to (batch, nheads, seqlen_q, seqlen_k). Of q's dtype or float32. Columns
-            that do not lie one behind the other, or one for all keys, cost a copy with all columns.
+        return_max_score: also return max_score, the greatest score of each batch entry and head as the softmax gets it:
+            after scale, softcap, ALiBi, bias, mask, causal and window, without sinks. It is -inf where no row sees a
+            key. (Muon's QK-clip needs it.)
+        return_key_sums: also return key_sums: for each key and each head of q, the sum over the rows of the key's
+            probability before dropout. This costs a second pass over q and k. (H2O and SnapKV need it, summed over the
+            heads of q that read one head of k.)
+            Neither max_score nor key_sums has a gradient. PyTorch tensors can ask for them in plain calls, also in
+            calls with gradients, but not under torch.compile, torch.func and modes; JAX arrays outside jit and grad.
+        bias: added to the scores; broadcasts to (batch, nheads, seqlen_q, seqlen_k). Of q's dtype or float32. A last
+            axis that is not contiguous, or that has one column for all keys, costs a copy with all columns.
         mask: bool or uint8, non-zero = attend; broadcasts the same way.
         sinks: (nheads,), float32 or 16 bits: one more logit per head in every row's denominator. lse includes it.
         top_left: hang causal and window from the top-left corner instead of the bottom-right one.
         dropout_seed, dropout_offset: 64-bit integers that decide which probabilities are dropped, the same on every
             device.
-        out: where to put the result, (batch, seqlen_q, nheads, headdim_v); returned again.
+        out: array for the result, (batch, seqlen_q, nheads, headdim_v), which is also returned.
         kernel: force a kernel by name (see kernels()); None means $FLASH_ATTN_KERNEL, else the best one.
         allow_tf32: float32 inputs may use tf32 tensor cores.
         num_threads: for the CPU backend; 0 means $FLASH_ATTN_NUM_THREADS, else one per core.
-        q_descale, k_descale, v_descale: what the float8_e4m3fn values of q, k and v are multiplied by, required for
-            them and for no other dtype: float32, positive, broadcasting to (batch, nheads), (batch, nheads_k) and
-            (batch, nheads_k).
-        out_dtype: "bfloat16" or "float16" for float8_e4m3fn inputs; None means q's dtype, bfloat16 for these.
-        fast_accum: float8_e4m3fn inputs may have P v summed over all keys in the tensor cores, which keep 14 bits of
-            such sums: faster beyond 1024 keys, but there a mean of v fades with their number, as in FlashAttention-3.
-        attention_chunk: keys come in chunks of this many, and row i sees the chunk that i' lies in, beside causal and
-            window_size; 0 is off. (Llama 4 has such layers.)
+        q_descale, k_descale, v_descale: factors that the float8_e4m3fn values of q, k and v are multiplied by. Required
+            for float8_e4m3fn and refused for other dtypes. float32, positive, broadcasting to (batch, nheads), (batch,
+            nheads_k) and (batch, nheads_k).
+        out_dtype: "bfloat16" or "float16" for float8_e4m3fn inputs; None means q's dtype, or bfloat16 for
+            float8_e4m3fn.
+        fast_accum: with float8_e4m3fn inputs, P v may be summed over all keys in the tensor cores, which keep 14 bits
+            of such sums. Faster beyond 1024 keys, but there a mean of v shrinks as keys are added, as in
+            FlashAttention-3.
+        attention_chunk: keys are divided into chunks of this many, and row i sees only the chunk that contains i', in
+            addition to causal and window_size; 0 is off. (Llama 4 has such layers.)
 
     The order is: scale, softcap, ALiBi, bias, mask, causal and window, sinks, dropout.
 
@@ -197,14 +201,14 @@ def flash_attn_func(
                                                 1 0             1 1
                                                 1 1             1 1
 
-    A row that sees nothing returns out = 0 and lse = -inf (lse = the sink with sinks), never NaN. Keys and values that
-    no row may see do not reach the output, whatever they hold.
+    A row that sees no key returns out = 0 and lse = -inf (with sinks, lse = the sink), never NaN. Keys and values that
+    no row sees do not reach the output, whatever they hold.
 
     Returns:
         out (batch, seqlen_q, nheads, headdim_v) in q's dtype; with return_lse the pair (out, lse), lse (batch, nheads,
-        seqlen_q) float32, the natural logarithm of each row's sum of exponentials. With return_max_score a tuple of
-        what was asked for in the order out, lse, max_score (batch, nheads), key_sums (batch, nheads, seqlen_k), the
-        last two float32; so with return_key_sums.
+        seqlen_q) float32, the natural logarithm of each row's sum of exponentials. With return_max_score or
+        return_key_sums a tuple of the requested results in the order out, lse, max_score (batch, nheads), key_sums
+        (batch, nheads, seqlen_k), the last two float32.
 
     Raises:
         BadArgument (a ValueError): the text names the argument and quotes its value; a given `out` is untouched.
@@ -221,7 +225,7 @@ def flash_attn_func(
     """
     if return_softmax_lse is not False:
         return_lse = _wants_lse(return_lse, return_softmax_lse)
-    # What `find` does, written out: a small call consists of little else.
+    # `find` (_forward.py), written out: in a small call little else takes time.
     sign = None
     if (
         dropout_seed is None and type(dropout_offset) is int and not dropout_offset
@@ -389,18 +393,18 @@ def flash_attn_varlen_func(
     Arguments, where they differ:
         q: (total_q, nheads, headdim); k: (total_k, nheads_k, headdim); v: (total_k, nheads_k, headdim_v).
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, contiguous, on q's device: sequence b owns the rows
-            cu_seqlens[b] .. cu_seqlens[b + 1] - 1. They start at 0, never decrease and end at most at total. On the
-            CPU this is checked; on a GPU, where reading them would wait for the device, rows outside these bounds are
-            left alone.
-        max_seqlen_q, max_seqlen_k: integers, the longest sequence or more.
+            cu_seqlens[b] .. cu_seqlens[b + 1] - 1. Entries start at 0, never decrease, and the last is at most total_q
+            or total_k. The CPU backend checks this. On a GPU, where reading them would wait for the device, rows
+            outside these bounds are left alone.
+        max_seqlen_q, max_seqlen_k: integers, at least the length of the longest sequence.
         bias, mask: broadcast to (batch, nheads, max_seqlen_q, max_seqlen_k); rows and columns count from the start of
             each sequence.
         alibi_slopes: (nheads,) or (batch, nheads).
 
     Returns:
         out (total_q, nheads, headdim_v); on request also lse (nheads, total_q), max_score (batch, nheads) and key_sums
-        (nheads, total_k). Rows that belong to no sequence are 0 in `out` and -inf in `lse`, such keys 0 in `key_sums`;
-        a given `out` keeps what it holds there.
+        (nheads, total_k). Rows that belong to no sequence are 0 in `out` and -inf in `lse`; keys that belong to no
+        sequence are 0 in `key_sums`. A given `out` keeps its values in such rows.
 
     >>> import numpy as np
     >>> from flash_attn_minimal import flash_attn_varlen_func
@@ -431,8 +435,8 @@ def _route(
     q, k, v, varlen: tuple | None, out, return_lse, options: Options, sign: tuple | None,
     more: _statistics.Results | None,
 ):  # fmt: skip
-    """The call by the way that its framework needs: PyTorch's operators, a part of a JAX program, or at once. more: the
-    results of a call that has others beside out and lse."""
+    """Runs the call as its framework requires: as an operator of PyTorch, as a part of a traced JAX program, or
+    directly. more: the results of a call with statistics, else None."""
     if _is_pytorch_s(q, k, v, options.bias, options.mask, options.alibi_slopes, options.sinks):
         from . import autograd
 
@@ -454,8 +458,8 @@ def merge(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array
 
         lse = log(exp(lse_a) + exp(lse_b)),   out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
 
-    Associative up to rounding; a side with lse = -inf is the identity, whatever its out holds. With sinks, give them
-    to one side only.
+    Associative up to rounding. Where one side has lse = -inf the result is the other side's, whatever the first side's
+    out holds. With sinks, give them to one side only.
 
     Arguments:
         out_a, out_b: (batch, seqlen, nheads, headdim_v), or packed (total, nheads, headdim_v); last axis contiguous.
@@ -508,19 +512,19 @@ def merge(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array
 
 @traceable
 def quantize_fp8(x: Array, hadamard: bool = False, seed: int = 0) -> tuple[Array, Array]:
-    """x in float8_e4m3fn with one factor for every head of every batch entry: x is about x8 * descale.
+    """Rounds x to float8_e4m3fn with one factor for each head of each batch entry: x is about x8 * descale.
 
     With hadamard=True every row is first multiplied by random signs and by an orthonormal Hadamard matrix, which
-    spreads outliers over the row. q k^T stays as it is when q and k are both rotated with the same seed; rotate neither
-    alone, and not v.
+    spreads outliers over the row. q k^T does not change when q and k are both rotated with the same seed. Never rotate
+    only one of the two, and do not rotate v.
 
     Arguments:
         x: (batch, seqlen, nheads, headdim), or packed (total, nheads, headdim), which counts as one batch entry;
             float32, float16 or bfloat16, finite, last axis contiguous, headdim up to 512, with hadamard a power of two.
         seed: 64-bit integer that decides the signs.
 
-    Returns (x8, descale): x8 like x in float8_e4m3fn, descale (batch, nheads) float32. NumPy knows float8_e4m3fn once
-    ml_dtypes is imported.
+    Returns (x8, descale): x8 like x in float8_e4m3fn, descale (batch, nheads) float32. NumPy has float8_e4m3fn only
+    after `import ml_dtypes`.
 
     On a Hopper GPU, with PyTorch or JAX arrays:
 
@@ -571,10 +575,10 @@ def query(
     out: Any = None,
     **options: Any,
 ) -> Plan:
-    """What flash_attn_func (or, with cu_seqlens, flash_attn_varlen_func) would do with the same arguments, without
-    doing it.
+    """Tells what flash_attn_func (or, with cu_seqlens, flash_attn_varlen_func) would do with the same arguments,
+    without doing it.
 
-    Arrays that the Python layer refuses raise as they would in the call; what the library says is in the Plan.
+    Arguments that the Python layer refuses raise as they would in the call; a refusal by the library is in the Plan.
 
     >>> import numpy as np
     >>> from flash_attn_minimal import query

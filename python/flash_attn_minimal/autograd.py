@@ -1,16 +1,16 @@
-"""PyTorch's view of attention: the operators that stand for flash_attn_func and flash_attn_varlen_func wherever PyTorch
-does more than run them, and their gradients.
+"""PyTorch operators and gradients of attention, for calls of flash_attn_func and flash_attn_varlen_func with which
+PyTorch does more than run them.
 
     plain calls, no gradient    do not come here
     plain calls with gradients  a torch.autograd.Function, which costs a few microseconds
-    transforms of torch.func    a torch.autograd.Function of the kind that they take, over the operators
+    transforms of torch.func    a torch.autograd.Function that supports transforms, on top of the operators
     everything else (_modes.py) the operators flash_attn_minimal::attention and ::attention_backward (torch.library),
-                                which traces and graphs can hold without looking inside
+                                which traces and graphs hold without looking inside
 
-Importing this module is optional: the first call that needs it does. Import it before torch.compile meets the first
-call, and nothing breaks the graph.
+Importing this module is optional: the first call that needs it imports it. Import it before torch.compile meets the
+first call, or the import breaks the graph.
 
-Gradients: of q, k, v, bias and sinks, through out and lse; reverse mode and first order alone.
+Gradients exist for q, k, v, bias and sinks, through out and lse, in reverse mode and of first order only.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def _differentiable(
     q, k, v, varlen, out, return_lse, options: Options, sign: tuple | None = None,
     more: _statistics.Results | None = None,
 ):  # fmt: skip
-    """The call as PyTorch sees it. varlen: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k); sign:
-    what _forward.find returned; more: the results of a call with statistics, which have no gradient and which no
-    operator gives."""
+    """Runs a call that PyTorch must see. varlen: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k);
+    sign: the signature that _forward.find returned; more: the results of a call with statistics, which have no gradient
+    and no operator."""
     cu_q, cu_k, max_q, max_k = varlen or (None, None, 0, 0)
     given = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "out": out, **options._asdict()}
     tensors = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
@@ -83,20 +83,21 @@ def _differentiable(
 
 
 def _longest(name: str, length: int) -> int:
-    """A graph may have a symbol for this number, which _integer would make one number of; the operator checks again."""
+    """Checks a longest length. torch.compile may pass a symbol, which _integer would turn into a constant: the operator
+    checks that one again."""
     if torch.compiler.is_compiling() and isinstance(length, (int, torch.SymInt)) and not isinstance(length, bool):
         return length
     return _integer(name, length, 0, 2**63 - 1)
 
 
 def _unwrapped(array):
-    """A tensor that a transform of torch.func has left behind is a wrapper of the one that has the memory."""
+    """The tensor inside a wrapper that a finished transform of torch.func has left; any other array as it is."""
     unwrap = getattr(getattr(torch._C, "_functorch", None), "unwrap_if_dead", None)
     return unwrap(array) if unwrap and isinstance(array, torch.Tensor) else array
 
 
 def _check_arrays(given: dict) -> None:
-    """Raises unless the arrays of a call are tensors, and those that have no gradient ask for none in vain."""
+    """Raises unless all arrays of a call are tensors, or if one that cannot have a gradient requires one."""
     for name in ("alibi_slopes", "mask"):
         if isinstance(given[name], torch.Tensor) and given[name].requires_grad and _modes.records():
             raise Unsupported(f"{name} requires a gradient, which attention does not have: pass {name}.detach()")
@@ -106,7 +107,7 @@ def _check_arrays(given: dict) -> None:
 
 
 def _refuse(name: str, tensors: dict[str, torch.Tensor]) -> None:
-    """Raises unless a call with this option, which no operator has, may go on behind PyTorch's back."""
+    """Raises unless a call with this option, which no operator takes, may run without PyTorch's knowledge."""
     float8 = name != "out"
     if _modes.records() and any(x.requires_grad for x in tensors.values()):
         if float8:
@@ -117,7 +118,7 @@ def _refuse(name: str, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _watcher(tensors: dict[str, torch.Tensor]) -> str | None:
-    """What does more with a call on these tensors than run it."""
+    """The name of the mode, transform or tensor class that needs PyTorch to see a call on these tensors, or None."""
     watcher = _modes.watcher()
     for option, x in tensors.items():
         if watcher is None and not _modes.is_plain(x):
@@ -136,7 +137,7 @@ _NO_DOUBLE = "double backward (create_graph=True, torch.func.hessian) of attenti
 
 
 def _signed(name: str, value: int) -> int:
-    """A 64-bit unsigned number as PyTorch's operators take it: as the signed one of the same bits."""
+    """A 64-bit unsigned number as PyTorch's operators take it: the signed number of the same bits."""
     number = _integer(name, value, 0, 2**64 - 1)
     return number - 2**64 if number >= 2**63 else number
 
@@ -144,7 +145,7 @@ def _signed(name: str, value: int) -> int:
 _OPTION_ARRAYS = ("bias", "mask", "alibi_slopes", "sinks")
 _SIGNED = ("dropout_seed", "dropout_offset")
 # The options that the operators take as numbers, in order, each with its type in PyTorch's schema language. A window is
-# two numbers: vmap would map over a pair.
+# two numbers, because vmap would map over a pair.
 _NUMBERS: dict[str, str] = {}
 for _name, _hint in Options.__annotations__.items():
     if _name == "window_size":
@@ -168,7 +169,7 @@ def _packed(options: Options) -> list:
 
 
 def _unpacked(arrays: tuple, numbers: tuple) -> Options:
-    """The options of an operator's arguments."""
+    """The Options that an operator's arguments stand for: the inverse of _packed."""
     given = dict(zip(_NUMBERS, numbers, strict=True))
     given |= {name: given[name] % 2**64 for name in _SIGNED if given[name] is not None}
     given["window_size"] = given.pop("window_left"), given.pop("window_right")
@@ -188,12 +189,12 @@ def _forward(q, k, v, bias, mask, alibi_slopes, sinks, cu_q, cu_k, max_q, max_k,
 
 
 def _backward(dout, dlse, out, lse, want_dbias, want_dsinks, *arguments, sign: tuple | None = None, given: tuple = ()):
-    """dq, dk, dv, dbias, dsinks; the last two in the dtype of their inputs, empty where not wanted. sign: what
-    find_gradients returned for the arrays `given`."""
+    """dq, dk, dv, dbias, dsinks. The last two have the dtype of their inputs and are empty where not wanted. sign: the
+    signature that find_gradients returned for the arrays `given`."""
     (q, k, v, bias, mask, alibi_slopes, sinks, cu_q, cu_k), (max_q, max_k) = arguments[:9], arguments[9:11]
     options = _unpacked((bias, mask, alibi_slopes, sinks), arguments[11:])
     varlen = None if cu_q is None else (cu_q, cu_k, max_q, max_k)
-    options = options._replace(kernel=None)  # the forward pass's; $FLASH_ATTN_BACKWARD_KERNEL forces this one
+    options = options._replace(kernel=None)  # it names a forward kernel; $FLASH_ATTN_BACKWARD_KERNEL is for this pass
     with torch.no_grad(), _modes.unwatched():
         if dout.stride(-1) != 1 or dout.is_neg():  # out.sum() has a gradient of stride 0
             dout, sign = dout.resolve_neg().contiguous(), None
@@ -214,8 +215,8 @@ def _setup_context(ctx, inputs, output):
 
 
 def _gradients_by(choose, ctx, dout, dlse):
-    """The backward pass of every way to call attention. choose(dout, dlse, out) is what computes it, and takes what the
-    operator attention_backward does."""
+    """The backward pass that all ways to call attention share. choose(dout, dlse, out) returns the function that
+    computes it, which takes the arguments of the operator attention_backward."""
     *arrays, out, lse = ctx.saved_tensors
     nothing = (None,) * (len(arrays) + len(ctx.rest))
     if dout is None and dlse is None:
@@ -251,25 +252,25 @@ def _refuse_jvp(*_):
 
 
 class _Recorder:
-    """Puts a call that was made into the graph: all calls of its signature, for it holds no array of theirs. For calls
-    that PyTorch records and does nothing else with."""
+    """Puts a call that was made into PyTorch's graph. It holds no arrays, so one recorder serves all calls of a
+    signature. Only for calls with which PyTorch does nothing but record them."""
 
     def __init__(self, given: tuple[str, ...], options: Options, varlen: tuple | None, return_lse: bool, rest: tuple):
-        """given: the names of the call's arrays; rest: the operator's arguments but the arrays."""
+        """given: the names of the call's arrays; rest: the operator's arguments after the arrays."""
         self.given, self.return_lse, self.rest = given, return_lse, rest
         self.names = (*given, "out", "lse", "dout"), (*given, "out", "lse", "dout", "dlse")
         self.window_size = options.window_size
-        numbers = options._replace(kernel=None).numbers()  # as _backward has them
+        numbers = options._replace(kernel=None).numbers()  # kernel=None, as in _backward
         self.values = None if numbers is None else (*(varlen or ())[2:], *numbers)
-        # Places among the arguments of _Attention; the first of them wants no gradient.
+        # Positions among the arguments of _Attention; 0, an argument that never needs a gradient, where there is none.
         self.bias, self.sinks = (_BEFORE + given.index(x) if x in given else 0 for x in ("bias", "sinks"))
 
     def __call__(self, results, arrays: tuple):
-        """results: out and lse, and what may come after them."""
+        """results: out, lse, and perhaps more."""
         return _record(self, results, *arrays)
 
     def _gradients(self, needs: tuple[bool, ...], arrays: list, out, lse, dout, dlse) -> list:
-        """Of the arguments of _Attention. needs: which of them want one."""
+        """The gradients of the arguments of _Attention. needs: which arguments need one."""
         want_dbias, want_dsinks = needs[self.bias], needs[self.sinks]
         given, found, sign = (*arrays, out, lse, dout, *(() if dlse is None else (dlse,))), None, None
         if self.values is not None and not torch.is_grad_enabled():
@@ -291,8 +292,8 @@ class _Recorder:
 
 
 class _Attention(torch.autograd.Function):
-    """The node of a plain call, which comes after the launch. It is without setup_context, which costs as much as all
-    else."""
+    """The node of a plain call, made after the launch. It has no setup_context, which would cost as much time as all
+    the rest."""
 
     @staticmethod
     def forward(ctx, recorder: _Recorder, results, *arrays):
@@ -313,8 +314,8 @@ class _Attention(torch.autograd.Function):
         return tuple(ctx.recorder._gradients(needs, arrays, out, lse, dout, dlse))
 
 
-_BEFORE = 2  # the arguments before the arrays
-# Function.apply also looks for wrappers of transforms that have ended, 2 us; see _unwrapped.
+_BEFORE = 2  # the number of arguments before the arrays
+# Function.apply would also look for wrappers of finished transforms, which takes 2 us; see _unwrapped.
 _record = super(torch.autograd.Function, _Attention).apply
 
 
@@ -365,9 +366,9 @@ def _(dout, dlse, out, lse, want_dbias, want_dsinks, q, k, v, bias, mask, alibi_
 
 # ---- transforms of torch.func ----
 #
-# vmap makes one call of all its entries, the mapped axis and the batch as one. Where an entry's numbers depend on its
-# place in the batch (dropout), or it has no batch to join (varlen, sinks and their gradient, bias's gradient), it is a
-# call of its own.
+# vmap makes one call of all entries: it joins the mapped axis and the batch. An entry is a call of its own where its
+# numbers depend on its place in the batch (dropout), or where there is no batch axis to join (varlen, sinks and their
+# gradient, bias's gradient).
 
 
 def _size(info) -> int:
@@ -386,13 +387,12 @@ def _ready(x):
 
 
 def _folded(size: int, x, dim: int | None):
-    """(size * batch, ...) of (batch, ...)."""
+    """Joins the mapped axis and the batch: (size * batch, ...)."""
     return _ready(_entries(size, x, dim).flatten(0, 1))
 
 
 def _folded_broadcast(size: int, x, dim: int | None, batch: int, rank: int):
-    """The same of an array that broadcasts to `rank` axes, the first of them the batch; as it is where all entries
-    share it."""
+    """_folded for an array that broadcasts to `rank` axes, the batch first; x itself where all entries share it."""
     if x is None or (dim is None and (x.dim() < rank or x.shape[0] == 1)):
         return x
     x = _entries(size, x, dim)

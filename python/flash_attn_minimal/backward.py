@@ -1,7 +1,7 @@
 """The gradients of attention: backward, backward_query, backward_kernels.
 
-S is computed again tile by tile from lse instead of being kept (Dao et al. 2022, section 3.1 and appendix B.2), so
-memory is O(seqlen). autograd.py builds PyTorch's backward pass from this, jax/ JAX's.
+The probabilities are computed again from q, k and lse, tile by tile, instead of being kept (Dao et al. 2022, section
+3.1 and appendix B.2), so memory is O(seqlen). The backward passes of autograd.py (PyTorch) and jax/ use this module.
 """
 
 from __future__ import annotations
@@ -44,37 +44,37 @@ def backward(
     accumulate: bool = False,
     **options: Unpack[AttentionOptions],
 ) -> tuple[Array, ...]:
-    """dq, dk, dv of sum(out * dout) + sum(lse * dlse), where out and lse are what flash_attn_func(q, k, v, ...,
-    return_lse=True) returned, or with cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k what
-    flash_attn_varlen_func did.
+    """dq, dk, dv: the gradients of sum(out * dout) + sum(lse * dlse).
 
-    Every option that the forward call was given must be given again, unchanged: what they mean is in flash_attn_func.
-    All arrays come from one framework and device; the results are of the caller's own type. float32, float16 and
-    bfloat16.
+    out and lse are the results of flash_attn_func(q, k, v, ..., return_lse=True), or, where cu_seqlens_q, cu_seqlens_k,
+    max_seqlen_q and max_seqlen_k are given, of flash_attn_varlen_func. Every option of that forward call must be given
+    again, unchanged; flash_attn_func explains them. All arrays come from one framework and device; the results are of
+    the caller's own type. float32, float16 and bfloat16.
 
     Arguments:
         dout: like out, (batch, seqlen_q, nheads, headdim_v), the gradient of the loss; its last axis contiguous.
         q, k, v, out: as in the forward call.
         lse: (batch, nheads, seqlen_q) float32, varlen (nheads, total_q), contiguous.
-        dlse: like lse, the gradient of the loss through lse; None is zero.
+        dlse: like lse, the gradient of the loss through lse; None means zero.
         deterministic: equal arguments give bitwise equal results. Without it the fast GPU kernels add to dq in
-            whatever order their blocks finish. The CPU backend always is. torch.use_deterministic_algorithms(True),
-            with warn_only too, means it for PyTorch's tensors, here and in every backward pass of autograd's.
+            whatever order their blocks finish. The CPU backend is always deterministic. For PyTorch tensors
+            torch.use_deterministic_algorithms(True), also with warn_only, sets it, here and in every backward pass of
+            autograd.
         return_dbias: also return the gradient of bias: float32, of bias's shape, summed over its broadcast axes.
         return_dsinks: also return the gradient of sinks, (nheads,) float32.
-        dq, dk, dv: where to put the results, shaped as q, k, v, of their dtype; returned again.
-        accumulate: add to what the given dq, dk and dv hold, rounding once.
+        dq, dk, dv: arrays for the results, of the shapes of q, k and v and of their dtype, which are also returned.
+        accumulate: add to the values in the given dq, dk and dv, rounding the sum once.
         kernel: force a kernel by name (see backward_kernels()); None means $FLASH_ATTN_BACKWARD_KERNEL, else the best.
-        options: the other options of flash_attn_func, but for those of float8, which has no backward pass.
+        options: the other options of flash_attn_func, except those of float8, which has no backward pass.
 
-    Rows that see nothing (lse = -inf) have zero gradients, keys that nobody sees too, whatever they and dlse hold.
+    Rows that see no key (lse = -inf) and keys that no row sees have zero gradients, whatever they and dlse hold.
 
     Returns:
-        (dq, dk, dv), then dbias and dsinks where asked for.
+        (dq, dk, dv), then dbias and dsinks if requested.
 
     Raises:
-        BadArgument (a ValueError), Unsupported (a NotImplementedError), CudaError (a RuntimeError), OutOfMemory (a
-        MemoryError). Given results are untouched by the first two.
+        BadArgument (a ValueError), Unsupported (a NotImplementedError): given dq, dk and dv are untouched.
+        CudaError (a RuntimeError), OutOfMemory (a MemoryError).
 
     Source: Dao et al., FlashAttention, 2022, algorithm 4; Dao, FlashAttention-2, 2023, algorithm 2.
 
@@ -110,8 +110,9 @@ def _differentiate(
     sign: tuple | None = None,
     arrays: tuple = (),
 ) -> tuple:
-    """`backward` with its options in one object; lengths: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-    max_seqlen_k); given: dq, dk and dv where the results are to go; sign: what find_gradients returned for `arrays`."""
+    """`backward` with its options in one object. lengths: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+    max_seqlen_k); given: the caller's dq, dk and dv, each may be None; sign: what find_gradients returned for
+    `arrays`."""
     args, views = _prepare(q, k, v, lengths, options)
     if _modes.deterministic(q):
         args.deterministic = 1
@@ -142,7 +143,7 @@ def _differentiate(
             view = _destination(name, array, inputs, shape, qv.dtype)
         elif accumulate:
             raise BadArgument(f"accumulate=True, but {name} is None: there is nothing to add to")
-        elif lengths is not None:  # rows that belong to no sequence are not written
+        elif lengths is not None:  # the library writes no rows outside of the sequences
             view = qv.door.full(qv, shape, qv.dtype, 0)
         else:
             view = qv.door.empty(qv, shape, qv.dtype)
@@ -188,15 +189,17 @@ _repeats = Repeats(
 
 
 def find_gradients(given: tuple[str, ...], arrays: tuple, values: tuple, window_size) -> tuple[Any, tuple | None]:
-    """The gradients of a call like one before, or None; and the call's signature, where it has one. given: the names of
-    the arrays, q, k and v first; values: what decides about the call besides them."""
+    """Repeats an earlier call of the same signature, if there is one: see Repeats.find. Returns the gradients or None,
+    and the signature or None. given: the names of the arrays, q, k and v first; values: all else that the call depends
+    on."""
     return _repeats.find(given, arrays, values, window_size, None, True)
 
 
 def _launch_backward(
     call: AttentionBackwardArgs, args: AttentionArgs, views: list[View], written: list[View]
 ) -> View | None:
-    """Runs a filled struct; see _with_workspace. args is the one that call.forward points to; written: the outputs."""
+    """Runs a filled struct; see _with_workspace. args is the one that call.forward points to; written: the results,
+    perhaps among other arrays."""
     lib = load()
     return _with_workspace(
         args,
@@ -216,7 +219,7 @@ def backward_query(
     max_seqlen_k: int | None = None,
     **options: Any,
 ) -> Plan:
-    """What `backward` would do for these inputs and options, without doing it: see query.
+    """Tells what `backward` would do for these inputs and options, without doing it: see query.
 
     >>> import numpy as np
     >>> from flash_attn_minimal import backward_query
@@ -257,15 +260,15 @@ def _input(views: list[View], name: str, array, shape: tuple[int, ...], dtype: s
 
 
 def _contiguous_input(views: list[View], name: str, array, shape: tuple[int, ...]) -> int:
-    """The address of lse or of its gradient."""
+    """Checks lse or its gradient; returns its address."""
     view = _input(views, name, array, shape, "float32")
     _check_contiguous(name, view)
     return view.pointer
 
 
 def _new_dbias(call: AttentionBackwardArgs, qv: View, bias, seqlen_k: int) -> View:
-    """A float32 array of bias's shape, put into call with stride 0 along its broadcast axes. It has all columns, also
-    where bias has one for all of them: see _summed."""
+    """A float32 array for dbias, put into call with stride 0 along the axes that bias broadcasts. It has bias's shape,
+    except that the library writes all seqlen_k columns where bias has one for all keys: see _summed."""
     *rows, columns = _arrays.view(bias, "bias").shape
     view = qv.door.full(qv, (*rows, seqlen_k if columns == 1 else columns), "float32", 0)
     _put_dbias(call, view)
@@ -273,13 +276,13 @@ def _new_dbias(call: AttentionBackwardArgs, qv: View, bias, seqlen_k: int) -> Vi
 
 
 def _summed(view: View, bias) -> Any:
-    """What _new_dbias made, as the caller gets it: of bias's shape."""
+    """The array of _new_dbias as the caller gets it: summed to bias's shape."""
     dbias = view.door.result(view)
     return dbias if view.shape[-1] == _arrays.view(bias, "bias").shape[-1] else dbias.sum(-1, keepdims=True)
 
 
 def _put_dbias(call: AttentionBackwardArgs, view: View) -> None:
-    """Stride 0 along axes of size 1: what is broadcast is summed."""
+    """Puts dbias into call with stride 0 along axes of size 1, over which the library then sums."""
     padded = (1,) * (4 - len(view.shape)) + tuple(view.shape)
     strides, step = [], max(padded[3], 1)
     for size in padded[2::-1]:

@@ -1,4 +1,4 @@
-"""The command line: picks a command and imports only what that command needs."""
+"""The command line: runs one command and imports only what that command needs."""
 
 from __future__ import annotations
 
@@ -39,6 +39,6 @@ def main(argv: list[str]) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # whoever reads our output has closed it, such as `head`
+    except BrokenPipeError:  # the reader of the output, such as `head`, has closed it
         sys.stderr.close()
         return 1

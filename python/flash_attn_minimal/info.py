@@ -1,4 +1,4 @@
-"""`python -m flash_attn_minimal info`: what is installed here and which kernel would serve which call."""
+"""`python -m flash_attn_minimal info`: what is installed here, and which kernel serves which call."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def typical_args(
 
 
 def gpus() -> list[str]:
-    """Names of the CUDA devices, by nvidia-smi, or by a framework that has been imported already."""
+    """The names of the CUDA devices, from nvidia-smi, or else from PyTorch if it is imported already."""
     try:
         command = ["nvidia-smi", "--query-gpu=name,compute_cap,memory.total", "--format=csv,noheader"]
         said = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout

@@ -1,7 +1,7 @@
 """Attention over a cache of keys and values: flash_attn_with_kvcache, kvcache_query.
 
-One call is one step of inference: the new keys and values, rotated, join the cache, and q attends to all of it. Names
-and meaning are those of the flash-attn package.
+One call is one step of inference: it appends the new, rotated keys and the new values to the cache, and q attends to
+all of the cache. Names and meaning are those of the flash-attn package.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class CacheKeywordOptions(TypedDict, total=False):
 
 
 class CacheOptions(CacheKeywordOptions, total=False):
-    """These, and those that may be positional there."""
+    """For type checkers: these and the optional arguments that flash_attn_with_kvcache also takes by position."""
 
     k: Any
     v: Any
@@ -141,50 +141,54 @@ def flash_attn_with_kvcache(
         q: (batch, seqlen_q, nheads, headdim), float32, float16 or bfloat16.
         k_cache: (entries, seqlen_cache, nheads_k, headdim), or with block_table pages (pages, page_size, nheads_k,
             headdim), any page_size from 1. Of q's dtype, or 8-bit (float8_e4m3fn, int8) with k_scale and v_scale.
-            headdim up to 512, or to 576 with a headdim_v up to 512.
-        v_cache: (entries, seqlen_cache, nheads_k, headdim_v), the same dtype; it may be a view of k_cache's first
-            columns, whose new rows k and v then share: no rotary embedding and no 8 bits with k and v.
+            headdim is at most 512, or at most 576 with headdim_v at most 512.
+        v_cache: (entries, seqlen_cache, nheads_k, headdim_v), the same dtype. It may be a view of k_cache's first
+            columns. Then v must be the first columns of k, and a call with k and v takes neither a rotary embedding nor
+            an 8-bit cache.
         k, v: (batch, seqlen_new, nheads_k, .) of q's dtype, the keys and values to append; both or neither. An 8-bit
             cache rounds them.
-        rotary_cos, rotary_sin: (positions, rotary_dim / 2), contiguous, float32 or q's dtype: turn the first rotary_dim
-            dims of k and q. Key t of the new ones stands at position cache_seqlens + t; so does row t of q with causal,
-            a window or chunks, else every row at cache_seqlens. Without k and v, q alone turns.
-        cache_seqlens: the keys in the cache before this call: (batch,) int32 on q's device, or one integer for all,
-            which costs neither memory nor a copy. Below 0 (in an array) marks an idle sequence: it appends nothing and
-            returns out = 0, lse = -inf (the sink with sinks). None: the cache is full but for the last seqlen_new rows,
-            which are left for k and v.
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2), contiguous, float32 or q's dtype: rotate the first
+            rotary_dim dims of k and q. New key t is at position cache_seqlens + t. With causal, a window or chunks row
+            t of q is at that position too; otherwise all rows of q are at cache_seqlens. Without k and v only q is
+            rotated.
+        cache_seqlens: the number of keys in the cache before this call: (batch,) int32 on q's device, or one integer
+            for all sequences, which needs neither memory nor a copy. A negative entry of an array marks an idle
+            sequence: it appends nothing and returns out = 0, lse = -inf (with sinks, the sink). None: the cache is
+            full, except for the last seqlen_new rows, where k and v go.
         cache_batch_idx: (batch,) int32, the entry of each sequence; None means 0, 1, 2, ... Not with block_table.
             Sequences that append to the same entry race.
-        cache_leftpad: (batch,) int32, how many keys at the beginning of each sequence are padding, which no row sees:
-            0 .. cache_seqlens. cache_seqlens and the positions of the rotary embedding count them; causal, windows,
-            ALiBi and chunks count the keys behind them.
+        cache_leftpad: (batch,) int32, the number of keys at the beginning of each sequence that are padding, 0 ..
+            cache_seqlens. No row sees them. cache_seqlens and the positions of the rotary embedding count them; causal,
+            windows, ALiBi and chunks count only the keys after them.
         block_table: (batch, pages of a sequence) int32: key j of sequence b is row j % page_size of page
             block_table[b, j // page_size]. Entries past a sequence's keys are never read.
         softmax_scale, causal, window_size, attention_chunk, softcap, alibi_slopes, sinks: as in flash_attn_func. The
-            last row of q is aligned with the last key, appended ones included.
+            last row of q is aligned with the last key, including the appended ones.
         rotary_interleaved: rotate pairs (2i, 2i + 1) rather than (i, i + rotary_dim / 2).
-        num_splits: pieces that a sequence's keys are cut into, to occupy the whole processor with a few rows, 1 .. 256;
-            0 lets the kernel choose (on the CPU by length alone). Kernels for many rows do not cut.
+        num_splits: the number of pieces that a sequence's keys are cut into, 1 .. 256, so that a few rows occupy the
+            whole processor; 0 lets the kernel choose (on the CPU by length alone). Kernels for many rows do not cut.
         return_softmax_lse, return_lse: also return lse; two names of one option.
-        k_scale, v_scale: what the values of an 8-bit cache are multiplied by, positive float32. (nheads_k,) or
-            (entries, 1, nheads_k): a factor for every head, which appended values are rounded with. (entries,
-            seqlen_cache, nheads_k): one for every token, written for appended tokens from their own largest value.
-            With pages read (pages, page_size, nheads_k); where a page is one row, its factors are a token's.
+        k_scale, v_scale: positive float32 factors that the values of an 8-bit cache are multiplied by. (nheads_k,) or
+            (entries, 1, nheads_k): one factor for each head; appended values are rounded with it. (entries,
+            seqlen_cache, nheads_k): one factor for each token and head; an appended token writes its own, from its
+            largest magnitude. With a block_table read (pages, page_size, nheads_k); where page_size is 1, these are
+            factors of tokens.
         tree_mask: a tree of draft tokens (speculative decoding), (batch, seqlen_q) or (seqlen_q,) for all sequences,
-            uint64 or int64: each row of q sees all keys but the last tree_keys, and of these key j, the first being 0,
-            if and only if bit j is set. Not with causal, a window, ALiBi or a rotary embedding, which count positions.
+            uint64 or int64. Each row of q sees all keys before the last tree_keys. Of the last tree_keys it sees key j,
+            counted from 0, if and only if bit j is set. Not with causal, a window, ALiBi or a rotary embedding, which
+            count positions.
         tree_keys: draft tokens at the end of each sequence's keys, 1 .. 64; 0 means seqlen_q, one for each row.
-        batch_invariant: the bits of a sequence's result follow from its own keys. They do not depend on what else is in
-            the batch, on the capacity of the cache, or on the width of block_table.
-        programmatic: on a Hopper GPU the call may start while the kernels before it still run, and then waits for them,
-            having read cache, lengths and tables: none of those since the last plain launch may write there.
+        batch_invariant: the bits of a sequence's result depend on its own keys only, not on what else is in the batch,
+            the capacity of the cache, or the width of block_table.
+        programmatic: on a Hopper GPU the call may start while the kernels before it still run, and waits for them only
+            after it has read the cache, lengths and tables. So no kernel since the last plain launch may write there.
         kernel: force a kernel by name (see kernels()); None means $FLASH_ATTN_KERNEL, else the best one.
-        out: where to put the result; returned again.
+        out: array for the result, which is also returned.
         num_threads: for the CPU backend; 0 means $FLASH_ATTN_NUM_THREADS, else one per core.
 
     On the CPU lengths, entries and pages are checked before anything is written. On a GPU the host does not read them:
-    the call waits for nothing, can be captured in a CUDA graph and replayed after they have changed, and entries out
-    of range give wrong keys but never an access outside the cache, and write nothing.
+    the call waits for nothing, can be captured in a CUDA graph, and can be replayed after they have changed. Entries
+    out of range then read wrong keys and write nothing, but never access memory outside the cache.
 
     Returns:
         out (batch, seqlen_q, nheads, headdim_v) in q's dtype; with return_lse the pair (out, lse), lse (batch, nheads,
@@ -213,7 +217,7 @@ def flash_attn_with_kvcache(
         sinks, k_scale, v_scale, tree_mask, cache_seqlens, softmax_scale, causal, window_size, softcap,
         rotary_interleaved, num_splits, attention_chunk, tree_keys, batch_invariant, programmatic, kernel, num_threads,
     )  # fmt: skip
-    at_once = type(cache_seqlens) is int  # one length, which is no array
+    at_once = type(cache_seqlens) is int  # one length for all sequences, not an array
     arrays = (*step[:_LENGTHS], None if at_once else cache_seqlens, out)
     there = [array is not None for array in arrays]
     given, arrays = tuple(itertools.compress(_ARRAYS, there)), tuple(itertools.compress(arrays, there))
@@ -254,7 +258,7 @@ def flash_attn_with_kvcache(
 
 
 def kvcache_query(*arrays: Any, **options: Any) -> Plan:
-    """What flash_attn_with_kvcache would do with the same arguments, without doing it: see query.
+    """Tells what flash_attn_with_kvcache would do with the same arguments, without doing it: see query.
 
     >>> import numpy as np
     >>> from flash_attn_minimal import kvcache_query
@@ -278,7 +282,8 @@ _ARGUMENTS = inspect.signature(flash_attn_with_kvcache)
 
 
 class _Step(NamedTuple):
-    """The arguments of a step but for its results: arrays first, then the lengths, which may be an array."""
+    """The arguments of a step except for its results: arrays first, the last of them cache_seqlens, which may also be a
+    number."""
 
     q: Any
     k_cache: Any
@@ -332,8 +337,9 @@ _repeats = Repeats(
 
 
 def _prepare_step(step: _Step) -> tuple[KVCacheArgs, AttentionArgs, list[View], int]:
-    """Everything but the outputs and the workspace. The views (q, k_cache, v_cache, then the optional ones) keep the
-    memory alive; the first struct points to the second; last the keys that a sequence can hold."""
+    """Prepares all but the outputs and the workspace. Returns the two structs, of which the first points to the second;
+    the views (q, k_cache, v_cache, then the optional ones), which keep the memory alive; and the number of keys that a
+    sequence can hold."""
     views = [_arrays.view(step.q, "q"), _arrays.view(step.k_cache, "k_cache"), _arrays.view(step.v_cache, "v_cache")]
     qv, kv, vv = views
     for name, view in (("q", qv), ("k_cache", kv), ("v_cache", vv)):
@@ -419,7 +425,7 @@ def _per_sequence(views: list[View], name: str, array: Any, batch: int) -> int |
 
 
 def _shorten(args: AttentionArgs, length: int, seqlen_new: int) -> None:
-    """The same length for all: the cache ends behind it and what is appended, so that no array of lengths is needed."""
+    """One length for all sequences: the cache of the struct ends after the appended keys, so it needs no lengths."""
     length = _integer("cache_seqlens", length, 0, 2**63 - 1)
     if length + seqlen_new > args.seqlen_k:
         raise BadArgument(
@@ -495,8 +501,8 @@ def _put_tree(call: KVCacheArgs, args: AttentionArgs, views: list[View], step: _
 
 
 def _put_scale(call: KVCacheArgs, views: list[View], name: str, scale: Any, full: tuple[int, int, int]) -> None:
-    """Row stride 0 tells factors of heads from factors of tokens, which an append writes: rows that share their factors
-    are read as a head's."""
+    """Puts k_scale or v_scale into call. The library takes row stride 0 for factors of heads, which it only reads, and
+    any other row stride for factors of tokens, which an append writes."""
     view = _option(views, name, scale, ("float32",))
     shape, strides = tuple(view.shape), tuple(view.strides)
     entries, rows, nheads_k = full
@@ -505,7 +511,7 @@ def _put_scale(call: KVCacheArgs, views: list[View], name: str, scale: Any, full
         if call.seqlen_new and not view.writable:
             raise BadArgument(f"{name} is a read-only {view.door.name} array: appended tokens write their factors")
         if rows == 1:
-            row_stride = 1  # any but 0: a row's factors are a token's
+            row_stride = 1  # not 0: with one row the factors belong to tokens
         elif call.seqlen_new and row_stride == 0:
             raise BadArgument(f"{name} has strides {strides}: appended tokens write factors that all {rows} rows share")
         view.written = bool(call.seqlen_new)

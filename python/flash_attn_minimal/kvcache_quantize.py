@@ -1,4 +1,4 @@
-"""A cache that exists already, in 8 bits: quantize_kvcache."""
+"""Converts an existing cache of keys and values to 8 bits: quantize_kvcache."""
 
 from __future__ import annotations
 
@@ -38,30 +38,30 @@ def quantize_kvcache(
     v_scale: Any = None,
     num_threads: int = 0,
 ) -> tuple[Array, Array, Array, Array]:
-    """A cache of 16 or 32 bits as the 8-bit one that flash_attn_with_kvcache takes: values are about value8 * scale.
+    """Rounds a cache to the 8-bit form that flash_attn_with_kvcache takes: values are about value8 * scale.
 
     Arguments:
         k_cache: (entries, seqlen_cache, nheads_k, headdim), or pages (pages, page_size, nheads_k, headdim), float32,
             float16 or bfloat16, last axis contiguous. It is only read.
         v_cache: (entries, seqlen_cache, nheads_k, headdim_v), the same dtype.
         dtype: "float8_e4m3fn" or "int8".
-        factors: what shares a factor, which is the largest magnitude there over that of the dtype, 448 or 127:
-            "token": every head of every token has its own, (entries, seqlen_cache, nheads_k). The most accurate, and
-                whatever unused rows hold stays with them; 4 bytes more for a row.
-            "entry": a head of an entry, or of a page, (entries, 1, nheads_k).
-            "head": a head of the whole cache, (nheads_k,): the rows of all entries lie at one stride then.
-        k_scale, v_scale: factors to use instead, both, float32, (nheads_k,) or (entries, 1, nheads_k).
+        factors: which values share a factor. A factor is the largest magnitude among them divided by the largest value
+            of the dtype, 448 or 127:
+            "token": each head of each token, (entries, seqlen_cache, nheads_k). The most accurate; the contents of
+                unused rows affect no other row. Costs 4 bytes for each row and head.
+            "entry": each head of an entry or page, (entries, 1, nheads_k).
+            "head": each head of the whole cache, (nheads_k,). The rows of all entries must lie at one stride.
+        k_scale, v_scale: factors to use instead; both or neither, float32, (nheads_k,) or (entries, 1, nheads_k).
         num_threads: for the CPU backend; 0 means $FLASH_ATTN_NUM_THREADS, else one per core.
 
-    All rows count, used or not: with "entry" or "head" fill those that are not yet used with zeros (or NaN) first.
-    Values round to the nearest, and saturate under given factors. Zeros stay zeros; where there is nothing else the
-    factor is a positive number without meaning. NaN does not count for a factor and stays NaN in float8_e4m3fn; int8
-    has none and stores -127. An infinity makes its factor infinite, and with it everything under that factor NaN or
-    infinite.
+    All rows count, used or not: with "entry" or "head" fill unused rows with zeros (or NaN) first. Values round to the
+    nearest; with given factors they saturate. Zeros stay zero. Where all values are zero the factor is an arbitrary
+    positive number. NaN is ignored for the factor and stays NaN in float8_e4m3fn; int8 has no NaN and stores -127. An
+    infinity makes its factor infinite; then every value with that factor becomes NaN or infinite.
 
-    Returns k_cache8, v_cache8, k_scale, v_scale: new contiguous arrays, but given factors as they came.
+    Returns k_cache8, v_cache8, k_scale, v_scale: new contiguous arrays, except that given factors are returned as is.
 
-    Raises: as flash_attn_with_kvcache. NumPy knows float8_e4m3fn once ml_dtypes is imported; CuPy has int8 only.
+    Raises: as flash_attn_with_kvcache. NumPy has float8_e4m3fn only after `import ml_dtypes`; CuPy has int8 only.
 
     >>> import numpy as np
     >>> from flash_attn_minimal import flash_attn_with_kvcache, quantize_kvcache
@@ -133,8 +133,8 @@ def _given(views: list[View], name: str, scale: Any) -> View:
 
 
 def _largest(name: str, view: View, into: View, factors: str, dtype: str) -> Any:
-    """The factors of heads. The library has a function that finds them, and rounds to float8 on the way: to where the
-    rounded cache will be."""
+    """The factors of heads, from fa_quantize_fp8. That function also rounds x to float8; the rounded values go to
+    `into`, where _round overwrites them."""
     entries, rows, nheads_k, headdim = view.shape
     batch_stride, row_stride, head_stride, _ = view.strides
     if factors == "head":
@@ -165,7 +165,7 @@ def _largest(name: str, view: View, into: View, factors: str, dtype: str) -> Any
 def _round(
     views: list[View], caches: tuple[View, View], scales: list[View], dtype: str, by_token: bool, threads: int
 ) -> None:
-    """All rows join the empty caches: a step of flash_attn_with_kvcache that has no queries."""
+    """Rounds all rows into the caches by a step of flash_attn_with_kvcache that appends them and has no queries."""
     kv, vv = views[:2]
     entries, rows, nheads_k, headdim = kv.shape
     args, call = new(AttentionArgs), new(KVCacheArgs)
@@ -173,7 +173,7 @@ def _round(
     args.device, args.dtype, args.num_threads = kv.device, DTYPES[kv.dtype], threads
     args.batch, args.seqlen_q, args.nheads, args.headdim = entries, 0, nheads_k, headdim
     args.seqlen_k, args.nheads_k, args.headdim_v = rows, nheads_k, vv.shape[-1]
-    args.kernel = b"cpu_naive" if kv.device == CPU else b"minimal"  # takes every cache; nothing of it is launched
+    args.kernel = b"cpu_naive" if kv.device == CPU else b"minimal"  # it takes every cache, and is not launched here
     _put_tensor(args, "q", kv)
     for name, view in zip("kv", caches, strict=True):
         _put_tensor(args, name, view)

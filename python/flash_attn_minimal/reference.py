@@ -1,9 +1,9 @@
 """Attention in NumPy float64, written to be read: the standard three steps, FlashAttention v1 and v2 block by block,
 and the gradients.
 
-All three take the same arguments as flash_attn_func and return (out, lse) in float64. They share one thing,
-`Head.scores`: the tile of S for some rows and columns with every option applied, -inf where a row may not look. What
-differs is the order of the loops:
+The three forward functions take the same arguments as flash_attn_func and return (out, lse) in float64. All use
+`Head.scores`: the tile of S for some rows and columns with every option applied, -inf where a row may not look. They
+differ in the order of the loops:
 
     standard_attention   S whole, softmax of each row, times V: (seqlen_q, seqlen_k) numbers in memory
     flash_attention_v1   keys outside, queries inside; out is normalised after every block (Dao et al. 2022, algorithm
@@ -75,7 +75,7 @@ class Head:
         return np.where(self.visible(rows, columns), s, -np.inf)
 
     def kept(self, rows: slice, columns: slice) -> np.ndarray | float:
-        """Factor on the probabilities: 0 where dropout strikes, 1 / (1 - p) elsewhere."""
+        """Factors on the probabilities: 0 where dropout drops one, 1 / (1 - p) elsewhere."""
         if not self.dropout:
             return 1.0
         i, j = self._indices(rows, columns)
@@ -94,7 +94,7 @@ def _broadcast(array: np.ndarray, head: Head) -> np.ndarray:
 
 
 def _or_zero(row_max: np.ndarray) -> np.ndarray:
-    """An empty row has row_max = -inf, and -inf - -inf is NaN: such rows subtract 0 instead."""
+    """row_max with 0 for empty rows, whose row_max is -inf: -inf - -inf would be NaN."""
     return np.where(np.isneginf(row_max), 0.0, row_max)
 
 
@@ -182,8 +182,8 @@ def _flash_v2(head: Head, block_q: int, block_k: int) -> tuple[np.ndarray, np.nd
 def _standard_backward(
     head: Head, dout: np.ndarray, dlse: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, float]:
-    """dq, dk, dv, dS (seqlen_q, seqlen_k; the gradient of the bias) and the sink's gradient of sum(out * dout) +
-    sum(lse * dlse), by the chain rule through softmax (Dao et al. 2022, appendix B.2)."""
+    """dq, dk, dv, dS and the sink's gradient, of sum(out * dout) + sum(lse * dlse), by the chain rule through softmax
+    (Dao et al. 2022, appendix B.2). dS (seqlen_q, seqlen_k) is also the gradient of the bias."""
     everything = slice(None)
     out, lse = _standard(head)
     seen = head.visible(everything, everything)
@@ -223,7 +223,7 @@ def standard_attention(q, k, v, **options):
 
 
 def max_score(q, k, v, **options):
-    """(batch, nheads): the greatest score of each head, after every option but sinks and dropout; -inf where no row
+    """(batch, nheads): the greatest score of each head, after every option except sinks and dropout; -inf where no row
     sees a key.
 
     >>> q, k = np.ones((1, 1, 1, 4)), np.arange(12.0).reshape(1, 3, 1, 4)
@@ -237,7 +237,7 @@ def max_score(q, k, v, **options):
 
 
 def key_sums(q, k, v, **options):
-    """(batch, nheads, seqlen_k): for each key the sum over the rows of its probability, before dropout.
+    """(batch, nheads, seqlen_k): the sum over the rows of each key's probability, before dropout.
 
     >>> q, k = np.zeros((1, 6, 1, 4)), np.zeros((1, 3, 1, 4))
     >>> key_sums(q, k, k)
@@ -276,8 +276,8 @@ def flash_attention_v2(q, k, v, *, block_q=32, block_k=32, **options):
 
 
 class Gradients(NamedTuple):
-    """Of sum(out * dout) + sum(lse * dlse), float64; dbias has the shape of bias, dsinks that of sinks, None without
-    them."""
+    """The gradients of sum(out * dout) + sum(lse * dlse), float64. dbias has the shape of bias, dsinks that of sinks;
+    they are None without bias or sinks."""
 
     dq: np.ndarray
     dk: np.ndarray
@@ -343,8 +343,8 @@ def varlen_backward(backward, dout, q, k, v, cu_seqlens_q, cu_seqlens_k, dlse=No
 
 
 def varlen(attention, q, k, v, cu_seqlens_q, cu_seqlens_k, **options):
-    """Any of the three over packed sequences: q (total_q, nheads, headdim). Returns out (total_q, nheads, headdim_v)
-    and lse (nheads, total_q); rows that belong to no sequence have out = 0, lse = -inf."""
+    """Any of the three forward functions over packed sequences: q (total_q, nheads, headdim). Returns out (total_q,
+    nheads, headdim_v) and lse (nheads, total_q); rows that belong to no sequence have out = 0, lse = -inf."""
     out = np.zeros((q.shape[0], q.shape[1], v.shape[2]))
     lse = np.full((q.shape[1], q.shape[0]), -np.inf)
     for b in range(len(cu_seqlens_q) - 1):
@@ -395,8 +395,8 @@ def heads(
     dropout_offset=0,
     sequence=None,
 ):
-    """Yields (b, h, Head) for every batch and query head. `sequence` is the index of the one sequence in a varlen
-    batch: it selects its slopes, bias and mask, and its place in the dropout pattern."""
+    """Yields (b, h, Head) for every batch entry and query head. sequence: for a call on one sequence of a varlen batch,
+    its index there, which selects its slopes, bias and mask, and its part of the dropout pattern."""
     batch, seqlen_q, nheads, headdim = q.shape
     seqlen_k, nheads_k = k.shape[1:3]
     scale = headdim**-0.5 if softmax_scale is None else softmax_scale
@@ -404,7 +404,7 @@ def heads(
     for b in range(batch):
         index = b if sequence is None else sequence
 
-        def part(array, h, index=index):  # the (seqlen_q, seqlen_k) part of a bias or mask that belongs to this head
+        def part(array, h, index=index):  # this head's (seqlen_q, seqlen_k) part of a bias or mask
             if array is None:
                 return None
             array = np.reshape(array, (1,) * (4 - np.ndim(array)) + np.shape(array))
@@ -447,8 +447,8 @@ def _over_heads(one_head, q, k, v, options):
 
 
 def merge(out_a, lse_a, out_b, lse_b):
-    """Attention over the union of two disjoint sets of keys. out (batch, seqlen, nheads, headdim_v), lse (batch,
-    nheads, seqlen)."""
+    """Merges attention over two disjoint sets of keys into attention over their union. out (batch, seqlen, nheads,
+    headdim_v), lse (batch, nheads, seqlen)."""
     lse_a, lse_b = np.asarray(lse_a, np.float64), np.asarray(lse_b, np.float64)
     lse = np.logaddexp(lse_a, lse_b)
     out = np.zeros(np.shape(out_a))
@@ -456,7 +456,7 @@ def merge(out_a, lse_a, out_b, lse_b):
         weight = np.exp(part_lse - _or_zero(lse)).swapaxes(-1, -2)[..., None]
         out += np.where(
             weight == 0, 0, weight * np.where(weight == 0, 0, part)
-        )  # a part of weight 0 adds nothing, whatever it holds
+        )  # a part of weight 0 adds nothing, even if it holds NaN
     return out, lse
 
 
@@ -464,7 +464,7 @@ def merge(out_a, lse_a, out_b, lse_b):
 
 
 def rotary(x, cos, sin, positions, interleaved=True):
-    """Turns the first 2 * cos.shape[1] dims of x (seqlen, nheads, headdim) by the angles of each row's position.
+    """Rotates the first 2 * cos.shape[1] dims of x (seqlen, nheads, headdim) by the angles of each row's position.
 
     >>> x, angle = np.array([[[1.0, 0.0]]]), np.array([[0.5]])
     >>> bool(np.allclose(rotary(x, np.cos(angle), np.sin(angle), [0]), [[[np.cos(0.5), np.sin(0.5)]]]))
@@ -498,7 +498,7 @@ def cached_rows(cache, length, sequence, *, batch_idx=None, block_table=None, sc
 
 
 def tree_shows(rows, seqlen_k, tree_keys):
-    """Which of seqlen_k keys each row of a tree of draft tokens sees, (rows, seqlen_k) bool; rows: its words of bits.
+    """(rows, seqlen_k) bool: which keys each row of a tree of draft tokens sees. rows: the rows' words of bits.
 
     >>> tree_shows([0b01, 0b10], 4, 2).astype(int).tolist()
     [[1, 1, 1, 0], [1, 1, 0, 1]]
@@ -606,8 +606,8 @@ def dropout_threshold(p: float) -> int:
 
 
 def dropout_bits(seed: int, offset: int, batch: int, head: int, row: np.ndarray, column: np.ndarray) -> np.ndarray:
-    """The 16 random bits of each (row, column): one Philox block for 8 neighbouring columns, its words split low half
-    first."""
+    """The 16 random bits of each (row, column). One Philox block serves 8 neighbouring columns; each of its 32-bit
+    words serves two, the low half first."""
     words = (offset & 0xFFFFFFFF, offset >> 32, 0, 0), (seed & 0xFFFFFFFF, seed >> 32)
     key = [int(word) for word in philox(*words)[:2]]
     row, column = np.broadcast_arrays(row, column)

@@ -60,13 +60,14 @@ _ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
 def tolerance(dtype: str, exact: np.ndarray) -> float:
-    """Allowed error of `out`: P and out are rounded to dtype, each by half a unit in the last place, with room for the
-    sums in fp32."""
+    """The allowed error of `out`. P and out are rounded to dtype, each by half a unit in the last place; the rest is
+    for sums in fp32."""
     return 3 * _ROUNDING[dtype] * float(np.abs(exact).max()) + 2e-5
 
 
 def _arrays_for(device: str) -> tuple[str, Callable, Callable]:
-    """(framework, from NumPy float32 and a dtype name, back to NumPy float64) for one device."""
+    """For one device: the framework's name, a function (NumPy float32, dtype name) -> array, and one back to NumPy
+    float64."""
     if device == "cuda":
         if not load().fa_cuda_device_count():
             raise Unsupported(f"--device cuda: this library sees no CUDA device ({load().fa_build_info().decode()})")
@@ -97,8 +98,8 @@ def _numpy_dtype(name: str) -> np.dtype:
 
 
 def check(case: Case, to_device: Callable, to_numpy: Callable) -> tuple[str, float, float, float]:
-    """Runs a case; returns the kernel, the seconds it took, the error of out and lse, and the part of the allowed
-    error used."""
+    """Runs a case. Returns the kernel, its seconds, the error of out, and the used part of the allowed error, the
+    larger of out's and lse's."""
     rng = np.random.default_rng(case.seqlen_q * 7919 + case.headdim)
     shapes = [
         (1, case.seqlen_q, case.nheads, case.headdim),

@@ -1,5 +1,5 @@
-// delta.cu: delta_i = dout_i . out_i - dlse_i in float32, which the backward subtracts from dP. Laid out like lse. One warp a row; bound by
-// one read of out and dout. Beside it, where wanted, what P subtracts: 0 and lse, or the RowBase of a large row (large_rows.cuh).
+// delta.cu: delta_i = dout_i . out_i - dlse_i in float32, which the backward pass subtracts from dP. Laid out like lse. One warp per row;
+// bound by one read of out and dout. Where wanted, also the RowBase that P subtracts: 0 and lse, or that of a large row (large_rows.cuh).
 #include "attention/common/large_rows.cuh"
 #include "attention/common/online_softmax.cuh"
 #include "attention/kernels.h"
@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kWarp = 32, kThreads = 256;
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 750 || (__CUDA_ARCH__ > 800 && __CUDA_ARCH__ < 900) || __CUDA_ARCH__ >= 1200)
-constexpr int kFullSm = 1024;  // threads that every multiprocessor of these targets holds: 1024 or 1536
+constexpr int kFullSm = 1024;  // a multiprocessor of these targets holds 1024 or 1536 threads
 #else
 constexpr int kFullSm = 2048;
 #endif
@@ -22,10 +22,11 @@ struct DeltaParams {
     float2* bases;  // nullptr = not wanted
 };
 
-// A varlen call is one batch entry of total_q rows. Nobody reads the delta of a row that belongs to no sequence, or that has lse = -inf.
+// A varlen call is treated as one batch entry of total_q rows. Nobody reads the delta of a row that belongs to no sequence, or that has lse
+// = -inf.
 int64_t rows_of(const AttentionParams& p) { return p.cu_seqlens_q ? p.total_q : int64_t(p.batch) * p.seqlen_q; }
 
-// Row i of a batch entry; varlen: of all rows.
+// Row i of a batch entry; varlen: row i of all rows.
 template <typename T>
 __device__ __noinline__ RowBase base_of_large_row(const AttentionParams& p, int batch, int head, int i, RowBase ordinary) {
     if (p.cu_seqlens_q) {
@@ -39,7 +40,7 @@ __device__ __noinline__ RowBase base_of_large_row(const AttentionParams& p, int 
         i -= first_row(batch);
     }
     const Sequence s = sequence_of(p, batch);
-    if (i < 0 || i >= s.seqlen_q) return ordinary;  // of no sequence
+    if (i < 0 || i >= s.seqlen_q) return ordinary;  // the row belongs to no sequence
     const ScoreForm form = p.general_scores() ? ScoreForm::kOptions : ScoreForm::kProduct;
     return large_row<T>(p, s, batch, head, i, form, LseCovers::kPerhapsMore);
 }

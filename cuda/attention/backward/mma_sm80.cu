@@ -1,4 +1,4 @@
-// mma_sm80.cu: the entries of mma_sm80.cuh, and its kernels for bf16; fp16 is compiled beside it.
+// mma_sm80.cu: the entry points of mma_sm80.cuh, and its bf16 kernels; mma_sm80_fp16.cu has the fp16 kernels.
 #include "attention/backward/mma_sm80.cuh"
 
 #include <algorithm>
@@ -12,7 +12,7 @@ cudaError_t backward_mma_sm80(const BackwardParams& b, size_t shared_memory, cud
     return launch<__nv_bfloat16>(b, shared_memory, stream);
 }
 
-// Room for whichever tile the launch takes: how rows are aligned may not be known yet.
+// Room for any tile that the launch may take: the alignment of rows may not be known yet.
 size_t backward_mma_sm80_workspace(const BackwardParams& b) {
     return with_backward_bucket(b.forward.headdim, b.forward.headdim_v, [&](auto d, auto dv) {
         size_t most = 0;

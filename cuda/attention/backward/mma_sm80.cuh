@@ -1,18 +1,19 @@
-// mma_sm80.cuh: the gradients of attention on tensor cores, for every GPU from sm_80 on; fp16 and bf16, head dims up to 256, every
-// option. New against simple.cu: all five products of a tile of S are mma.sync:
+// mma_sm80.cuh: the gradients of attention on tensor cores, for every GPU from sm_80 on; fp16 and bf16, head dims up to 256, every option.
+// New against simple.cu: all five products of a tile of S are mma.sync:
 //
 //     S = Q K^T      P = exp(S - lse)      dP = dO V^T      dS = P (dP - delta)      dV += P^T dO      dK += dS^T Q      dQ += dS K
 //
 // Three kernels run one after another:
-//     before   delta = rowsum(dO * O) - dlse; lse with +inf for rows that see nothing, whose P is then 0, and what rows with a large lse
-//              need instead (large_rows.cuh); zeros for the sums of dQ
-//     main     a block owns the keys of one tile and walks the queries of every head that reads them. dK and dV stay in registers. dQ is
-//              added to float32 sums in the workspace, a tile in fragment order, so that a warp adds to neighbouring addresses
+//     before   delta = rowsum(dO * O) - dlse; lse, with +inf for rows that see nothing, so that their P is 0; the RowBase of rows with a
+//              large lse (large_rows.cuh); zeros for the sums of dQ
+//     main     a block owns the keys of one tile and walks over the queries of every head that reads them. dK and dV stay in registers. dQ
+//              is added to float32 sums in the workspace. A tile of sums is in fragment order, so that a warp adds to neighbouring
+//              addresses
 //     after    dQ = scale x the sums, rounded
-// With `deterministic` no sum depends on timing: main leaves dQ to a kernel of its own, whose blocks own queries and walk keys. That kernel
-// computes S and dP a second time.
+// With `deterministic`, no sum depends on timing: dQ is computed by a separate kernel whose blocks own queries and walk over keys. That
+// kernel computes S and dP a second time.
 //
-// One step of the main kernel, two stages (|: block barrier). Each product has its own division among the warps. P and dS pass through
+// One step of the main kernel, two stages (|: block barrier). Each product is divided among the warps in its own way. P and dS pass through
 // shared memory, from warps that own rows of S to warps that own rows of dK and dV. Between the barriers warps drift apart.
 //
 //     copy     | Q, dO of the next tile of queries  .  .  .  .  .  .  .  .  |
@@ -22,10 +23,10 @@
 // Shared memory (MainSmem)      K, V block_n | Q, dO stages x block_m | P, dS block_m x block_n | lse, delta stages x block_m
 // Tiles are swizzled (SharedTile): ldmatrix, the copies and the stores of P and dS have no bank conflicts.
 //
-// A tile that causal or a window cuts runs code of its own, which skips what is hidden; all other tiles run without a branch. Where
-// registers are short, S and dP are computed in parts, and dQ is multiplied after dK and added all at once.
+// A tile that the causal diagonal or a window cuts runs separate code, which skips hidden parts; all other tiles run without a branch.
+// Where registers are short, S and dP are computed in parts, and dQ is multiplied after dK and added all at once.
 //
-// Bound by what ldmatrix reads from shared memory: tiles_mma_sm80.h chooses the tiles by these bytes for each mma.
+// Bound by the bytes that ldmatrix reads from shared memory: tiles_mma_sm80.h chooses tiles by these bytes per mma.
 #pragma once
 
 #include "attention/backward/mma_sm80_side.cuh"
@@ -34,7 +35,7 @@
 namespace fa {
 namespace {
 
-// A block's keys: those from key0 on of one key head.
+// The keys of a block: from key0 on, of one key head.
 struct BackwardWork {
     int b, head_k, key0;
 };
@@ -48,17 +49,17 @@ struct MainSmem {
     alignas(128) T p[kTile.block_m * kTile.block_n];
     alignas(128) T ds[kTile.block_m * kTile.block_n];
     alignas(16) float lse_delta[kTile.stages_q][2][kTile.block_m];
-    // What every step needs to know of the block. Here it takes no registers between the steps.
+    // State of the block that every step needs. Kept here, it takes no registers between the steps.
     BackwardWork work;
     int seqlen_q, seqlen_k, shift;
-    KeyRange rows, whole_rows;  // queries that see some keys of this block; that see all of them
-    int first_tile, last_tile;  // of these rows
+    KeyRange rows, whole_rows;  // queries that see some keys of this block; queries that see all of them
+    int first_tile, last_tile;  // first and last tile of `rows`
     const T *q_rows, *dout_rows;
-    float *sums, *stats;  // of head 0 in the workspace
-    const float2* large;  // likewise
-    bool some_large;      // of the call; then every step runs the code of the edges
+    float *sums, *stats;  // of query head 0, in the workspace
+    const float2* large;  // of query head 0, in the workspace
+    bool some_large;      // some row of the call may be large: then every step runs the code for edges
 
-    // What decides which pairs are seen, without the places of rows. volatile: read anew where it is used, not kept in registers.
+    // The lengths that decide which pairs are visible, without row offsets. volatile: read again where used, not kept in registers.
     __device__ __forceinline__ Sequence lengths() const volatile {
         Sequence s{};
         s.seqlen_q = seqlen_q, s.seqlen_k = seqlen_k, s.shift = shift;
@@ -67,7 +68,7 @@ struct MainSmem {
 };
 
 // Blocks start in order of their index: section by section. In a section the first keys of every head come first, because under a causal
-// mask most rows see them.
+// mask the most rows see them.
 __device__ __forceinline__ BackwardWork work_of(const MmaBackwardParams& params, int block, int block_n) {
     const AttentionParams& p = params.backward.forward;
     const int first = block / (params.section * params.tiles_k) * params.section, index = block % (params.section * params.tiles_k);
@@ -92,7 +93,7 @@ __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32, kBac
     constexpr int kStagesQ = kTile.stages_q, kStagesDout = kTile.stages_dout;
     static_assert(kStagesQ >= kStagesDout && kStagesQ <= 2, "the next Q is asked for no later than the next dO");
     constexpr bool kGeneral = kScores == Scores::kGeneral, kAnyAlignment = kSm == MmaSm::kAny;
-    constexpr bool kOneBody = kAnyAlignment || kD > 192;  // else steps without an edge have code of their own, without a branch
+    constexpr bool kOneBody = kAnyAlignment || kD > 192;  // else steps without an edge have separate code without branches
     // How the warps divide S, dK and dV, and dQ: rows x columns of warps.
     constexpr int kRowsS = kTile.warps_m_s, kColumnsS = kTile.warps / kRowsS, kRowsKv = kTile.warps_n_kv,
                   kColumnsKv = kTile.warps / kRowsKv;
@@ -106,14 +107,14 @@ __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32, kBac
                   "dK and dV are shared out evenly");
     static_assert(kMmasDq * kRowsDq * 16 == kBlockM && kTilesDq * kColumnsDq * 8 == kD && kTilesDq % 2 == 0, "dQ is shared out evenly");
     constexpr int kPartTiles = kD > 192 || kMmasDq * kTilesDq > 16 ? 8 / kMmasDq : kTilesDq,
-                  kPartsDq = kTilesDq / kPartTiles;  // of dQ at a time
-    // An edge may hide half of a step: rows above the first keys, or keys past the last rows. Beyond head dim 192 there are no registers
-    // for the halves.
+                  kPartsDq = kTilesDq / kPartTiles;  // tiles of dQ at a time; parts of dQ
+    // On an edge, half of a step may be hidden: rows above the first keys, or keys past the last rows. Beyond head dim 192 there are no
+    // registers for skipping halves.
     constexpr bool kHalfRows = kBlockM > kBlockN && kD <= 192, kHalfKeys = kBlockN > kBlockM;
-    // The first S begins before V and dO have landed. Where an SM has three blocks, the others work in that time. Beyond head dim 192
+    // The first S begins before V and dO have landed. With three blocks on an SM, the others work in that time. Beyond head dim 192
     // registers are short.
     constexpr bool kEarlyStart = kTile.blocks_per_sm < 3 && kD <= 192;
-    // A warp computes its S and dP in parts; those of a part take at most 64 registers.
+    // A warp computes its S and dP in parts, each of which takes at most 64 registers.
     constexpr int kPartTilesS = kMmasS * kTilesS <= 8 ? kTilesS : 8 / kMmasS, kPartsS = kTilesS / kPartTilesS;
     static_assert(kPartTilesS % 2 == 0 && kPartsS * kPartTilesS == kTilesS, "S is cut into even parts");
     using TileQ = SharedTile<T, kD>;
@@ -149,11 +150,11 @@ __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32, kBac
     const int end_head = rows.end > rows.begin ? (head_k + 1) * p.group : 0;
 
     const int lane = threadIdx.x % 32,
-              warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);  // the shuffle tells the compiler that the value is uniform
-    // This lane's row and 16-byte piece for ldmatrix: as operand A (16 rows, then the second 16 bytes of these) and as operand B (8 rows,
-    // their second 16 bytes, then the next 8 rows).
+              warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);  // the shuffle tells the compiler that it is uniform
+    // This lane's row and 16-byte piece for ldmatrix. Operand A: 16 rows, then their second 16 bytes. Operand B: 8 rows, their second 16
+    // bytes, then the next 8 rows.
     const int row_a = lane % 16, piece_a = lane / 16, row_b = lane % 8 + lane / 16 * 8, piece_b = lane / 8 % 2;
-    // Warps are dealt to the quarters of an SM in turn. Those that a causal diagonal leaves without work should not share a quarter.
+    // Consecutive warps go to different quarters of an SM. Warps that a causal diagonal leaves without work should not share a quarter.
     const auto row_of_s = [](int warp) { return (kRowsS < kColumnsS ? warp % kRowsS : warp / kColumnsS) * (16 * kMmasS); };
     const auto key_of_s = [](int warp) { return (kRowsS < kColumnsS ? warp / kRowsS : warp % kColumnsS) * (8 * kTilesS); };
     const int s_row = row_of_s(warp), s_key = key_of_s(warp);
@@ -164,7 +165,7 @@ __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32, kBac
     const uint32_t p_store = shared_address(smem.p) + TileP::offset(s_row + lane / 4, s_key / 8) + lane % 4 * 4;
     const int kv_key = warp / kColumnsKv * (16 * kMmasKv), kv_column = warp % kColumnsKv;
     const int dq_row = warp / kColumnsDq * (16 * kMmasDq), dq_column = warp % kColumnsDq;
-    constexpr uint32_t kToDs = sizeof smem.p;  // dS lies behind P, in the same order
+    constexpr uint32_t kToDs = sizeof smem.p;  // dS follows P, in the same order
 
     const auto load_q = [&](Step step, int stage) {
         const int row0 = step.tile * kBlockM;
@@ -227,7 +228,7 @@ __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32, kBac
     }
 
     Step step = first;
-    unsigned steps = 0;  // done
+    unsigned steps = 0;  // completed
     const auto next = [&] { return step.tile < smem.last_tile ? Step{step.head, step.tile + 1} : Step{step.head + 1, smem.first_tile}; };
     const auto load_next = [&](bool with_q, bool with_dout) {
         const Step to = next();
@@ -235,10 +236,10 @@ __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32, kBac
         if (with_q) load_q(to, kStagesQ == 2 ? (steps + 1) % 2 : 0);
         if (with_dout) load_dout(to, kStagesDout == 2 ? (steps + 1) % 2 : 0);
     };
-    // The work of a step, once Q and dO are here. on_edge: the code for tiles with hidden pairs; cut: this tile has some.
+    // Computes a step, once Q and dO are here. on_edge: the code for tiles with hidden pairs; cut: this tile has some.
     const auto compute = [&](auto on_edge, bool cut) {
         constexpr bool kEdge = decltype(on_edge)::value;
-        // dQ goes out between the steps of dK where registers hold both and Q need not be freed first.
+        // dQ is added between the steps of dK where registers hold both and Q need not be freed first.
         constexpr bool kAddsBetween = !kEdge && kPartsDq == 1 && kStagesQ == 2 && kD > 64;
         const unsigned stage_q = kStagesQ == 2 ? steps % 2 : 0, stage_dout = kStagesDout == 2 ? steps % 2 : 0;
         const int row0 = step.tile * kBlockM;
@@ -281,7 +282,7 @@ __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32, kBac
             const uint32_t k_part = k_b + 8 * kTiles * part * TileQ::kPitch, v_part = v_b + 8 * kTiles * part * TileV::kPitch;
             if (does_s) multiply_rows<T, TileQ, TileQ, kStepsD>(S, q_a + to_q, k_part, Nothing{});
             if (kEarlyStart && part == 0 && steps == 0) {
-                cp_async_commit();  // what the next step has asked for
+                cp_async_commit();  // the copies for the next step
                 cp_async_wait_group<1>();
                 __syncthreads();  // V and the first dO are here
             }
@@ -292,7 +293,7 @@ __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32, kBac
             if (kGeneral) {
                 if (does_s) multiply_rows<T, TileV, TileV, kStepsDv>(dP, dout_a + to_dout, v_part, Nothing{});
                 load_rows(delta, 1);
-                const int here = opaque(lane);  // what an option needs for this lane is computed where it is used
+                const int here = opaque(lane);  // values that few options need are computed where they are used
                 const BackwardWork work = smem.work;
                 const Sequence now = smem.lengths();
 #pragma unroll
@@ -310,7 +311,7 @@ __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32, kBac
 #pragma unroll
                 for (int m = 0; m < kMmasS; ++m) adjust_large(lse[m], large_of(m), flat(S[m]), large_score);
             }
-            constexpr int kPairs = 2 * kMmasS * kTiles;  // of neighbouring keys, in a thread
+            constexpr int kPairs = 2 * kMmasS * kTiles;  // pairs of neighbouring keys in a thread
             const auto exponentials = [&](int step) {    // a share of them for each step of dP
 #pragma unroll
                 for (int x = kPairs * step / kStepsDv; x < kPairs * (step + 1) / kStepsDv; ++x) {
@@ -337,7 +338,7 @@ __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32, kBac
         __syncthreads();  // P and dS are here
 
         // ---- dV += P^T dO, dQ = dS K, dK += dS^T Q ----
-        const int here = opaque(lane), row = here % 16, piece = here / 16;  // addresses that take no registers while S and dP do
+        const int here = opaque(lane), row = here % 16, piece = here / 16;  // addresses that take no registers during S and dP
         const uint32_t p_a = shared_address(smem.p) + TileP::offset(here % 8 + here / 16 * 8, kv_key / 8 + here / 8 % 2);
         const uint32_t dout_b = shared_address(smem.dout) + TileV::offset(row, 2 * kv_column + piece);
         const uint32_t q_b = shared_address(smem.q) + TileQ::offset(row, 2 * kv_column + piece);
@@ -397,7 +398,7 @@ __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32, kBac
     for (; step.head < end_head; ++steps) {
         if (kEarlyStart && steps == 0) cp_async_wait_group<1>();
         else cp_async_wait_all();
-        __syncthreads();  // Q and dO of this step are here; nobody reads P, dS and the stages of the step before any more
+        __syncthreads();  // Q and dO of this step are here; nobody reads P, dS and the stages of the previous step any more
         if (kStagesQ == 2) load_next(true, kStagesDout == 2);
         const int row0 = step.tile * kBlockM;
         const bool cut = row0 < smem.whole_rows.begin || row0 + kBlockM > smem.whole_rows.end;
@@ -408,7 +409,7 @@ __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32, kBac
         step = next();
     }
 
-    const BackwardWork done = work_of(params, opaque(blockIdx.x), kBlockN);  // computed again instead of kept in registers through the loop
+    const BackwardWork done = work_of(params, opaque(blockIdx.x), kBlockN);  // computed again: the loop has no registers for it
     const int thread = opaque(threadIdx.x), seqlen_k = sequence_of(p, done.b).seqlen_k;
     const int row = done.key0 + thread / 32 / kColumnsKv * (16 * kMmasKv), column = thread / 32 % kColumnsKv;
     const GradientSequence to = gradients_of(backward, done.b);
@@ -422,7 +423,7 @@ __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32, kBac
 
 // ---- launches ----
 
-// Tiles of all the sequences of a head in the workspace, and its bytes.
+// The tiles in the workspace of all sequences of a head, and the bytes of the workspace.
 inline int workspace_tiles(const AttentionParams& p, int block_m) {
     return p.cu_seqlens_q ? p.total_q / block_m + p.batch : (p.seqlen_q + block_m - 1) / block_m * p.batch;
 }
@@ -485,7 +486,7 @@ cudaError_t launch_bucket(const BackwardParams& backward, size_t shared_memory, 
     using General = std::integral_constant<Scores, Scores::kGeneral>;
     constexpr const BackwardTile &k228 = kBackwardTileOf<kD, kDv, MmaSm::k228>, &k164 = kBackwardTileOf<kD, kDv, MmaSm::k164>;
     constexpr const BackwardTile& kShort = kBackwardTileOf<kD, kDv, MmaSm::kShort>;
-    if constexpr (!(kShort == k228)) {  // made for sm_90: more than the 163 KB of sm_80
+    if constexpr (!(kShort == k228)) {  // made for sm_90: needs more than the 163 KB of sm_80
         constexpr size_t kBytes = sizeof(MainSmem<T, kBackwardTileOf<kD, kDv, MmaSm::kShort>, kD, kDv>);
         const bool is_short = backward_mma_is_short(p.window_right == 0, p.seqlen_k);
         if (is_short && shared_memory > kMostSharedSm80 && serves(kShort, kBytes)) return run(Short{}, Plain{});

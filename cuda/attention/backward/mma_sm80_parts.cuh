@@ -1,5 +1,5 @@
-// mma_sm80_parts.cuh: what the kernels of mma_sm80.cuh and mma_sm80_side.cuh share: the workspace, which pairs an edge hides, the options
-// of a score, the two kinds of product, and how rows are stored.
+// mma_sm80_parts.cuh: code that mma_sm80.cuh and mma_sm80_side.cuh share: the workspace, the masks of edges, the options of a score, the
+// two kinds of product, and the stores of rows.
 #pragma once
 
 #include "attention/common/general_scores.cuh"
@@ -16,32 +16,32 @@ namespace {
 
 constexpr unsigned kFullWarp = 0xFFFFFFFFu;
 
-// kGeneral serves every option of a score, kPlain scale, causal and windows.
+// kGeneral serves every option of a score; kPlain serves scale, causal and windows.
 enum class Scores { kPlain, kGeneral };
 
-// The workspace divides the rows of Q into tiles of block_m; each sequence begins a tile. For every head and tile it holds the float32 sums
-// of dQ (block_m x d), and block_m values of lse and of delta. lse is an exponent of 2, so that one multiply-add makes the exponent of P,
-// or kLargeRow; `large` has the RowBase of such rows, two floats for every row.
+// The workspace divides the rows of Q into tiles of block_m; each sequence begins a new tile. For every head and tile it holds the float32
+// sums of dQ (block_m x d), block_m values of lse, and block_m of delta. lse is an exponent of 2, so that one multiply-add gives the
+// exponent of P, or it is kLargeRow. `large` has the RowBase of large rows: room for two floats per row.
 struct BackwardWorkspace {
     float *dq, *rows, *large;
-    int* some_large;  // kSomeLarge while some row of the call may be large; set before the main kernel, cleared after it
-    int tiles;        // of one head
+    int* some_large;  // kSomeLarge if some row of the call may be large; set before the main kernel, cleared after it
+    int tiles;        // tiles of one head
 };
 constexpr int kSomeLarge = 0x6C617267;
 
 struct MmaBackwardParams {
     BackwardParams backward;
     BackwardWorkspace workspace;
-    int tiles_q, tiles_k;   // of one head of the longest sequence
-    int section;            // KV heads per section, see tiles_mma_sm80.h
-    int block_m, tiles_dq;  // dq_kernel: rows of a workspace tile; its own tiles of one head
+    int tiles_q, tiles_k;   // tiles of one head of the longest sequence
+    int section;            // key heads per section, see tiles_mma_sm80.h
+    int block_m, tiles_dq;  // dq_kernel: rows of a workspace tile; dq_kernel's tiles per head
     float scale_log2;       // scale * log2(e)
-    bool natural;           // scores have options: Scores::kGeneral
+    bool natural;           // scores have options (Scores::kGeneral)
     bool aligned_q, aligned_k, aligned_v, aligned_out, aligned_dout, aligned_dq, aligned_dk, aligned_dv;
 };
 
-// The number of a sequence's first tile among those of a head. floor(q0 / block_m) + b leaves enough whole tiles for every earlier
-// sequence.
+// The number of a sequence's first tile among the tiles of a head. floor(q0 / block_m) + b leaves enough whole tiles for all earlier
+// sequences.
 __device__ __forceinline__ int first_tile_of(const MmaBackwardParams& params, int block_m, int b) {
     const AttentionParams& p = params.backward.forward;
     return p.cu_seqlens_q ? clamp_to(p.cu_seqlens_q[b], 0, p.total_q) / block_m + b : b * params.tiles_q;
@@ -50,7 +50,7 @@ __device__ __forceinline__ int64_t workspace_tile(const MmaBackwardParams& param
     return int64_t(head) * params.workspace.tiles + first_tile_of(params, block_m, b) + tile;
 }
 
-// Keys [begin, end) that some row of the sequence sees through causal and window.
+// Keys [begin, end) that some row of the sequence sees under causal and window.
 __device__ __forceinline__ KeyRange keys_seen(const AttentionParams& p, const Sequence& s) {
     if (s.seqlen_q == 0) return {0, 0};
     const int begin = window_range(p, s, 0).begin;
@@ -75,11 +75,11 @@ __device__ __forceinline__ KeyRange rows_seeing_all(const AttentionParams& p, co
     return {int(begin), int(end > 0 ? end : 0)};
 }
 
-// Zeroes the elements of pairs that causal or a window hides, and of rows past the sequence.
+// Zeroes the elements of pairs that causal or window hides, and of rows past the sequence.
 template <int kMmas, int kTilesN>
 __device__ __forceinline__ void hide(float (&X)[kMmas][kTilesN][4], const AttentionParams& p, const Sequence& s, int row0, int key0,
                                      int lane) {
-    lane = opaque(lane);  // runs on few tiles: what it needs must not take registers of the main loop
+    lane = opaque(lane);  // runs on few tiles: its operands must not take registers of the main loop
 #pragma unroll
     for (int m = 0; m < kMmas; ++m)
 #pragma unroll
@@ -95,8 +95,7 @@ __device__ __forceinline__ void hide(float (&X)[kMmas][kTilesN][4], const Attent
         }
 }
 
-// The large rows among those of an m16 tile, which have the statistics `lse`: adjust(score, RowBase). large[0] belongs to the thread's
-// first row.
+// Applies adjust(score, RowBase) to the large rows of an m16 tile, whose statistics are `lse`. large[0] belongs to the thread's first row.
 template <int kCount, typename Adjust>
 __device__ __forceinline__ void adjust_large(const float (&lse)[2], const float2* large, float (&S)[kCount], const Adjust& adjust) {
     if (!__any_sync(kFullWarp, is_large_row(lse[0]) || is_large_row(lse[1]))) return;
@@ -115,7 +114,7 @@ __device__ __forceinline__ void adjust_large(const float (&lse)[2], const float2
 template <typename T, int kCount>
 __device__ __forceinline__ void general_gradients(const AttentionParams& p, const FragmentPlace& at, int quad, const float (&lse)[2],
                                                   const float2* large, const float (&delta)[2], float (&S)[kCount], float (&dP)[kCount]) {
-    float slope[kCount];  // of softcap: 1 - tanh^2
+    float slope[kCount];  // derivative of softcap: 1 - tanh^2
 #pragma unroll
     for (int i = 0; i < kCount; ++i) slope[i] = 1;
     if (p.softcap != 0) {
@@ -128,7 +127,7 @@ __device__ __forceinline__ void general_gradients(const AttentionParams& p, cons
     }
     transform_fragment<T>(p, at, S);
     adjust_large(lse, large, S, large_score);
-    float keep[(kCount + 15) / 16 * 16];  // four column groups at a time
+    float keep[(kCount + 15) / 16 * 16];  // rounded up to four column groups, as drop_fragment needs
     if (p.dropout_threshold) {
 #pragma unroll
         for (float& x : keep) x = p.dropout_scale;
@@ -151,8 +150,8 @@ struct Nothing {
     __device__ void operator()(int) const {}
 };
 
-// C += A B^T of 16 kMmas rows and 8 kTilesN columns. The summed index runs along the rows of both operands. a and b are this lane's
-// addresses in the first 16 x 16 block of A, row lane % 16, and of B, row lane % 8 + lane / 16 * 8. after(step) runs after each step.
+// C += A B^T, 16 kMmas rows by 8 kTilesN columns. The summed index runs along the rows of both operands. a and b are this lane's addresses
+// in the first 16 x 16 block of A (row lane % 16) and of B (row lane % 8 + lane / 16 * 8). after(step) runs after each step.
 template <typename T, typename TileA, typename TileB, int kSteps, int kMmas, int kTilesN, typename After>
 __device__ __forceinline__ void multiply_rows(float (&C)[kMmas][kTilesN][4], uint32_t a, uint32_t b, const After& after) {
 #pragma unroll
@@ -174,11 +173,11 @@ __device__ __forceinline__ void multiply_rows(float (&C)[kMmas][kTilesN][4], uin
     }
 }
 
-// kAsStored: the summed index runs along the rows of A in shared memory. kTransposed: it runs down its columns.
+// kAsStored: the summed index runs along the rows of A in shared memory. kTransposed: it runs down the columns of A.
 enum class OperandA { kAsStored, kTransposed };
 
-// C += A B. The summed index runs down the columns of B. The warp's columns are every kStride-th pair of tiles: b points at the first pair,
-// row lane % 16. Steps kBegin .. kEnd - 1 of 16 summed elements each; after(step) runs after each step.
+// C += A B. The summed index runs down the columns of B. The warp has every kStride-th pair of column tiles: b points at its first pair,
+// row lane % 16. Steps kBegin .. kEnd - 1 sum 16 elements each; after(step) runs after each step.
 template <typename T, typename TileA, typename TileB, OperandA kOperandA, int kStride, int kBegin, int kEnd, int kMmas, int kTilesN,
           typename After = Nothing>
 __device__ __forceinline__ void multiply_columns(float (&C)[kMmas][kTilesN][4], uint32_t a, uint32_t b, const After& after = After{}) {
@@ -213,8 +212,8 @@ __device__ __forceinline__ void clear(float (&C)[kMmas][kTilesN][4]) {
             for (int i = 0; i < 4; ++i) C[m][n][i] = 0;
 }
 
-// to[row][column] = scale C, with `accumulate` plus what was there, in 16-byte pieces. Tile n of the warp holds columns
-// 16 (kStride (n / 2) + first) + 8 (n % 2) .. + 7. Rows from `rows` on and columns from `columns` on are left alone.
+// to[row][column] = scale C, plus the old value with `accumulate`, in 16-byte pieces. Tile n of the warp holds columns 16 (kStride (n / 2)
+// + first) + 8 (n % 2) .. + 7. Rows from `rows` on and columns from `columns` on are not touched.
 template <typename T, int kStride, int kMmas, int kTilesN>
 __device__ __forceinline__ void store_rows(const float (&C)[kMmas][kTilesN][4], float scale, T* to, int64_t row_stride, int row0, int rows,
                                            int first, int columns, bool aligned, bool accumulate, int lane) {
@@ -223,7 +222,7 @@ __device__ __forceinline__ void store_rows(const float (&C)[kMmas][kTilesN][4], 
 #pragma unroll
         for (int n = 0; n < kTilesN; n += 2) {
             const int column0 = 16 * (kStride * (n / 2) + first);
-            uint32_t word[4];  // two columns of: tile n, row g | tile n + 1, row g | tile n, row g + 8 | tile n + 1, row g + 8
+            uint32_t word[4];  // two columns each of: tile n, row g | tile n + 1, row g | tile n, row g + 8 | tile n + 1, row g + 8
 #pragma unroll
             for (int x = 0; x < 4; ++x) {
                 const float* pair = C[m][n + x % 2] + x / 2 * 2;
@@ -236,8 +235,8 @@ __device__ __forceinline__ void store_rows(const float (&C)[kMmas][kTilesN][4], 
                 }
                 word[x] = pack_16<T>(value[0], value[1]);
             }
-            transpose_quad(word, lane % 4);  // now eight columns of one of the four
-            if (accumulate) __syncwarp();    // what other lanes overwrite has been read
+            transpose_quad(word, lane % 4);  // now eight columns of one of these four
+            if (accumulate) __syncwarp();    // every lane has read what other lanes overwrite
             const int quad = lane % 4, row = row0 + 16 * m + mma_row(lane, quad / 2 * 2), column = column0 + quad % 2 * 8;
             if (row >= rows) continue;
             T* piece = to + row * row_stride + column;

@@ -1,5 +1,5 @@
 // mma_sm80_side.cuh: the kernels around the main kernel of mma_sm80.cuh. Before it: delta, lse, and zeros for the sums of dQ. After it: dQ
-// from these sums, or, deterministic, dQ from the beginning. Memory bounds the first two.
+// from these sums or, with `deterministic`, dQ computed from scratch. The first two are bound by memory.
 #pragma once
 
 #include "attention/backward/mma_sm80_parts.cuh"
@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kSideThreads = 256;
 
-// The whole block: the large rows of its tile (large_rows.cuh).
+// Called by the whole block: finds the large rows of its tile (large_rows.cuh).
 template <typename T, int kBlockM>
 __device__ __noinline__ void prepare_large_rows(const MmaBackwardParams& params) {
     const AttentionParams& p = params.backward.forward;
@@ -29,10 +29,10 @@ __device__ __noinline__ void prepare_large_rows(const MmaBackwardParams& params)
         });
 }
 
-constexpr int kBeforeBlocks = 5;  // on a multiprocessor, whatever registers the rare rows would like
+constexpr int kBeforeBlocks = 5;  // blocks per multiprocessor, even if the rare large rows could use more registers
 template <typename T, int kBlockM, int kD, int kDv>
 __global__ void __launch_bounds__(kSideThreads, kBeforeBlocks) before_kernel(const __grid_constant__ MmaBackwardParams params) {
-    constexpr int kLanes = kDv <= 64 ? 8 : kDv <= 128 ? 16 : 32, kRowsAtOnce = kSideThreads / kLanes;  // eight columns for each lane
+    constexpr int kLanes = kDv <= 64 ? 8 : kDv <= 128 ? 16 : 32, kRowsAtOnce = kSideThreads / kLanes;  // eight columns per lane
     const AttentionParams& p = params.backward.forward;
     const int tile = blockIdx.x % params.tiles_q, head = blockIdx.x / params.tiles_q % p.nheads, b = blockIdx.x / params.tiles_q / p.nheads;
     const int row0 = tile * kBlockM;
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kSideThreads, kBeforeBlocks) before_kernel(con
     const int column = threadIdx.x % kLanes * 8;
     const bool aligned = params.aligned_out && params.aligned_dout;
     bool large = false;
-#pragma unroll 1  // the branches of a pass keep its loads from those of the next
+#pragma unroll 1  // unrolling gains nothing: the branches of a pass keep its loads from overlapping those of the next
     for (int pass = 0; pass < (kBlockM + kRowsAtOnce - 1) / kRowsAtOnce; ++pass) {
         const int r = pass * kRowsAtOnce + threadIdx.x / kLanes, i = row0 + r;
         const T *x = out + i * p.out.row + column, *y = dout + i * params.backward.dout.row + column;
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kSideThreads, kBeforeBlocks) before_kernel(con
         for (int lane = kLanes / 2; lane > 0; lane /= 2) sum += __shfl_xor_sync(kFullWarp, sum, lane);
         if (r < kBlockM && column == 0) {
             const float own = i < s.seqlen_q ? lse[i] : -INFINITY;
-            const bool empty = own == -INFINITY;  // P = 0, and so must P (dP - delta) be, whatever dlse holds
+            const bool empty = own == -INFINITY;  // P = 0, so P (dP - delta) must be 0, too, whatever dlse holds
             if (!empty && dlse) sum -= dlse[i];
             rows[r] = row_statistic(own);
             large = large || is_large(own);
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kSideThreads, kBeforeBlocks) before_kernel(con
     if (__syncthreads_or(large)) prepare_large_rows<T, kBlockM>(params);  // rare
 }
 
-// ---- after: dQ = scale x the sums of a tile, read as the warps of the main kernel wrote them ----
+// ---- after: dQ = scale x the sums of a tile, read in the order in which the warps of the main kernel added them ----
 
 template <typename T, int kD, int kDv, MmaSm kSm>
 __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32) after_kernel(const __grid_constant__ MmaBackwardParams params) {
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32) afte
                               warp % kColumnsDq, p.headdim, params.aligned_dq, backward.accumulate, lane);
 }
 
-// ---- deterministic: dQ alone. A block owns 64 queries, a warp 16 whole rows; dS stays in registers ----
+// ---- deterministic: only dQ. A block owns 64 queries, a warp 16 whole rows; dS stays in registers ----
 
 constexpr int kDqRows = 64, kDqThreads = 128;
 
@@ -119,7 +119,7 @@ struct DqSmem {
     alignas(128) T dout[kDqRows * kDv];
     alignas(128) T k[kStages][kKeys * kD];
     alignas(128) T v[kStages][kKeys * kDv];
-    int used[kKeys];  // with a mask or bias: some row of this block has a dS of this key
+    int used[kKeys];  // with a mask or bias: whether some row of this block has a nonzero dS for this key
 };
 
 template <typename T, int kD, int kDv, Scores kScores>
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(kDqThreads, kD <= 128 ? 2 : 1) dq_kernel(const
     const BackwardParams& backward = params.backward;
     const AttentionParams& p = backward.forward;
     const int tile =
-        params.tiles_dq - 1 - blockIdx.x % params.tiles_dq;  // under a causal mask the last rows see most keys: they start first
+        params.tiles_dq - 1 - blockIdx.x % params.tiles_dq;  // under a causal mask the last rows see the most keys, so they start first
     const int head = blockIdx.x / params.tiles_dq % p.nheads, b = blockIdx.x / params.tiles_dq / p.nheads, row0 = tile * kDqRows;
     if (blockIdx.x == 0 && threadIdx.x == 0) *params.workspace.some_large = 0;
     const Sequence s = sequence_of(p, b);
@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(kDqThreads, kD <= 128 ? 2 : 1) dq_kernel(const
             lse[0][half] = from[row % params.block_m], delta[0][half] = from[params.block_m + row % params.block_m];
         }
     }
-    const auto large_of = [&] {  // the RowBase of the thread's first row. Of a warp without rows: of some other row
+    const auto large_of = [&] {  // RowBase of the thread's first row; in a warp without rows, that of some other row
         const int row = min(warp_row, (s.seqlen_q - 1) / 16 * 16), own_tile = row / params.block_m;
         return reinterpret_cast<const float2*>(params.workspace.large) +
                workspace_tile(params, params.block_m, b, head, own_tile) * params.block_m + row % params.block_m + opaque(lane) / 4;
@@ -186,7 +186,7 @@ __global__ void __launch_bounds__(kDqThreads, kD <= 128 ? 2 : 1) dq_kernel(const
     for (int t = first_tile; t < end_tile; ++t) {
         const int stage = kStages == 2 ? (t - first_tile) & 1 : 0, key0 = t * kKeys;
         cp_async_wait_all();
-        __syncthreads();  // K and V of this tile are here; nobody reads the tile before it any more
+        __syncthreads();  // K and V of this tile are here; nobody reads the previous tile any more
         if (kStages == 2 && t + 1 < end_tile) load(t + 1, stage ^ 1);
         const uint32_t to_k = stage * uint32_t(sizeof smem.k[0]), to_v = stage * uint32_t(sizeof smem.v[0]);
         float S[1][kTilesN][4], dP[1][kTilesN][4];
@@ -210,7 +210,7 @@ __global__ void __launch_bounds__(kDqThreads, kD <= 128 ? 2 : 1) dq_kernel(const
         }
         if (cut) hide(dP, p, sequence_of(p, opaque(b)), warp_row, key0, lane);
         if (kGeneral && (p.mask.data || p.bias.data)) {
-            // A key without a dS in this block: its K may hold NaN, and 0 x NaN is NaN, so K must be zero.
+            // A key without a nonzero dS in this block may hold NaN in K, and 0 x NaN is NaN: its K is zeroed.
             if (threadIdx.x < kKeys) smem.used[threadIdx.x] = 0;
             __syncthreads();
 #pragma unroll

@@ -1,28 +1,29 @@
-// mma_wide_sm80.cu: the gradients of attention on tensor cores for wide heads: fp16 and bf16, any head dim, every option, for every GPU
-// from sm_80 on. New against mma_sm80.cuh: P and dS go through memory, so that all five products are plain products of matrices:
+// mma_wide_sm80.cu: the gradients of attention on tensor cores for wide heads: fp16 and bf16, any head dim, every option, every GPU from
+// sm_80 on. New against mma_sm80.cuh: P and dS go through memory, so that all five products are plain matrix products:
 //
 //     scores       S = Q K^T    P = exp(S - lse)    dP = dO V^T    dS = P (dP - delta)      -> P, dS in 16 bits
 //     gradients    dV = P^T dO    dK = scale dS^T Q    dQ = scale dS K
 //
-// Head dim 512 makes that cheap: a pair of a query and a key costs 5120 operations, and the bytes of P and dS, 4 written and some 10 read.
+// Head dim 512 makes that cheap: a pair of a query and a key costs 5120 operations, but only 4 bytes of P and dS written and about 10 read.
 // dK and dV of 64 keys would fill all registers of a multiprocessor, and blocks that own a slice of their columns would compute S and dP
-// once for each slice: 7 products instead of 5. Here a block owns 128 x 128 pairs, or 128 rows x kN columns of one gradient. No sum has two
-// owners and no order depends on timing: the same bits every time, `deterministic` or not.
+// once per slice: 7 products instead of 5. Here a block owns 128 x 128 pairs, or 128 rows x kN columns of one gradient. Every sum has one
+// owner and a fixed order: the same bits every time, `deterministic` or not.
 //
-// Memory stays linear in the sequence: P and dS exist for the pairs of one round, at most 8192 x 8192 of a head and 256 MB in all (Plan).
-// Rounds run one after another on the stream. Where a gradient takes several rounds, its sums wait in float32 in the workspace.
+// Memory stays linear in the sequence: P and dS exist only for the pairs of one round, at most 8192 x 8192 of a head and 256 MB in all
+// (Plan). Rounds run one after another on the stream. Where a gradient takes several rounds, its sums are kept in float32 in the workspace
+// in between.
 //
 //     for each set of key heads                              as many as fit
 //         for each part of their query heads                 more than one only where a group alone does not fit
 //             for each chunk of keys, for each chunk of rows: scores, gradients
 //
-// One step of either kernel, 3 or 4 stages: wait for the copies of this step | ask for those of a later one | ldmatrix and mma.sync.
+// One step of either kernel, 3 or 4 stages: wait for the copies of this step | start those of a later step | ldmatrix and mma.sync.
 //
-//     scores       128 x 128 pairs, 8 warps of 64 x 32, twice (S and dP); 64 columns of Q and K, then of dO and V, a step
-//     gradients    128 x kN, 8 warps of 64 x kN / 4; 32 rows of dO or Q, or 32 keys of K, a step
+//     scores       128 x 128 pairs, 8 warps of 64 x 32, twice (S and dP); a step is 64 columns of Q and K, then of dO and V
+//     gradients    128 x kN, 8 warps of 64 x kN / 4; a step is 32 rows of dO or Q, or 32 keys of K
 //
-// Bound by mma.sync: ldmatrix reads 192 bytes of shared memory for each mma of scores, 128 for each of gradients at kN = 256 (an SM reads
-// 128 bytes a cycle; its tensor cores take one mma.sync about every 1.6 cycles on sm_90).
+// Bound by mma.sync: ldmatrix reads 192 bytes of shared memory per mma of scores, and 128 per mma of gradients at kN = 256. (An SM reads
+// 128 bytes a cycle; its tensor cores take one mma.sync about every 1.6 cycles on sm_90.)
 #include <algorithm>
 
 #include "attention/backward/mma_sm80_parts.cuh"
@@ -33,22 +34,22 @@ namespace fa {
 namespace {
 
 constexpr int kTile = 128, kThreads = 256, kColumnWarps = 4;  // 2 x 4 warps
-constexpr int kMmas = kTile / 2 / 16;                         // of a warp, along the rows
+constexpr int kMmas = kTile / 2 / 16;                         // m16 tiles of a warp, along the rows
 constexpr int kDepth = 64, kScoreStages = 3;                  // columns of a step of scores
 constexpr int kWalk = 32, kWalkStages = 4;                    // rows, or keys, of a step of gradients
-constexpr int kMostRows = 8192;                               // rows of a chunk, and keys
-constexpr int64_t kRoundBytes = int64_t(256) << 20;           // of P and dS
+constexpr int kMostRows = 8192;                               // most rows, and most keys, of a chunk
+constexpr int64_t kRoundBytes = int64_t(256) << 20;           // most bytes of P and dS together
 
 constexpr int64_t up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
 
-// How a call is cut into rounds. Query heads are counted over the batch, and so are key heads: key head h has the query heads from
-// h x group on.
+// How a call is divided into rounds. Query heads and key heads are counted over the whole batch: key head h has the query heads from h x
+// group on.
 struct Plan {
-    int64_t heads_k, heads, parts;       // of a round: key heads, query heads; how many rounds share the heads of a group
-    int chunks_q, chunks_k, rows, keys;  // chunks of a sequence, and the size of one, whole tiles
-    int64_t sums_q, sums_kv;             // floats of the sums that wait: 0 where none do
-    int64_t rows_of_call;                // padded: floats of delta, and of each statistic beside it
-    bool flags;                          // which keys have a dS, see scores_kernel
+    int64_t heads_k, heads, parts;       // of a round: key heads, query heads; parts: rounds that share the query heads of one group
+    int chunks_q, chunks_k, rows, keys;  // chunks of a sequence; the size of a chunk, in whole tiles
+    int64_t sums_q, sums_kv;             // floats of the sums kept between rounds; 0 if none are
+    int64_t rows_of_call;                // padded: floats of delta, and of each statistic next to it
+    bool flags;                          // store which keys have a dS, see scores_kernel
 };
 Plan plan_of(const AttentionParams& p) {
     Plan plan{};
@@ -64,7 +65,7 @@ Plan plan_of(const AttentionParams& p) {
         plan.heads_k = 1, plan.parts = (p.group + fit - 1) / fit, plan.heads = (p.group + plan.parts - 1) / plan.parts;
         plan.parts = (p.group + plan.heads - 1) / plan.heads;
     }
-    const auto padded = [](int columns) { return std::max(up(columns, 256), up(columns, 192)); };  // whatever block_columns says
+    const auto padded = [](int columns) { return std::max(up(columns, 256), up(columns, 192)); };  // enough for any result of block_columns
     const int64_t d = padded(p.headdim), dv = padded(p.headdim_v);
     if (plan.chunks_k > 1) plan.sums_q = plan.heads * plan.chunks_q * plan.rows * d;
     if (plan.parts > 1 || plan.chunks_q > 1) plan.sums_kv = plan.heads_k * plan.chunks_k * plan.keys * (d + dv);
@@ -76,19 +77,19 @@ Plan plan_of(const AttentionParams& p) {
 struct WideParams {
     BackwardParams backward;
     void *p, *ds;   // [head][row][key] of the round
-    uint8_t* used;  // [head][tile of rows][key]: some row of the tile has a dS of this key; nullptr = no mask and no bias
+    uint8_t* used;  // [head][tile of rows][key]: some row of the tile has a nonzero dS for this key; nullptr = no mask and no bias
     float *delta, *sums_q, *sums_kv;
     CallStatistics statistics;
     float scale_log2;        // scale x log2(e)
     int rows, keys;          // of a chunk
-    int all_rows, all_keys;  // of all chunks
-    // The round.
+    int all_rows, all_keys;  // of all chunks together
+    // The current round.
     int head0, heads, head_k0, heads_k, row0, key0;
-    bool first_q, last_q, first_kv, last_kv;  // the first and the last round of a dQ, of a dK and dV
+    bool first_q, last_q, first_kv, last_kv;  // whether this is the first, the last round of a dQ; of a dK and dV
     bool aligned_q, aligned_k, aligned_v, aligned_dout, aligned_dq, aligned_dk, aligned_dv;
 };
 
-// Whether some row of a tile sees some key of a tile: those of a tile of rows are neighbours, and so are those of a tile of keys.
+// Whether some row of a tile of rows sees some key of a tile of keys.
 __device__ __forceinline__ bool tile_seen(const AttentionParams& p, const Sequence& s, int row0, int key0) {
     if (row0 >= s.seqlen_q || key0 >= s.seqlen_k) return false;
     const KeyRange rows = rows_seeing(p, s, key0, min(key0 + kTile, s.seqlen_k) - 1);
@@ -106,7 +107,7 @@ struct ScoresSmem {
 
 template <typename T, Scores kScores>
 __global__ void __launch_bounds__(kThreads, 1) scores_kernel(const __grid_constant__ WideParams params) {
-    constexpr bool kGeneral = kScores == Scores::kGeneral;  // and rows that start anywhere
+    constexpr bool kGeneral = kScores == Scores::kGeneral;  // also for rows of any alignment
     constexpr int kTiles = kTile / kColumnWarps / 8;
     using Tile = SharedTile<T, kDepth>;
     extern __shared__ __align__(128) unsigned char shared[];
@@ -118,7 +119,7 @@ __global__ void __launch_bounds__(kThreads, 1) scores_kernel(const __grid_consta
     const int b = (params.head0 + place) / p.nheads, head = (params.head0 + place) % p.nheads;
     const int row0 = params.row0 + tile_q * kTile, key0 = params.key0 + tile_k * kTile;
     const Sequence s = sequence_of(p, b);
-    if (!tile_seen(p, s, row0, key0)) return;  // nobody reads it
+    if (!tile_seen(p, s, row0, key0)) return;  // nobody reads P and dS of this tile
     const KeyRange keys = keys_seen(p, s), rows = rows_seeing(p, s, key0, min(key0 + kTile, s.seqlen_k) - 1);
     if (kGeneral && threadIdx.x < kTile) smem.used[threadIdx.x] = 0;
 
@@ -154,10 +155,10 @@ __global__ void __launch_bounds__(kThreads, 1) scores_kernel(const __grid_consta
 #pragma unroll 1
         for (int step = begin; step < end; ++step) {
             cp_async_wait_group<kScoreStages - 2>();
-            __syncthreads();  // this step is here; nobody reads the stage of the step before any more
+            __syncthreads();  // this step is here; nobody reads the previous step's stage any more
             const uint32_t to = step % kScoreStages * uint32_t(sizeof smem.own[0]);
             multiply_rows<T, Tile, Tile, kDepth / 16>(C, own + to, other + to, [&](int x) {
-                if (x > 0) return;  // the copies are asked for while the tensor cores work
+                if (x > 0) return;  // the copies are started while the tensor cores work
                 if (step + kScoreStages - 1 < steps) load(step + kScoreStages - 1);
                 cp_async_commit();
             });
@@ -172,7 +173,7 @@ __global__ void __launch_bounds__(kThreads, 1) scores_kernel(const __grid_consta
         const int row = row0 + warp_row + 16 * (r / 2) + mma_row(lane, r % 2 * 2);
         const int64_t at = lse_offset(p, s, head) + row;
         const float own_lse = row < s.seqlen_q ? params.statistics.lse[at] : INFINITY;
-        const bool empty = own_lse == INFINITY;  // P = 0, and so must P (dP - delta) be, whatever dlse holds
+        const bool empty = own_lse == INFINITY;  // P = 0, so P (dP - delta) must be 0, too, whatever dlse holds
         lse[r / 2][r % 2] = own_lse;
         delta[r / 2][r % 2] = empty ? 0.0f : params.delta[at];
     }
@@ -204,7 +205,7 @@ __global__ void __launch_bounds__(kThreads, 1) scores_kernel(const __grid_consta
     store_rows<T, 1>(dP, 1.0f, static_cast<T*>(params.ds) + to, params.keys, warp_row, kTile, warp_key / 16, kTile, true, false, lane);
     if constexpr (kGeneral) {
         if (!params.used) return;
-        // A key without a dS in this tile: its K may hold NaN, and 0 x NaN is NaN. dQ of these rows takes zeros instead.
+        // A key without a nonzero dS in this tile may hold NaN in K, and 0 x NaN is NaN: dQ of these rows reads zeros instead.
 #pragma unroll
         for (int x = 0; x < 4 * kMmas * kTiles; ++x) {
             const int m = x / (4 * kTiles), i = x % (4 * kTiles);
@@ -222,11 +223,11 @@ enum class Gradient { kDv, kDk, kDq };
 
 template <typename T, int kN>
 struct GradientSmem {
-    alignas(128) T scores[kWalkStages][kTile * kWalk];  // P or dS: a row for each walked row (dV, dK), or for each own row (dQ)
+    alignas(128) T scores[kWalkStages][kTile * kWalk];  // P or dS: a row per walked row (dV, dK) or per own row (dQ)
     alignas(128) T walked[kWalkStages][kWalk * kN];     // dO, Q or K
 };
 
-// C = P^T dO or dS^T Q or dS K over `steps` steps. load(stage) asks for the next step; ready(stage, step) runs once a step has landed.
+// C = P^T dO, dS^T Q or dS K over `steps` steps. load(stage) starts the copies of the next step; ready(stage, step) runs once they landed.
 template <typename T, int kN, OperandA kOperandA, typename Load, typename Ready>
 __device__ __forceinline__ void walk(float (&C)[kMmas][kN / kColumnWarps / 8][4], GradientSmem<T, kN>& smem, int steps, const Load& load,
                                      const Ready& ready) {
@@ -246,12 +247,12 @@ __device__ __forceinline__ void walk(float (&C)[kMmas][kN / kColumnWarps / 8][4]
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
         cp_async_wait_group<kWalkStages - 2>();
-        __syncthreads();  // this step is here; nobody reads the stage of the step before any more
+        __syncthreads();  // this step is here; nobody reads the previous step's stage any more
         const int stage = step % kWalkStages;
         ready(stage, step);
         multiply_columns<T, TileA, Walked, kOperandA, kColumnWarps, 0, kWalk / 16>(
             C, a + stage * uint32_t(sizeof smem.scores[0]), b + stage * uint32_t(sizeof smem.walked[0]), [&](int x) {
-                if (x > 0) return;  // the copies are asked for while the tensor cores work
+                if (x > 0) return;  // the copies are started while the tensor cores work
                 if (step + kWalkStages - 1 < steps) load((step + kWalkStages - 1) % kWalkStages);
                 cp_async_commit();
             });
@@ -267,7 +268,7 @@ __global__ void __launch_bounds__(kThreads, 1) gradient_kernel(const __grid_cons
     const AttentionParams& p = backward.forward;
     const int columns_k = (p.headdim + kN - 1) / kN, columns_v = (p.headdim_v + kN - 1) / kN;  // blocks side by side, which share P or dS
     const int tiles_k = params.keys / kTile, tiles_q = params.rows / kTile;
-    // dV, dK, dQ. Tiles that see most under a causal mask come first: the first keys, the last rows.
+    // Order: dV, dK, dQ. Tiles that see the most under a causal mask come first: the first keys, the last rows.
     const int blocks_v = params.heads_k * tiles_k * columns_v, blocks_kv = blocks_v + params.heads_k * tiles_k * columns_k;
     const int block = blockIdx.x;
     const Gradient what = block < blocks_v ? Gradient::kDv : block < blocks_kv ? Gradient::kDk : Gradient::kDq;
@@ -278,7 +279,7 @@ __global__ void __launch_bounds__(kThreads, 1) gradient_kernel(const __grid_cons
     const int64_t head_pitch = int64_t(params.rows) * params.keys;
 
     float C[kMmas][kTiles][4];
-    const auto begin = [&](const float* sums, bool first) {  // the sums of this block, a fragment of every thread side by side
+    const auto begin = [&](const float* sums, bool first) {  // the sums of this block; fragments of all threads are interleaved
 #pragma unroll
         for (int x = 0; x < kMmas * kTiles; ++x) {
             float4 y{};
@@ -373,7 +374,7 @@ __global__ void __launch_bounds__(kThreads, 1) gradient_kernel(const __grid_cons
 
 // ---- launches ----
 
-// The bytes of P, as many of dS, the flags, then floats.
+// Bytes of P (and of dS, as many), bytes of the flags, then the number of floats.
 struct Places {
     int64_t scores, flags, floats;
     size_t bytes() const { return size_t(2 * scores + flags + floats * int64_t(sizeof(float))) + 128; }
@@ -383,7 +384,7 @@ Places places_of(const Plan& plan) {
     return {2 * pairs, plan.flags ? up(pairs / kTile, 128) : 0, 4 * plan.rows_of_call + plan.sums_q + plan.sums_kv};
 }
 
-// Columns of a block of gradients: those that pad the least.
+// Columns per block of gradients, chosen for the least padding.
 int block_columns(const AttentionParams& p) {
     int best = 256;
     const auto padded = [&](int n) { return 2 * up(p.headdim, n) + up(p.headdim_v, n); };

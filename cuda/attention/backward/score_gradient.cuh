@@ -1,5 +1,5 @@
-// score_gradient.cuh: one pair (i, j) of a query and a key: its weight in the output, and the gradient of its score. The arithmetic of
-// simple.cu and scores.cu; cpu/attention/backward_naive.cpp is its twin on the host.
+// score_gradient.cuh: the weight in the output of a pair (i, j) of a query and a key, and the gradient of its score. Used by simple.cu and
+// scores.cu; cpu/attention/backward_naive.cpp does the same on the host.
 #pragma once
 
 #include "attention/common/dropout.h"
@@ -8,18 +8,18 @@
 
 namespace fa {
 
-// The weight of a pair that is hidden. It is zero in a product, and its sign tells it from a probability that underflowed.
+// The weight of a hidden pair. It acts as zero in a product; its sign distinguishes it from a probability that underflowed to +0.
 constexpr float kHidden = -0.0f;
 __device__ __forceinline__ bool hidden(float weight) { return __float_as_uint(weight) == 0x80000000u; }
 
 struct PairWeight {
     float weight;  // the factor of V: P, with dropout 0 or P / (1 - p)
     float P;
-    float slope;  // d S / d (scale q . k): 1, less with softcap
+    float slope;  // d S / d (scale q . k): 1; with softcap 1 - tanh^2
 };
 
-// The weight of a pair that causal and window leave visible, with every option of a score. Out of line: as a call, the rare path takes no
-// registers from the common one. Of the Sequence only `shift` is read.
+// The weight, with every option of a score, of a pair that causal and window leave visible. Not inlined: the call on the rare path leaves
+// the registers to the common path. Of the Sequence only `shift` is read.
 inline __device__ __noinline__ PairWeight general_weight(const AttentionParams& p, int shift, int b, int head, int i, int j, float dot,
                                                          float max, float rest) {
     Sequence s{};
@@ -36,8 +36,8 @@ inline __device__ __noinline__ PairWeight general_weight(const AttentionParams& 
     return pair;
 }
 
-// factor (dP - delta), or 0 for a hidden pair, whatever dP is. dP = dout . v before dropout. With P as the factor this is dS, the gradient
-// of the score; with P slope it is the gradient of scale q . k.
+// factor (dP - delta), or 0 for a hidden pair, whatever dP is. dP = dout . v before dropout. With factor = P this is dS, the gradient of
+// the score; with factor = P slope it is the gradient of scale q . k.
 __device__ __forceinline__ float score_gradient(const AttentionParams& p, float weight, float factor, float dP, float delta) {
     if (hidden(weight)) return 0;
     if (p.dropout_threshold) dP = weight == 0 ? 0.0f : dP * p.dropout_scale;

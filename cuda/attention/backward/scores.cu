@@ -1,11 +1,12 @@
-// scores.cu: the gradients of what is added to a score, for every GPU kernel that gives dq, dk and dv.
+// scores.cu: dbias and dsinks, the gradients of terms that are added to a score or its denominator, next to any GPU kernel for dq, dk and
+// dv.
 //
 //     dbias_ij = sum of P_ij (dP_ij - delta_i)        over the batch entries, heads and rows that share the bias element
 //     dsink    = -sum_i exp(sink - lse_i) delta_i     over all rows of the head
 //
-// A block owns a 64 x 64 tile of dbias, or 64 keys of its one row where rows are broadcast. It walks all pairs that are summed into the
-// tile in one fixed order and computes S and dP again for each: no atomics, and the same bits every time. Bound as simple.cu, with two
-// products instead of seven.
+// A block owns a 64 x 64 tile of dbias, or 64 keys of its only row where rows are broadcast. It walks over all pairs that are summed into
+// the tile, in one fixed order, and computes S and dP again for each: no atomics, and the same bits every time. Bound like simple.cu, with
+// two products instead of seven.
 #include "attention/backward/score_gradient.cuh"
 #include "attention/common/mask.h"
 #include "attention/common/online_softmax.cuh"
@@ -20,7 +21,7 @@ namespace {
 struct Smem {
     Tile<kTile> queries, keys;  // one chunk of columns
     Query query[kTile];
-    float part[kThreads / 16][kTile];  // where rows are broadcast: sums of four rows each
+    float part[kThreads / 16][kTile];  // where rows are broadcast: each is the sum of four rows
 };
 
 int64_t tiles(int64_t rows) { return (rows + kTile - 1) / kTile; }
@@ -41,12 +42,12 @@ __global__ void __launch_bounds__(kThreads, 2) bias_kernel(const __grid_constant
     const int own_head = index % heads, own_batch = index / heads;
     const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
 
-    float sum[4][4] = {};  // of query 4 ty + r of the tile, or of all such queries, and key 4 tx + c
+    float sum[4][4] = {};  // of key 4 tx + c and query 4 ty + r of the tile, or of all queries at that place in a tile
     for (int batch = own_batch; batch < (b.dbias.batch ? own_batch + 1 : p.batch); ++batch) {
         const Sequence s = sequence_of(p, batch);
         const int last_key = min(key0 + kTile, s.seqlen_k) - 1;
         if (key0 > last_key) continue;
-        // Queries that see one of these keys, of the tile's own rows or of all.
+        // Queries that see one of these keys, among the tile's own rows or among all.
         const int begin = max(query_range(p, s, key0).begin, row0);
         const int end = min(query_range(p, s, last_key).end, own_rows ? row0 + kTile : s.seqlen_q);
         for (int head = own_head; head < (b.dbias.head ? own_head + 1 : p.nheads); ++head) {
@@ -104,7 +105,7 @@ __global__ void __launch_bounds__(kThreads, 2) bias_kernel(const __grid_constant
     store(0, threadIdx.x, all);
 }
 
-// One block a head. Sums are double, because a head has as many rows as the batch has tokens.
+// One block per head. Sums are double, because a head has as many rows as the batch has tokens.
 __global__ void __launch_bounds__(kThreads) sinks_kernel(const __grid_constant__ BackwardParams b) {
     __shared__ double part[kThreads];
     const AttentionParams& p = b.forward;
@@ -118,7 +119,7 @@ __global__ void __launch_bounds__(kThreads) sinks_kernel(const __grid_constant__
         for (int i = threadIdx.x; i < s.seqlen_q; i += kThreads) {
             if (p.lse[row0 + i] == -INFINITY) continue;
             const float2 base = rows.bases[row0 + i];
-            const float above = p.general_scores() ? sink - base.x : fmaf(-base.x, p.scale, sink);  // the base is of a score or a product
+            const float above = p.general_scores() ? sink - base.x : fmaf(-base.x, p.scale, sink);  // base.x is a score or a product
             sum -= double(exp_nonpositive(above - base.y)) * rows.delta[row0 + i];
         }
     }

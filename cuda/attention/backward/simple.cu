@@ -3,10 +3,10 @@
 //     P_ij = exp(S_ij - lse_i)     dP_ij = dout_i . v_j     delta_i = dout_i . out_i - dlse_i     dS_ij = P_ij (dP_ij - delta_i) slope_ij
 //     dv_j = sum_i P_ij dout_i     dk_j = scale sum_i dS_ij q_i     dq_i = scale sum_j dS_ij k_j
 //
-// slope is 1 without softcap. Where lse is large, P is taken from a maximum and a rest, which large_rows.cuh explains. S is computed again
-// from q and k, so nothing of size seqlen_q x seqlen_k is ever stored. Two kernels are mirror images of each other, from one template.
-// Blocks that own 64 keys walk the queries of every head that reads them and hold dK and dV in registers. Blocks that own 64 queries walk
-// the keys and hold dQ. Each sum has one owner and one order: no atomics, and the same bits every time. The price is that S and dP are
+// slope is 1 without softcap. Where lse is large, P comes from a maximum and a rest, see large_rows.cuh. S is computed again from q and k,
+// so nothing of size seqlen_q x seqlen_k is ever stored. Two mirrored kernels come from one template. In one, a block owns 64 keys, walks
+// over the queries of every head that reads them, and holds dK and dV in registers. In the other, a block owns 64 queries, walks over the
+// keys, and holds dQ. Each sum has one owner and one order: no atomics, and the same bits every time. The price is that S and dP are
 // computed twice: 7 products instead of 5.
 //
 //     for each tile of walked rows:                                    own = keys            own = queries
@@ -17,8 +17,8 @@
 //         acc_b += P^T walked_b                                        dV += P^T dout        -
 //         acc_a += dS^T walked_a                                       dK += dS^T q          dQ += dS k
 //
-// CUDA cores and fp32 arithmetic, as in flash_attn_minimal.cu, with the same bound: FMAs and the shared-memory reads that feed them, 16
-// FMAs for two 16-byte reads.
+// CUDA cores and fp32 arithmetic, with the bound of flash_attn_minimal.cu: FMAs and the shared-memory reads for them, 16 FMAs for two
+// 16-byte reads.
 #include "attention/backward/score_gradient.cuh"
 #include "attention/common/mask.h"
 #include "attention/common/online_softmax.cuh"
@@ -30,9 +30,9 @@
 namespace fa {
 namespace {
 
-enum class Own { kKeys, kQueries };  // what a block owns; it walks the others
+enum class Own { kKeys, kQueries };  // what a block owns; it walks over the other
 
-constexpr int kMaxChunks = 4;   // chunks of an output in registers, 16 floats a thread each; several blocks share a wider output
+constexpr int kMaxChunks = 4;   // chunks of an output in registers, 16 floats of a thread each; several blocks share a wider output
 constexpr int kSmallWalk = 16;  // walked rows of a tile on sm_75, whose blocks have 64 KiB of shared memory
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 constexpr int kWalk = kSmallWalk;
@@ -40,7 +40,7 @@ constexpr int kWalk = kSmallWalk;
 constexpr int kWalk = 64;
 #endif
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-constexpr int kResident = 1;  // blocks whose shared memory a multiprocessor holds
+constexpr int kResident = 1;  // blocks for which a multiprocessor has shared memory
 #else
 constexpr int kResident = 2;
 #endif
@@ -50,8 +50,8 @@ struct Smem {
     Tile<kTile> own_a, own_b;              // K and V, or Q and dout: one chunk of columns
     Tile<kWalkedRows> walked_a, walked_b;  // the other pair
     Tile<kWalkedRows> weight, grad;        // [walked row][own row]: P after dropout, dS
-    Query query[kTile];                    // of the walked rows, or of the own ones
-    int seen[kWalkedRows];                 // whether some pair of this walked row is not hidden
+    Query query[kTile];                    // of the walked rows, or of the own rows
+    int seen[kWalkedRows];                 // whether some pair of this walked row is visible
 };
 static_assert(sizeof(Smem<64>) <= 99 * 1024, "one block of sm_86 and sm_89");
 static_assert(sizeof(Smem<kSmallWalk>) <= 64 * 1024, "one block of sm_75");
@@ -73,7 +73,7 @@ __device__ __forceinline__ void multiply_columns(float (&acc)[4][4], Tile<kWalke
     }
 }
 
-// Blocks that share the columns of an output that is too wide for the registers of one.
+// The number of blocks that share the columns of an output that is too wide for the registers of one block.
 FA_HOST_DEVICE int gradient_parts(const AttentionParams& p, Own own, int columns) {
     const int widest = own == Own::kKeys && p.headdim_v > p.headdim ? p.headdim_v : p.headdim;
     return (widest + columns - 1) / columns;
@@ -84,9 +84,9 @@ __global__ void __launch_bounds__(kThreads, kChunks <= 2 ? kResident : 1) gradie
     extern __shared__ __align__(16) unsigned char shared[];
     Smem<kWalk>& smem = *reinterpret_cast<Smem<kWalk>*>(shared);
     constexpr bool kOwnsKeys = kOwn == Own::kKeys;
-    constexpr int kRows = kWalk / 16;  // of a thread in S
+    constexpr int kRows = kWalk / 16;  // rows of S per thread
 
-    // Blocks start in order of their index. Under a causal mask the first keys and the last queries have the longest walk, so they come
+    // Blocks start in order of their index. Under a causal mask the first keys and the last queries have the longest walks, so they come
     // first.
     const AttentionParams& p = b.forward;
     const int heads = kOwnsKeys ? p.nheads_k : p.nheads, parts = gradient_parts(p, kOwn, kChunks * kTile);
@@ -120,13 +120,13 @@ __global__ void __launch_bounds__(kThreads, kChunks <= 2 ? kResident : 1) gradie
     };
 
     float acc_a[kChunks][4][4] = {}, acc_b[kOwnsKeys ? kChunks : 1][4][4] = {};
-    if (chunks_a == 1) load_own(smem.own_a, own_a, 0);  // stays
+    if (chunks_a == 1) load_own(smem.own_a, own_a, 0);  // loaded once
     if (chunks_b == 1) load_own(smem.own_b, own_b, 0);
     if (!kOwnsKeys) queries(own0, head);
 
     for (int head_q = first_head; head_q < (kOwnsKeys ? first_head + p.group : first_head + 1); ++head_q) {
         for (int walk0 = walk_begin; walk0 < walk_end; walk0 += kWalk) {
-            // The product over all chunks. The last chunk of the walked rows stays in shared memory.
+            // The product over all chunks. The last chunk of the walked rows is left in shared memory.
             const auto product = [&](float(&S)[kRows][4], Tile<kWalk>& walked, Tile<kTile>& own, const Rows<T>& walked_side,
                                      const Rows<T>& own_side, int chunks) {
                 for (int chunk = 0; chunk < chunks; ++chunk) {
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kThreads, kChunks <= 2 ? kResident : 1) gradie
                 }
             };
 
-            // ---- P = exp(S - lse), to this thread's own places of `weight`; the factor of dP - delta, to those of `grad` ----
+            // ---- P = exp(S - lse), to this thread's places of `weight`; the factor of dP - delta, to its places of `grad` ----
             if (kOwnsKeys) queries(walk0, head_q);
             const auto pair_of = [&](int r, int c) {  // element of the tile -> query, key
                 const int walked = walk0 + kRows * ty + r, own = own0 + 4 * tx + c;
@@ -191,14 +191,14 @@ __global__ void __launch_bounds__(kThreads, kChunks <= 2 ? kResident : 1) gradie
                     smem.grad.at(kRows * ty + r, tx) =
                         make_float4(dS(0, P.x, factor.x), dS(1, P.y, factor.y), dS(2, P.z, factor.z), dS(3, P.w, factor.w));
                     const bool mine = !(hidden(P.x) && hidden(P.y) && hidden(P.z) && hidden(P.w));
-                    const bool seen = __ballot_sync(0xFFFFFFFFu, mine) >> (threadIdx.x & 16) & 0xFFFFu;  // by a thread of this row
+                    const bool seen = __ballot_sync(0xFFFFFFFFu, mine) >> (threadIdx.x & 16) & 0xFFFFu;  // by some thread of this row
                     if (tx == 0) smem.seen[kRows * ty + r] = seen;
                     all_seen &= seen;
                 }
             }
 
             // ---- acc_b += P^T walked_b, acc_a += dS^T walked_a ----
-            // A walked row that no own row sees has P = dS = 0, but 0 x NaN is NaN: it must be zero.
+            // A walked row that no own row sees has P = dS = 0, but 0 x NaN is NaN: it is zeroed.
             if (!__syncthreads_and(all_seen)) {
                 if (!smem.seen[threadIdx.x % kWalk])
                     for (int c = threadIdx.x / kWalk; c < kTile / 4; c += kThreads / kWalk)
@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(kThreads, kChunks <= 2 ? kResident : 1) gradie
         q.data += p.q.head, dout.data += b.dout.head;
     }
 
-    // ---- to the outputs ----
+    // ---- store the outputs ----
     const GradientSequence g = gradients_of(b, batch);
     const auto store = [&](const auto& acc, const TensorView& t, int64_t offset, int columns, float scale) {
 #pragma unroll
@@ -249,8 +249,8 @@ __global__ void __launch_bounds__(kThreads, kChunks <= 2 ? kResident : 1) gradie
     }
 }
 
-// Launches the smallest instantiation that holds all columns of an output, else the largest. (Head dims up to 64 are 9 % slower on an H200
-// in the instantiation of 128.)
+// Launches the smallest instantiation that holds all columns of an output, or else the largest. (Head dims up to 64 would be 9 % slower on
+// an H200 in the instantiation for 128.)
 template <typename T, Own kOwn, int kChunks = 1>
 cudaError_t launch(const BackwardParams& b, size_t shared_memory, cudaStream_t stream) {
     const AttentionParams& p = b.forward;

@@ -1,27 +1,27 @@
 // wgmma_pair_sm90.cuh: the Hopper backward for head dims above 128. New against wgmma_sm90.cuh: two blocks share 128 keys.
 //
 // The gradients of 128 keys no longer fit into the registers of one multiprocessor. Blocks of 64 keys would send twice as much dQ to L2,
-// which adds 15 bytes a clock for each multiprocessor. So a cluster of two blocks owns 128 keys, and each block has half of the products:
-//
+// which adds 15 bytes a clock for each multiprocessor. So a cluster of two blocks owns 128 keys, and each block computes half of the
+// products:
 //     block 0, "keys": K, Q                                       block 1, "values": V, dout
 //     S = K Q^T          P = 2^(scale S - lse)    -> p            dP = V dout^T      dV += P dout
 //     dK += dS Q                                  <- ds           dS = P (dP - delta)
 //     dQ = dS^T K, the first columns                              dQ = dS^T K, the other columns
 //
-// P crosses over as registers (st.async), from each thread to its twin, because both products have the same fragment layout. dS crosses
-// over as 16 rows of each warp (cp.async.bulk), from the slot that block 1 reads itself. No block loads what the other one has, except for
-// the columns of K that dQ needs. In each block:
+// P crosses over as registers (st.async), from each thread to the same thread of the other block, because both products have the same
+// fragment layout. dS crosses over as the 16 rows of each warp (cp.async.bulk), from the slot that block 1 reads itself. No block loads
+// what the other one has, except the columns of K that dQ needs. In each block:
 //
-//     warp 0, a thread       loads K | V and some columns of K, once; then tiles of Q with lse | of dout with delta
-//     warps 1, 2, a thread   the turns of dQ (wgmma_sm90_turns.cuh)
+//     warp 0, one thread      loads K | V and some columns of K, once; then tiles of Q with lse | of dout with delta
+//     warps 1, 2, one thread  the turns of dQ (wgmma_sm90_turns.cuh)
 //     main warpgroups 1, 2   64 keys each; dK runs one tile late, so that dS has time to arrive
 //     warpgroup 3            dQ in pieces of 64 queries x 64 columns, added from registers to the float sums in global memory
 //
-//     full: the data is there. empty: every reading warp has arrived once. All scores are transposed, as in wgmma_sm90.cuh. A block arrives
-//     at a barrier of the other block only if that one will still wait for it: otherwise it may have ended.
+//     full: the data is there. empty: every reading warp has arrived once. All scores are transposed, as in wgmma_sm90.cuh. A block
+//     arrives at a barrier of the other block only if that block will still wait for it: otherwise the other block may have ended.
 //
-// Bound by the way of P to the other block and of dS back. Tensor cores, shared memory and L2 are each busy between 50 and 65 % of the time
-// on an H200 (seqlen 4096). Beyond head dim 128, one block of 64 keys kept L2 busy 90 % of the time.
+// Bound by sending P to the other block and dS back. On an H200 (seqlen 4096), tensor cores, shared memory and L2 are each busy between 50
+// and 65 % of the time. Beyond head dim 128, single blocks of 64 keys kept L2 busy 90 % of the time.
 #pragma once
 
 #include "attention/backward/wgmma_sm90_dq.cuh"
@@ -36,7 +36,7 @@
 namespace fa {
 
 constexpr uint32_t kKeysBlock = 0, kValuesBlock = 1;  // ranks in the cluster
-constexpr int kQStages = 4;                           // the tile whose dK is due, the one whose S is due, and two on their way
+constexpr int kQStages = 4;                           // the tile whose dK is due, the tile whose S is due, and two in flight
 
 template <typename T, BackwardPlanId kId>
 struct alignas(1024) BackwardPairSmem {
@@ -56,7 +56,7 @@ struct alignas(1024) BackwardPairSmem {
         T v[kBlockN * kColumnsV];
         T dout[2][kBlockM * kColumnsV];
         T ds[2][kBlockN * kBlockM];
-        // The fragment of every thread. Plain: P of two tiles. General: the factor of dP - delta in dS, and P, of one tile.
+        // The fragments of every thread. Plain: P of two tiles. General: of one tile, the factor of dP - delta in dS, and P.
         uint4 p[2][kBlockM / 16][32 * kMainWarps];
         alignas(16) float delta[2][kBlockM];
         alignas(16) uint8_t keep[kKeepRows][kBlockM];
@@ -68,7 +68,7 @@ struct alignas(1024) BackwardPairSmem {
     };
     DqTurns turns;
     BackwardWork work;
-    int index;  // of the keys
+    int index;  // number of the key block
 };
 
 template <typename T, BackwardPlanId kId>
@@ -81,7 +81,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kBackwardThreads, 1)
     constexpr int kD = kPlan.columns(), kDV = kPlan.columns_v(), kBlockM = kPlan.block_m, kBlockN = kPlan.block_n;
     constexpr bool kGeneral = kPlan.general, kHalf = std::is_same_v<T, __half>;
     constexpr uint32_t kQBytes = kBlockM * kD * 2, kDoutBytes = kBlockM * kDV * 2, kDsBytes = kBlockN * kBlockM * 2;
-    constexpr uint32_t kWarpBytes = kDsBytes / 8;  // of P and of dS, a warp's share
+    constexpr uint32_t kWarpBytes = kDsBytes / 8;  // a warp's share of P, or of dS
     constexpr int kPSlots = kGeneral ? 1 : 2;
     static_assert(kBlockM == 64 && kBlockN == 128, "one descriptor base serves every tile");
     static_assert(sizeof(Smem) <= 227 * 1024, "one Hopper block can address 227 KiB");
@@ -92,12 +92,12 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kBackwardThreads, 1)
     auto& keys = smem.keys;
     auto& values = smem.values;
     const uint32_t rank = cluster_rank();
-    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the shuffle tells the compiler that the value is uniform
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the shuffle tells the compiler that it is uniform
     const int lane = threadIdx.x % 32;
     BackwardWork& w = smem.work;
     const auto find = [&](int index) {
         w.valid = find_key_block<kBlockM, kBlockN>(p, schedule, index, w), w.it0 = 0;
-        if (!kGeneral && some_large(schedule.tiles)) w.mask_place = INT_MAX;  // every tile takes the way of masked ones
+        if (!kGeneral && some_large(schedule.tiles)) w.mask_place = INT_MAX;  // every tile takes the path of masked tiles
     };
     if (threadIdx.x == 0) {
         const auto init = [](auto& barriers, int count) {
@@ -119,7 +119,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kBackwardThreads, 1)
         }
         init_turns(smem.turns, schedule.in_order ? 1 : 2);
         fence_mbarrier_init();
-        // In order, block 0 takes a number: blockIdx does not promise that blocks of lower numbers have started.
+        // With a fixed order, block 0 takes a number from the counter: blockIdx does not promise that blocks of lower numbers have started.
         if (!schedule.in_order) find(blockIdx.x / 2);
         else if (rank == 0) smem.index = atomicAdd(schedule.tiles.taken(), 1);
     }
@@ -130,11 +130,11 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kBackwardThreads, 1)
     if (schedule.in_order) {
         if (threadIdx.x == 0) find(cluster_object(smem.index, 0));
         __syncthreads();
-        cluster_arrive(), cluster_wait();  // block 0 does not end before its number has been read
+        cluster_arrive(), cluster_wait();  // block 0 must not end before its number has been read
     }
     if (!w.valid) return;
 
-    // ------------------------------------------------------------------------------------------------ loads and turns, a thread each
+    // ------------------------------------------------------------------------------------------------ loads and turns, one thread each
     if (warpgroup == 0) {
         setmaxnreg_dec<kBackwardLoaderRegisters>();
         const int tiles = count_tiles(w);
@@ -200,8 +200,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kBackwardThreads, 1)
     setmaxnreg_inc<kPlan.main_registers(kHalf)>();
     const int wg = warpgroup - 1, quad = lane % 4;
     float d[kBlockM / 2];            // S or dP: rows are keys, columns queries
-    uint32_t fragment[kBlockM / 4];  // P, as A operand
-    // d = `operand` (keys x columns) times `rows` (columns x queries); both run along their columns.
+    uint32_t fragment[kBlockM / 4];  // P as A operand
+    // d = `operand` (keys x columns) times `rows` (columns x queries). Both run along their columns.
     const auto multiply = [&](uint32_t operand, uint32_t rows, auto steps) {
         wgmma_fence();
         wgmma_ss_first<T, kBlockM>(d, descriptor_from(operand), descriptor_from(rows));
@@ -211,13 +211,13 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kBackwardThreads, 1)
                                  descriptor_from(rows, descriptor_k_step(i, kBlockM)), 1);
         wgmma_commit();
     };
-    // Not `wg`, which would hold a register all that time.
+    // The warpgroup, computed again: `wg` would hold a register all that time.
     const auto own_warpgroup = [] { return opaque(int(threadIdx.x)) / 128 - 1; };
     const auto own_key = [&] {
         const int t = opaque(int(threadIdx.x)) - 128;
         return w.key0 + t / 32 * 16 + t % 32 / 4;
     };
-    // A gradient is multiplied 128 columns at a time: ptxas has no registers for a larger instruction.
+    // A gradient is multiplied 128 columns at a time: ptxas does not have the registers for a larger instruction.
     constexpr uint64_t kColumnStep = descriptor_step(2 * kBlockM * kChunkRowBytes);
     const auto by_columns = [](auto& gradient, const auto& step) {
         constexpr int kCount = sizeof gradient / sizeof(float), kRest = kCount % 64;
@@ -237,7 +237,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kBackwardThreads, 1)
         uint32_t low_q = base(keys.k);
         const int tiles = count_tiles(w);
         float dk[kD / 2];
-        float4 lse[2];  // the first two of the next tile, read while its S is multiplied
+        float4 lse[2];  // the first two statistics of the next tile, read while its S is multiplied
         const auto read_lse = [&](uint32_t slot, int quad) {
             lse[0] = statistic(keys.lse[slot], quad, 0), lse[1] = statistic(keys.lse[slot], quad, 1);
         };
@@ -265,7 +265,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kBackwardThreads, 1)
             const int last = w.last_place, wrap = w.wrap_place, ragged = ragged_place(p, w, kBlockM);
             int place = w.start_place;
             const int self =
-                opaque(int(threadIdx.x) - 128);  // among the main warpgroups; the one register that the loop spends on the thread's place
+                opaque(int(threadIdx.x) - 128);  // index among the main warpgroups' threads; the only register that the loop spends on it
             mbarrier_wait(shared_address(&keys.k_full), 0);
             zero_hidden_keys<kId>(p, w, keys.k, own_warpgroup() * 64);
             mbarrier_wait(q_full, 0);
@@ -277,7 +277,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kBackwardThreads, 1)
             for (uint32_t it = 0; it < uint32_t(tiles); ++it) {  // S of this tile is complete, nothing is in flight
                 const int own = opaque(self), lane = own % 32, quad = own % 4, wg = own / 128;
                 const uint32_t slot = it % kQStages, next_slot = (it + 1) % kQStages, previous = (it + kQStages - 1) % kQStages;
-                const uint32_t p_slot = it % kPSlots, ds_slot = it & 1 ^ 1;  // dS of the tile before
+                const uint32_t p_slot = it % kPSlots, ds_slot = it & 1 ^ 1;  // slot of the previous tile's dS
                 const int next = kGeneral ? next_place(place, w.last_place, w.wrap_place) : next_place(place, last, wrap);
                 if (kGeneral) low = opaque(low), low_q = opaque(low_q);
                 const auto p_full = [&] { return cluster_address(shared_address(&values.p_full[p_slot][wg]), kValuesBlock); };
@@ -320,11 +320,11 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kBackwardThreads, 1)
                     if (next >= ragged) zero_rows_past_end<kBlockM>(w, keys.q[next_slot]);
                 }
                 __syncwarp();
-                multiply_s(next_slot);  // unused after the last tile: a conditional product would cost copies of registers
+                multiply_s(next_slot);  // unused after the last tile: making the product conditional would cost copies of registers
                 if (!kGeneral) read_lse(next_slot, quad);
                 if (it > 0) mbarrier_wait(shared_address(&keys.ds_full[ds_slot][wg]), (it - 1) >> 1 & 1);
                 __syncwarp();
-                multiply_dk(ds_slot, previous, it > 1);  // unused at it = 0: the product of it = 1 starts from zero again
+                multiply_dk(ds_slot, previous, it > 1);  // unused at it = 0: at it = 1 the sum starts from zero again
                 wgmma_wait<1>(d);
                 place = next;
             }
@@ -356,19 +356,19 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kBackwardThreads, 1)
 #pragma unroll
         for (int i = 0; i < kDV / 2; ++i) dv[i] = 0.0f;
     } else {
-        const int self = opaque(int(threadIdx.x) - 128);  // among the main warpgroups
+        const int self = opaque(int(threadIdx.x) - 128);  // index among the main warpgroups' threads
         mbarrier_wait(shared_address(&values.v_full), 0);
         zero_hidden_keys<kId>(p, w, values.v, own_warpgroup() * 64);
         zero_hidden_keys<kId>(p, w, values.k, own_warpgroup() * 64);
         mbarrier_wait(dout_full, 0);
-        // The iteration of the next tile that reaches past its sequence. Comparing iterations takes a register less than counting tiles.
-        // That tile is the last of the walk's tiles, or none of them.
+        // The iteration of the next ragged tile, one that reaches past the end of its sequence. Comparing iterations takes one register
+        // less than counting tiles. Only the last tile of a head can be ragged.
         const bool ragged = w.end_m * w.width > ragged_place(p, w, kBlockM);
         uint32_t ragged_it = !ragged ? ~0u : w.in_order ? 0 : w.end_m - 1 - w.start_step;
         const auto zero_ragged = [&](uint32_t it) {
             if (it != ragged_it) return;
             zero_rows_past_end<kBlockM>(w, values.dout[it & 1]);
-            ragged_it += !w.in_order ? w.end_m - w.first_m : it + 1 < uint32_t(w.width) ? 1 : tiles;  // in order: the first round
+            ragged_it += !w.in_order ? w.end_m - w.first_m : it + 1 < uint32_t(w.width) ? 1 : tiles;  // in order: all in the first round
         };
         zero_ragged(0);
         multiply_dp(0);
@@ -387,7 +387,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kBackwardThreads, 1)
                     main_warpgroup_sync(own / 128);
                     drop_gradients<kBlockM>(values.keep + 8 * (own / 128), p.dropout_scale, d);
                 }
-            // The other block sends P of this tile after it has had dS of the tile two before: that copy has left the slot of dS, too.
+            // The other block sends P of this tile after it has received dS of two tiles ago, so that copy has left its slot of dS, too.
             mbarrier_wait(p_full + own / 128 * 8 + 16 * p_slot, it / kPSlots & 1);
             const auto receive = [&](uint32_t from, uint32_t(&P)[kBlockM / 4]) {
 #pragma unroll
@@ -420,7 +420,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kBackwardThreads, 1)
             float4 next_delta = statistic(values.delta[slot], quad, 0);
             mbarrier_wait(own_ds_empty + 8 * slot, phase ^ 1);
             const int ds_row = own / 32 * 16 + own % 16;
-            // delta is read one step ahead, because a read does not pass the store before it.
+            // delta is read one step ahead, because a read cannot overtake the store before it.
 #pragma unroll
             for (int i = 0; i < kBlockM / 16; ++i) {
                 const float4 delta = next_delta;
@@ -465,7 +465,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kBackwardThreads, 1)
     }
     cluster_arrive();
     store_dv<T, kId>(dv, b, w, own_key());
-    cluster_wait();  // the last of dS is read from here
+    cluster_wait();  // the other block may still be copying the last dS from here
 }
 
 template <typename T, BackwardPlanId kId>

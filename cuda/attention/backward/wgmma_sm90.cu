@@ -1,5 +1,5 @@
-// wgmma_sm90.cu: the entry of the Hopper backward. Chooses the instantiation; wgmma_sm90.cuh is the kernel to head dim
-// 128, wgmma_pair_sm90.cuh that above, and one small file per head dim compiles it.
+// wgmma_sm90.cu: the entry point of the Hopper backward. It chooses the instantiation; wgmma_sm90.cuh is the kernel for head dims up to
+// 128, wgmma_pair_sm90.cuh the one above, and one small file per head dim compiles them.
 #include "attention/backward/wgmma_sm90_tiles.h"
 #include "attention/kernels.h"
 

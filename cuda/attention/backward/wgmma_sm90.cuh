@@ -1,32 +1,32 @@
-// wgmma_sm90.cuh: the gradients of attention at Hopper's speed, fp16 and bf16, head dims to 128. New against mma_sm80.cuh: TMA, wgmma, warp
-// specialisation, persistent blocks.
+// wgmma_sm90.cuh: the gradients of attention at Hopper's speed, fp16 and bf16, head dims up to 128. New against mma_sm80.cuh: TMA, wgmma,
+// warp specialisation, persistent blocks.
 //
-// A block takes one set of 128 keys of a key head after another from a counter. It walks every query tile that sees them, of every query
-// head of the group; dK and dV stay in registers. All scores are transposed: rows are keys, columns are queries. P^T and dS^T are then A
-// operands as they are.
+// Each block repeatedly takes 128 keys of one key head from a counter. It walks over every query tile that sees them, of every query head
+// of the group; dK and dV stay in registers. All scores are transposed: rows are keys, columns are queries. P^T and dS^T are then A
+// operands without rearrangement.
 //
-//     warp 0, a thread         takes the next keys, loads K and V -> WorkList, k_full, v_full/keys_empty
-//     warp 1, a thread         loads tiles of Q with lse and of dout with delta -> q_full/q_empty, dout_full/dout_empty; it runs ahead into
+//     warp 0, one thread       takes the next keys, loads K and V -> WorkList, k_full, v_full/keys_empty
+//     warp 1, one thread       loads tiles of Q with lse and of dout with delta -> q_full/q_empty, dout_full/dout_empty; it runs ahead into
 //                              the tiles of the next keys
 //     main warpgroups 1, 2     S = K Q^T       P = 2^(scale S - lse), under dP = V dout^T      dS = P (dP - delta) -> slot of ds, under
 //     64 keys each             dV += P dout    dK += dS Q, with S of the next tile
 //                                 |  ds_full/ds_empty
 //     warpgroup 3              dQ = dS^T K, in pieces of 64 queries x 64 columns, added to the float sums in global memory when it is the
-//     warps 2, 3, a thread     block's turn: wgmma_sm90_turns.cuh, wgmma_sm90_dq.cuh
+//     warps 2, 3, one thread   block's turn: wgmma_sm90_turns.cuh, wgmma_sm90_dq.cuh
 //
-//     full: the data is there. empty: every reading warp has arrived once. Both exist per slot; slots are used in turn, from 0.
+//     full: the data is there. empty: every reading warp has arrived once. Each slot has both; slots are used in turn, from 0.
 //
-// The main warpgroups never wait for each other. They drift apart and fill each other's gaps. dQ needs the dS of both and would tie them
-// together, so it has a warpgroup of its own. The accumulators of a product cannot be read until all products issued with it are complete,
-// so the products come in two batches, {dP, dV} and {S of the next tile, dK}, and all products are drained twice a tile; where registers
-// are scarce, dP is drained alone as well.
+// The main warpgroups never wait for each other: they drift apart and fill each other's gaps. dQ needs the dS of both and would tie them
+// together, so a separate warpgroup computes it. The accumulators of a product cannot be read until all products issued with it are
+// complete. The products therefore come in two batches, {dP, dV} and {S of the next tile, dK}, and all products are drained twice per tile.
+// Where registers are scarce, dP is drained alone, too.
 //
-// One block for every 128 keys would compute the same, but to start and end a block costs as much as two to three tiles. With a causal mask
-// on an H200 that took 18 % longer at seqlen 512 and head dim 64 (where a second K and V fit), 9 % at seqlen 512 and head dim 128, and 3 %
-// at seqlen 2048.
+// One block for every 128 keys would compute the same, but starting and ending a block costs as much as two to three tiles. With a causal
+// mask on an H200 that took 18 % longer at seqlen 512 and head dim 64 (where a second K and V fit), 9 % at seqlen 512 and head dim 128, and
+// 3 % at seqlen 2048.
 //
-// Bound by shared memory: busy 86 % of the time at head dim 128 on an H200 (seqlen 16384), the tensor cores 77 %. Short sequences are bound
-// by the memory traffic of the kernels before and after, wgmma_sm90_rows.cu.
+// Bound by shared memory: on an H200 at head dim 128 (seqlen 16384), it is busy 86 % of the time, the tensor cores 77 %. Short sequences
+// are bound by the memory traffic of the kernels before and after, wgmma_sm90_rows.cu.
 #pragma once
 
 #include "attention/backward/wgmma_sm90_dq.cuh"
@@ -76,9 +76,9 @@ __device__ __forceinline__ void init_barriers(BackwardSmem<T, kId>& smem) {
     fence_mbarrier_init();
 }
 
-// ---- the loading warpgroup, a thread of each warp ----
+// ---- the loading warpgroup, one thread of each warp ----
 
-// Warp 0: takes one set of keys after another, says so in the WorkList, and loads them.
+// Warp 0: takes one set of keys after another, publishes it in the WorkList, and loads it.
 template <typename T, BackwardPlanId kId>
 __device__ __forceinline__ void take_and_load_keys(const CUtensorMap& map_k, const CUtensorMap& map_v, const AttentionParams& p,
                                                    const BackwardSchedule& schedule, BackwardSmem<T, kId>& smem) {
@@ -92,8 +92,8 @@ __device__ __forceinline__ void take_and_load_keys(const CUtensorMap& map_k, con
         mbarrier_arrive_expect_tx(v_full, sizeof smem.v[slot]);
         load_tile(map_v, schedule.v_loads, 0, smem.v[slot], kBlockN, v_full, row, head, batch, kEvictFirst);
     };
-    // Deterministic: a block waits for key blocks of lower numbers, so these must belong to thread blocks that already run. Where the GPU
-    // does not hold the whole grid at once, blockIdx does not promise that. The counter does, so it gives the first number, too.
+    // Deterministic: a block waits for key blocks of lower numbers, so these must belong to thread blocks that already run. If the GPU does
+    // not hold the whole grid at once, blockIdx does not promise that. The counter does, so it gives the first number, too.
     const int given = schedule.in_order ? 0 : int(gridDim.x);
     const auto take = [&] { return given + atomicAdd(schedule.tiles.taken(), 1); };
     int index = schedule.in_order ? take() : int(blockIdx.x);
@@ -133,7 +133,7 @@ __device__ __forceinline__ void load_queries(const CUtensorMap& map_q, const CUt
     });
 }
 
-// Warp 2: takes the turns at the query tiles, where warp 3 does not take them itself; in order with dq_stages it sends every other tile.
+// Warp 2: takes the turns at the query tiles, unless warp 3 takes them itself. In order with dq_stages, it sends every other tile.
 template <typename T, BackwardPlanId kId>
 __device__ __forceinline__ void take_turns_ahead(const BackwardParams& b, const BackwardSchedule& schedule, BackwardSmem<T, kId>& smem) {
     constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
@@ -147,7 +147,7 @@ __device__ __forceinline__ void take_turns_ahead(const BackwardParams& b, const 
     });
 }
 
-// Warp 3: counts dQ of a query tile as added; with dq_stages it also sends dQ.
+// Warp 3: counts the block's dQ of a query tile as added; with dq_stages it also sends dQ.
 template <typename T, BackwardPlanId kId>
 __device__ __forceinline__ void publish_dq(const BackwardParams& b, const BackwardSchedule& schedule, BackwardSmem<T, kId>& smem) {
     for_each_work(smem.list, [&](const BackwardWork& w, uint32_t n) {
@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     const uint32_t smem_q = shared_address(smem.q), smem_k = shared_address(smem.k), smem_ds = shared_address(smem.ds),
                    smem_p = shared_address(smem.p);
 
-    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the shuffle tells the compiler that the value is uniform
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the shuffle tells the compiler that it is uniform
     const int lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
         prefetch_tensormap(&map_q), prefetch_tensormap(&map_k), prefetch_tensormap(&map_v), prefetch_tensormap(&map_dout);
@@ -217,7 +217,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     }
     __syncthreads();
 
-    // ------------------------------------------------------------------------------------------------ loads and turns, a thread each
+    // ------------------------------------------------------------------------------------------------ loads and turns, one thread each
     if (warpgroup == 0) {
         setmaxnreg_dec<kBackwardLoaderRegisters>();
         if (lane != 0) return;
@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     const float scale_log2 = p.scale * kLog2e;
     float s[kBlockM / 2], dp[kBlockM / 2];  // rows are keys, columns queries
     uint32_t prob[kBlockM / 4];             // P as A operand; general: P d(score) / d(scaled product)
-    // Q, dout, K, V and dS lie at fixed distances from these two descriptors. 64 keys are as many bytes in K as in dS. The hardware reads
+    // Q, dout, K, V and dS lie at fixed distances from these two descriptors. 64 keys take as many bytes in K as in dS. The hardware reads
     // the chunk stride only for operands that run along their rows: Q and dout.
     uint32_t low_k = descriptor_low(smem_k + wg * 64 * kChunkRowBytes, kBlockM * kChunkRowBytes);
     uint32_t low_q = descriptor_low(smem_q, kBlockM * kChunkRowBytes);
@@ -249,9 +249,9 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     constexpr uint32_t kDs = (2 * kKeyStages * kKeysBytes + 2 * kStages * kTileBytes) >> 4, kP = kDs + (2 * kDsBytes >> 4);
     const uint32_t ds_row = wg * 64 + warp * 16 + lane % 16;
 
-    // The two forms compute the same. One takes a register less with 64 columns, the other fewer instructions with 128.
+    // Both forms compute the same. One takes a register less with 64 columns, the other takes fewer instructions with 128.
     const auto moved = [](uint32_t low, uint64_t step) { return kD == 128 ? descriptor_from(low) + step : descriptor_from(low, step); };
-    // d = `operand` (keys x D) times the tile's `rows` (D x queries); both run along their columns.
+    // d = `operand` (keys x D) times the tile's `rows` (D x queries). Both run along their columns.
     const auto multiply_by_columns = [&](float(&d)[kBlockM / 2], uint32_t operand, uint32_t rows) {
         wgmma_fence();
         wgmma_ss_first<T, kBlockM>(d, descriptor_from(operand), descriptor_from(rows));
@@ -292,12 +292,12 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
         if (arrives(lane)) mbarrier_arrive(empty + 8 * slot);
         __syncwarp();
     };
-    // A read of shared memory takes 300 cycles while products read their operands. The first of lse and delta are therefore read before the
-    // waits for S and dP.
+    // A read of shared memory takes 300 cycles while products read their operands. The first values of lse and delta are therefore read
+    // before the waits for S and dP.
     float4 lse[2];
     const auto read_lse = [&](uint32_t slot) { lse[0] = statistic(smem.lse[slot], quad, 0), lse[1] = statistic(smem.lse[slot], quad, 1); };
     // Stores dS to its slot. P is unpacked from its 16 bits, because its float registers are needed elsewhere. `delta` holds the values for
-    // i = 0; the next ones are read one step ahead, because a read does not pass the store before it.
+    // i = 0. Later values are read one step ahead, because a read cannot overtake the store before it.
     const auto store_ds = [&](uint32_t slot, uint32_t ds_slot, float4 delta) {
 #pragma unroll
         for (int i = 0; i < kBlockM / 16; ++i) {
@@ -326,7 +326,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
             float dk[kD / 2], dv[kD / 2];  // row g + 8 r of the warp's 16 keys: elements with i / 2 % 2 = r
             const int last = w.last_place, wrap = w.wrap_place, ragged = ragged_place(p, w, kBlockM);
             int place = w.start_place;
-            // Where rows may be large, every tile takes the way of masked ones.
+            // Where rows may be large, every tile takes the path of masked tiles.
             const int mask_place = !kGeneral && some_large(schedule.tiles) ? INT_MAX : w.mask_place;
             zero_hidden_keys<kId>(p, w, smem.k[key_slot], wg * 64);
             zero_hidden_keys<kId>(p, w, smem.v[key_slot], wg * 64);
@@ -347,7 +347,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
                     mbarrier_wait(dout_full + 8 * slot, phase);
                     zero_rows_past_end<kBlockM>(w, smem.dout[slot]);
                 }
-                // There is no branch from here to dP, so that ptxas starts dP under the exponentials: worth several per cent.
+                // No branch from here to dP, so that ptxas starts dP under the exponentials: that is worth several per cent.
                 if constexpr (kGeneral) {
                     const Visited at = visited(w, int(it - it0));
                     const int head = w.head_k * p.group + at.head;
@@ -391,12 +391,12 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
                     if (next >= ragged) zero_rows_past_end<kBlockM>(w, smem.q[next_slot]);
                 }
                 __syncwarp();
-                main_warpgroup_sync(wg);  // its 64 rows of dS are written
+                main_warpgroup_sync(wg);  // the warpgroup's 64 rows of dS are written
                 __syncwarp();
                 if (arrives(lane)) mbarrier_arrive(ds_full + 8 * ds_slot);
                 __syncwarp();
                 wgmma_wait<0>(dv);
-                multiply_s(next_slot, keys);  // unused after the last tile: a conditional product would cost copies of registers
+                multiply_s(next_slot, keys);  // unused after the last tile: making the product conditional would cost copies of registers
                 release(dout_empty, slot);
                 multiply_dk(dk, slot, ds_slot, it == it0);
                 if (!kGeneral) read_lse(next_slot);

@@ -1,9 +1,8 @@
-// wgmma_sm90_dq.cuh: how dQ leaves a block of the Hopper backward: products of its own warpgroup, added to sums in global memory in turn
-// (wgmma_sm90_turns.cuh).
+// wgmma_sm90_dq.cuh: how dQ leaves a block of the Hopper backward. A separate warpgroup multiplies dQ and adds it to sums in global memory,
+// when it is the block's turn (wgmma_sm90_turns.cuh).
 //
-// send_dq adds from registers. At head dim 128 the warpgroup hands its pieces through shared memory to a thread that adds them by bulk
-// copies instead (stage_dq, copy_dq). There is room for that at this head dim, and it is 5 % faster from seqlen 8192 on without a mask
-// (H200).
+// send_dq adds from registers. At head dim 128 the warpgroup instead hands its pieces through shared memory to a thread that adds them by
+// bulk copies (stage_dq, copy_dq). This head dim leaves room for that, and it is 5 % faster from seqlen 8192 on without a mask (H200).
 #pragma once
 
 #include "attention/backward/wgmma_sm90_turns.cuh"
@@ -13,11 +12,11 @@
 
 namespace fa {
 
-// The warpgroup multiplies dQ = dS^T K and adds it from registers: of every tile kPieces pieces of 64 queries x 64 columns, from piece
-// kFirst on. `keys`: the rows of K, with the pieces' columns. `ds`: two slots of dS, a row per key. wait(it) returns when dS of tile `it`
-// is there; release(it) is called when it has been read.
+// The warpgroup multiplies dQ = dS^T K and adds it from registers: of every tile, kPieces pieces of 64 queries x 64 columns, from piece
+// kFirst on. `keys`: the rows of K, with the columns of these pieces. `ds`: two slots of dS, a row per key. wait(it) returns when dS of
+// tile `it` is there; release(it) is called when dS has been read.
 //
-// With 64 columns the product is dQ^T = K^T dS, so that some of K^T can stay in registers and need not come from shared memory, whose
+// With 64 columns the product is dQ^T = K^T dS, so that some of K^T can stay in registers. That saves reads of shared memory, whose
 // bandwidth is the bound.
 template <typename T, BackwardPlanId kId, int kFirst, int kPieces, typename Wait, typename Release>
 __device__ __forceinline__ void send_dq(const BackwardParams& b, const QueryTiles& tiles, const BackwardWork& w, DqTurns& turns,
@@ -25,7 +24,7 @@ __device__ __forceinline__ void send_dq(const BackwardParams& b, const QueryTile
     constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
     constexpr int kBlockM = kPlan.block_m, kBlockN = kPlan.block_n, kSteps = kBlockN / 16,
                   kHeld = kPlan.held_steps(std::is_same_v<T, __half>);
-    constexpr uint32_t kPiece = kBlockN * kChunkRowBytes >> 4;  // from 64 queries of dS, or 64 columns of K, to the next
+    constexpr uint32_t kPiece = kBlockN * kChunkRowBytes >> 4;  // distance to the next 64 queries of dS, or 64 columns of K
     uint32_t low_keys = descriptor_low(shared_address(keys), kBlockN * kChunkRowBytes);
     uint32_t low_ds = descriptor_low(shared_address(ds), kBlockN * kChunkRowBytes);
     const uint32_t it0 = uniform(w.it0);
@@ -33,7 +32,7 @@ __device__ __forceinline__ void send_dq(const BackwardParams& b, const QueryTile
     uint32_t held[kHeld ? kHeld : 1][4];  // the last steps of K^T
     if (count == 0) return;
     if constexpr (kHeld > 0) {
-        wait(it0);  // by then hidden keys are zeros
+        wait(it0);  // hidden keys have been zeroed by then
         const int lane = threadIdx.x % 32, key = (kSteps - kHeld) * 16 + lane / 16 * 8 + lane % 8;
 #pragma unroll
         for (int i = 0; i < kHeld; ++i)
@@ -76,7 +75,7 @@ __device__ __forceinline__ void send_dq(const BackwardParams& b, const QueryTile
             wgmma_commit();
             wgmma_wait<0>(dq);
             if (left == 1) release(it);
-            if (!kPlan.general && left == kPieces) take_turn();  // the product has not waited for it
+            if (!kPlan.general && left == kPieces) take_turn();  // after the product, which need not wait for the turn
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 float* place = sums + i * 512;
@@ -96,7 +95,7 @@ __device__ __forceinline__ void send_dq(const BackwardParams& b, const QueryTile
 }
 
 // The other way out leads through shared memory: the warpgroup stores its pieces to slots, and one thread sends them by bulk copies, which
-// L2 adds a line at a time.
+// L2 adds a whole line at a time.
 template <int kStages>
 struct DqStages {
     float piece[kStages][kDqPiece];
@@ -149,9 +148,9 @@ __device__ __forceinline__ void stage_dq(DqStages<kStages>& stages, const T* key
         }
     }
 }
-// One thread sends the pieces and counts them. It takes each turn itself, when it needs it: a block that has caught up with another one
-// would wait for every tile that was claimed ahead, which costs 1 % (causal, H200). A claimed tile is counted at once, because other blocks
-// may be waiting for it.
+// One thread sends the pieces and counts them. It takes each turn only when it needs it: if tiles were claimed ahead, a block that has
+// caught up with another would wait for each of them, which costs 1 % (causal, H200). A claimed tile is counted at once, because other
+// blocks may be waiting for it.
 template <BackwardPlanId kId, int kStages>
 __device__ __forceinline__ void copy_dq(const BackwardParams& b, const QueryTiles& tiles, const BackwardWork& w,
                                         DqStages<kStages>& stages) {
@@ -160,7 +159,7 @@ __device__ __forceinline__ void copy_dq(const BackwardParams& b, const QueryTile
     constexpr uint32_t kPieceBytes = kDqPiece * sizeof(float);
     const bool in_turn = takes_turns(b, tiles);
     uint32_t stage = w.it0 * kPieces % kStages, phase = w.it0 * kPieces / kStages & 1;
-    uint64_t* previous = nullptr;  // slot of the piece before; it is free once that piece has been read, which is awaited one piece later
+    uint64_t* previous = nullptr;  // slot of the previous piece; free once that piece has been read, which is awaited one piece later
     const auto visit = [&](uint32_t, Visited, uint32_t tile) {
         int* counter = tiles.turn + tile;
         Turn turn{};
@@ -187,8 +186,8 @@ __device__ __forceinline__ void copy_dq(const BackwardParams& b, const QueryTile
     bulk_wait_read<0>();
     if (previous) mbarrier_arrive(shared_address(previous));
 }
-// In order, two threads send: one the even tiles of the walk, the other the odd ones, each from slots of its own. So a tile is counted as
-// soon as it is in memory, which is what the next block waits for, and no tile waits for the one before it to get there.
+// In order, two threads send: one the even tiles of the walk, the other the odd tiles, each from its own slots. So a tile is counted as
+// soon as it is in memory, for which the next block waits, and no tile waits until the one before it is there.
 template <BackwardPlanId kId, int kStages>
 __device__ __forceinline__ void copy_dq_in_order(const BackwardParams& b, const QueryTiles& tiles, const BackwardWork& w,
                                                  DqStages<kStages>& stages, uint32_t odd) {

@@ -1,5 +1,5 @@
-// wgmma_sm90_fragments.cuh: a thread's fragment of the transposed S in the Hopper backward, from scores to dS. Element i is
-// key + 8 (i / 2 % 2), query + 8 (i / 4) + i % 2.
+// wgmma_sm90_fragments.cuh: a thread's fragment of the transposed S in the Hopper backward, from scores to dS. Element i is key + 8 (i / 2
+// % 2), query + 8 (i / 4) + i % 2.
 #pragma once
 
 #include "attention/backward/wgmma_sm90_work.cuh"
@@ -9,7 +9,7 @@
 
 namespace fa {
 
-// Sets pairs beyond the right edge, and all pairs of keys past the end, to -inf. `key` and `query` are those of element 0.
+// Sets pairs beyond the right edge, and all pairs of keys past the end, to -inf. `key` and `query` belong to element 0.
 template <int kCount>
 __device__ __forceinline__ void mask_fragment(float (&S)[kCount], const BackwardWork& w, int key, int query) {
     const int first0 = key >= w.seqlen_k ? 2 * kCount : key - w.right - query;
@@ -24,8 +24,8 @@ __device__ __forceinline__ float4 statistic(const float* statistics, int quad, i
     return load_shared_16(shared_address(statistics) + quad * 16 + i * 64);
 }
 
-// The large rows among 16 queries, of which `place` is quad_order of the thread's first one: adjust(element, RowBase). Element e of the
-// eight is that of the fragment.
+// Applies adjust(element, RowBase) to the large rows among 16 queries. `place` is quad_order of the thread's first query. `element` is one
+// of the eight of the fragment.
 template <typename Adjust>
 __device__ __forceinline__ void for_each_large(const float4& lse, const float2* large, int place, const Adjust& adjust) {
     const float own[4] = {lse.x, lse.y, lse.z, lse.w};
@@ -39,7 +39,7 @@ __device__ __forceinline__ void for_each_large(const float4& lse, const float2* 
     }
     __syncwarp();
 }
-// S of a tile with large rows, whose bases are at `large`.
+// Replaces the scores of large rows in S; their bases are at `large`.
 template <int kCount>
 __device__ __forceinline__ void adjust_products(float (&S)[kCount], const float* lse_of, const float2* large, int quad) {
 #pragma unroll
@@ -48,7 +48,7 @@ __device__ __forceinline__ void adjust_products(float (&S)[kCount], const float*
                        [&](int e, float2 base) { S[8 * i + e] = large_score(S[8 * i + e], base); });
 }
 
-// S becomes P = 2^(scale_log2 S - lse), packed as A operand. The first kAhead statistics of lse have been read before.
+// S becomes P = 2^(scale_log2 S - lse), packed as A operand. The first kAhead statistics of lse are already in `ahead`.
 template <typename T, int kCount, int kAhead>
 __device__ __forceinline__ void probabilities(const float (&S)[kCount], uint32_t (&P)[kCount / 2], float scale_log2,
                                               const float4 (&ahead)[kAhead], const float* lse_of, int quad) {
@@ -62,7 +62,7 @@ __device__ __forceinline__ void probabilities(const float (&S)[kCount], uint32_t
     }
 }
 
-// dS = P (dP - delta) of queries 16 i .. 16 i + 15, packed as A operand.
+// dS = P (dP - delta) for queries 16 i .. 16 i + 15, packed as A operand.
 template <typename T>
 __device__ __forceinline__ void score_gradients(uint32_t (&dS)[4], const uint32_t* P, const float* dP, const float4& delta) {
 #pragma unroll
@@ -72,7 +72,7 @@ __device__ __forceinline__ void score_gradients(uint32_t (&dS)[4], const uint32_
     }
 }
 
-// Where a lane's stmatrix puts queries 16 i .. 16 i + 15 of key `row`, in a swizzled tile of kRows keys: bytes.
+// The byte offset to which a lane's stmatrix writes queries 16 i .. 16 i + 15 of key `row`, in a swizzled tile of kRows keys.
 template <int kRows>
 __device__ __forceinline__ uint32_t matrix_offset(int row, int lane, int i) {
     return i / 4 * kRows * kChunkRowBytes + row * kChunkRowBytes + ((2 * (i % 4) + lane / 16 ^ row % 8) << 4);

@@ -1,5 +1,5 @@
-// wgmma_sm90_hidden.cuh: rows of shared memory that the Hopper backward must zero before a product reads them. P and dS of rows that nobody
-// sees are 0, but such rows may hold anything, and 0 x NaN is NaN.
+// wgmma_sm90_hidden.cuh: rows of shared memory that the Hopper backward must zero before a product reads them. Rows that nobody sees have P
+// = dS = 0, but they may hold anything, and 0 x NaN is NaN.
 #pragma once
 
 #include <climits>
@@ -33,12 +33,12 @@ __device__ __forceinline__ bool pair_is_visible(const AttentionParams& p, int ba
 // Named barriers 1 and 2 belong to main warpgroups 0 and 1.
 __device__ __forceinline__ void main_warpgroup_sync(int wg) { bar_sync(1 + wg, 128); }
 
-// Places from this one on belong to the last query tile of a varlen sequence, which reaches past its end into rows of the next sequence.
-// INT_MAX: there is no such tile.
+// Places from this one on belong to the last query tile of a varlen sequence if it reaches past the end, into rows of the next sequence.
+// INT_MAX: no such tile.
 FA_HOST_DEVICE int ragged_place(const AttentionParams& p, const BackwardWork& w, int block_m) {
     return p.cu_seqlens_q && w.seqlen_q % block_m ? w.seqlen_q / block_m * w.width : INT_MAX;
 }
-// Zeroes the rows of such a tile of Q or dout that are past the end. A whole main warpgroup; both may write the same zeros.
+// Zeroes the rows past the end in such a tile of Q or dout. Called by a whole main warpgroup; both may write the same zeros.
 template <int kRows, typename T, int kCount>
 __device__ __forceinline__ void zero_rows_past_end(const BackwardWork& w, T (&tile)[kCount]) {
 #pragma unroll 1
@@ -48,13 +48,13 @@ __device__ __forceinline__ void zero_rows_past_end(const BackwardWork& w, T (&ti
     bar_sync(opaque(int(threadIdx.x)) / 128, 128);  // main_warpgroup_sync, without holding `wg` in a register
 }
 
-// Zeroes, of the 64 keys from row0 on in a tile of K or V, those that no query of the sequence sees: keys past the end, cut off by causal
-// or a window, or hidden by a mask or a bias in every row. Past the end of a dense tensor the copy engine has written zeros. A whole main
-// warpgroup.
+// Zeroes those of the 64 keys from row0 on, in a tile of K or V, that no query of the sequence sees: keys past the end, cut off by causal
+// or a window, or hidden by a mask or a bias in every row. Past the end of a dense tensor the copy engine has written zeros. Called by a
+// whole main warpgroup.
 template <BackwardPlanId kId, typename T, int kCount>
 __device__ __forceinline__ void zero_hidden_keys(const AttentionParams& p, const BackwardWork& w, T (&tile)[kCount], int row0) {
     constexpr bool kGeneral = kBackwardPlan<kId>.general;
-    constexpr int kBlockN = kBackwardPlan<kId>.block_n, kPieces = kCount / kBlockN / 8;  // of eight columns
+    constexpr int kBlockN = kBackwardPlan<kId>.block_n, kPieces = kCount / kBlockN / 8;  // pieces of eight columns
     const int begin = clamp_to(w.left, 0, w.seqlen_k), end = clamp_to(w.seqlen_q + w.right, 0, w.seqlen_k);
     const bool outside = w.key0 < begin || (w.key0 + kBlockN > end && (p.cu_seqlens_q || end < w.seqlen_k));
     const bool may_hide = kGeneral && (p.bias.data || p.mask.data);
@@ -68,7 +68,7 @@ __device__ __forceinline__ void zero_hidden_keys(const AttentionParams& p, const
         bool finite = true;
         if (may_hide && !hidden)
             for (int i = t % 2; i < kPieces; i += 2) finite = finite && finite_16<T>(pieces[swizzled_offset(kBlockN, row, i) / 16]);
-        if (!__all_sync(pair, finite)) {  // finite keys need no look through the whole column, which is slow
+        if (!__all_sync(pair, finite)) {  // finite keys are harmless; looking through a whole column is slow
             bool seen = false;
             for (int i = t % 2; i < w.seqlen_q && !seen; i += 2)
                 for (int head = w.head_k * p.group; head < (w.head_k + 1) * p.group && !seen; ++head)

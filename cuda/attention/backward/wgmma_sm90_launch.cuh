@@ -1,4 +1,5 @@
-// wgmma_sm90_launch.cuh: the three launches of the Hopper backward, on the host: rows before, the main kernel of plan kId, rows after.
+// wgmma_sm90_launch.cuh: the three launches of the Hopper backward, on the host: the kernel before, the main kernel of plan kId, the kernel
+// after.
 #pragma once
 
 #include "attention/backward/wgmma_sm90_rows.h"
@@ -47,7 +48,7 @@ cudaError_t launch_backward_block(BackwardKernelPointer function, int shared_byt
         return error;
 
     int grid = schedule.blocks * kPlan.blocks();
-    if (kPlan.blocks() == 1 && grid > multiprocessors) grid = multiprocessors;  // they take the remaining key blocks in turn
+    if (kPlan.blocks() == 1 && grid > multiprocessors) grid = multiprocessors;  // blocks take the remaining key blocks in turn
     if (cudaError_t error = backward_rows_before(b, schedule.tiles, stream)) return error;
     if (cudaError_t error = launch_kernel(function, unsigned(grid), kBackwardThreads, size_t(shared_bytes), stream, LaunchOptions{}, map_q,
                                           map_k, map_v, map_dout, b, schedule))

@@ -1,4 +1,4 @@
-// wgmma_sm90_loads.cuh: the threads of the Hopper backward that load: tiles of K and V once, tiles of Q and dout in the order of the walk.
+// wgmma_sm90_loads.cuh: the loading threads of the Hopper backward: tiles of K and V once, tiles of Q and dout in the order of the walk.
 #pragma once
 
 #include "attention/backward/wgmma_sm90_work.cuh"
@@ -7,7 +7,7 @@
 
 namespace fa {
 
-// One thread loads `rows` rows from `row` on to `tile`, in `loads` boxes. `first` is the first 64-column chunk that is loaded.
+// One thread loads `rows` rows, from `row` on, to `tile`, in `loads` boxes. `first` is the first 64-column chunk to load.
 __device__ __forceinline__ void load_tile(const CUtensorMap& map, int loads, int first, const void* tile, uint32_t rows, uint32_t barrier,
                                           int row, int head, int batch, uint64_t policy) {
 #pragma unroll 1

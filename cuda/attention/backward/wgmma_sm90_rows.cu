@@ -1,9 +1,8 @@
 // wgmma_sm90_rows.cu: the row-by-row kernels before and after the main kernel of the Hopper backward.
-//     before   computes delta = rowsum(dout * out) - dlse; converts lse to exponents of 2, with +inf past the end so that P = 0, and finds
-//              what rows with a large lse need instead (large_rows.cuh); clears the counters; writes zeros to the sums of dQ where blocks
-//              add whenever they come
-//     after    brings dQ from accumulator order to rows and multiplies it by softmax_scale
-// Both are bound by memory: 16 bytes a lane, a block for every tile of queries.
+//     before   computes delta = rowsum(dout * out) - dlse; converts lse to exponents of 2, with +inf past the end so that P = 0; finds the
+//              RowBase of rows with a large lse (large_rows.cuh); clears the counters; zeroes the sums of dQ where blocks add in any order
+//     after    converts dQ from accumulator order to rows and multiplies it by softmax_scale
+// Both are bound by memory: 16 bytes per lane, one block for every tile of queries.
 #include <cmath>
 #include <type_traits>
 
@@ -24,7 +23,7 @@ struct RowsParams {
     QueryTiles tiles;
 };
 
-// The tile of queries that a block works on. False for a tile that no sequence owns.
+// The tile of queries that a block works on. find_tile returns false for a tile that belongs to no sequence.
 struct TilePlace {
     int64_t tile;  // in QueryTiles
     int batch, head, row0;
@@ -53,7 +52,7 @@ __device__ bool find_tile(const RowsParams& params, unsigned tile, TilePlace& at
     return at.row0 >= 0 && at.row0 < at.s.seqlen_q;
 }
 
-// A whole block: whether the lengths are in order.
+// Called by a whole block: stores whether the lengths are in order.
 __device__ __noinline__ void find_order(const RowsParams& params) {
     const AttentionParams& p = params.b.forward;
     bool ordered = true;
@@ -63,7 +62,7 @@ __device__ __noinline__ void find_order(const RowsParams& params) {
     if (threadIdx.x == 0) *params.tiles.has_order() = ordered;
 }
 
-// The whole block: the large rows of its tile (large_rows.cuh).
+// Called by the whole block: finds the large rows of its tile (large_rows.cuh).
 template <typename T, int kBlockM>
 __device__ __noinline__ void prepare_large_rows(const RowsParams& params) {
     TilePlace at;
@@ -79,18 +78,18 @@ __device__ __noinline__ void prepare_large_rows(const RowsParams& params) {
                        });
 }
 
-constexpr int kBeforeBlocks = 2048 / kThreads;  // fill a multiprocessor, whatever registers the rare rows would like
+constexpr int kBeforeBlocks = 2048 / kThreads;  // fill a multiprocessor, even if the rare large rows could use more registers
 template <typename T, int kColumns, int kBlockM>
 __global__ void __launch_bounds__(kThreads, kBeforeBlocks) before_kernel(const __grid_constant__ RowsParams params) {
-    constexpr int kLanes = kColumns == 64 ? 8 : kColumns == 128 ? 16 : 32, kRows = kThreads / kLanes;  // of a row; at a time
+    constexpr int kLanes = kColumns == 64 ? 8 : kColumns == 128 ? 16 : 32, kRows = kThreads / kLanes;  // lanes per row; rows at a time
     const AttentionParams& p = params.b.forward;
     TilePlace at;
     if (blockIdx.x == 0) {
         if (threadIdx.x == 0) *params.tiles.taken() = 0;
         if (params.b.deterministic && p.cu_seqlens_q) find_order(params);
     }
-    // Every tile has counters that begin at zero: where lengths are not in order, the main kernel visits tiles that find_tile gives to
-    // another sequence, or to none.
+    // Every tile has counters that begin at zero. Where lengths are not in order, the main kernel also visits tiles that find_tile assigns
+    // to another sequence, or to none.
     if (threadIdx.x < params.tiles.blocks) params.tiles.turn[int64_t(blockIdx.x) * params.tiles.blocks + threadIdx.x] = 0;
     if (!find_tile(params, blockIdx.x, at)) return;
     const int lane = threadIdx.x % kLanes;
@@ -118,7 +117,7 @@ __global__ void __launch_bounds__(kThreads, kBeforeBlocks) before_kernel(const _
             const int64_t place = at.tile * kBlockM + quad_order(r);
             const int64_t own = lse_offset(p, at.s, at.head) + row;
             const float lse = row < at.s.seqlen_q ? p.lse[own] : -INFINITY;
-            const bool empty = lse == -INFINITY;  // P = 0, and so must P (dP - delta) be, whatever dlse holds
+            const bool empty = lse == -INFINITY;  // P = 0, so P (dP - delta) must be 0, too, whatever dlse holds
             if (!empty && params.b.dlse) sum -= params.b.dlse[own];
             params.tiles.lse[place] = row_statistic(lse);
             large = large || is_large(lse);
@@ -148,7 +147,7 @@ __device__ __forceinline__ void store_columns(const RowsParams& params, T* row, 
     *place = make_uint4(packed[0], packed[1], packed[2], packed[3]);
 }
 
-// A block has two pieces: with 64 columns both pieces of the tile, else 128 of the tile's columns.
+// A block has two pieces: with 64 columns, both pieces of the tile; else 128 of the tile's columns.
 constexpr int kPiecesOfBlock = 2;
 
 template <typename T, int kColumns, int kBlockM>
@@ -167,8 +166,8 @@ __global__ void __launch_bounds__(kThreads) after_kernel(const __grid_constant__
     };
     const int first = blockIdx.x % kBlocks * kPiecesOfBlock, t = threadIdx.x;
     if constexpr (kColumns == 64) {
-        // A thread has columns 8 group .. + 7 of two neighbouring rows. They are halves of eight lanes' accumulator groups, which hold
-        // dQ^T.
+        // A thread has columns 8 group .. + 7 of two neighbouring rows. They are halves of the accumulator groups, which hold dQ^T, of
+        // eight lanes.
         const int group = t % 8, quad = t / 8 % 4, c = t / 32;
         const float2* lanes = reinterpret_cast<const float2*>(params.tiles.dq) + (at.tile * kPieces + first) * (kDqPiece / 2) +
                               (c * 128 + group / 2 * 32 + quad) * 2 + group % 2;

@@ -9,7 +9,7 @@
 
 namespace fa {
 
-// Draws the dropout bits of a warpgroup's 64 keys and the tile's queries. A byte holds eight keys, which one random block decides.
+// Draws the dropout bits for a warpgroup's 64 keys and the tile's queries. A byte holds eight keys, which one random block decides.
 template <int kQueries>
 __device__ __forceinline__ void draw_dropout(const AttentionParams& p, const BackwardWork& w, uint8_t (*keep)[kQueries], int key0,
                                              int query0, int head) {
@@ -22,16 +22,16 @@ __device__ __forceinline__ void draw_dropout(const AttentionParams& p, const Bac
         keep[i / kQueries][i % kQueries] = uint8_t(bits);
     }
 }
-// Zeroes a, b, two neighbouring queries of one key, if they are dropped. `bit` is the key's place in the byte.
+// Zeroes a and b, two neighbouring queries of one key, where they are dropped. `bit` is the key's bit in the byte.
 __device__ __forceinline__ void drop_pair(const uint8_t* keep, int bit, float& a, float& b) {
     const uint32_t both = *reinterpret_cast<const uint16_t*>(keep) >> bit;
     if (!(both & 1)) a = 0.0f;
     if (!(both >> 8 & 1)) b = 0.0f;
 }
 
-// From S = q k^T to P after dropout, and to the factor of dP - delta in dS: P before dropout times d score / d (scaled product). Both are
-// packed as A operands and handed to take(i, factor, P), sixteen queries at a time. `large`: the bases of the tile's large rows. `keep`:
-// the warpgroup's bits from draw_dropout. key0: its first key.
+// Turns S = q k^T into P after dropout, and into the factor of dP - delta in dS: P before dropout times d score / d (scaled product). Both
+// are packed as A operands and handed to take(i, factor, P), sixteen queries at a time. `large`: the bases of the tile's large rows.
+// `keep`: the warpgroup's bits from draw_dropout. key0: the warpgroup's first key.
 template <typename T, int kBlockM, typename Take>
 __device__ __forceinline__ void general_probabilities(const AttentionParams& p, const BackwardWork& w, const float (&S)[kBlockM / 2],
                                                       const float* statistics, const float2* large, const uint8_t (*keep)[kBlockM],
@@ -95,7 +95,7 @@ __device__ __forceinline__ void general_probabilities(const AttentionParams& p, 
     }
 }
 
-// dP becomes the gradient of the probabilities before dropout.
+// dP, the gradient after dropout, becomes the gradient of the probabilities before dropout.
 template <int kBlockM>
 __device__ __forceinline__ void drop_gradients(const uint8_t (*keep)[kBlockM], float scale, float (&dP)[kBlockM / 2]) {
     const int lane = opaque(int(threadIdx.x % 32)), warp = threadIdx.x % 128 / 32;

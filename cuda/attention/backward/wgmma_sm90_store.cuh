@@ -1,4 +1,4 @@
-// wgmma_sm90_store.cuh: how dK and dV leave the registers of the Hopper backward.
+// wgmma_sm90_store.cuh: stores dK and dV from the registers of the Hopper backward.
 #pragma once
 
 #include "attention/backward/wgmma_sm90_work.cuh"
@@ -8,8 +8,8 @@
 
 namespace fa {
 
-// Writes gradient fragment d, of keys `key` and key + 8, times `factor` to rows of dK or dV. The lanes of a quad exchange their pairs, so
-// that each lane stores 16 contiguous bytes: columns 8 (4 x + quad) and on.
+// Writes gradient fragment d, for keys `key` and key + 8, times `factor` to rows of dK or dV. The lanes of a quad exchange their pairs, so
+// that each lane stores 16 contiguous bytes: columns from 8 (4 x + quad) on.
 template <typename T, int kCount>
 __device__ __forceinline__ void store_gradient(const float (&d)[kCount], const TensorView& view, int64_t offset, int columns, float factor,
                                                bool accumulate, int key, int seqlen_k) {
@@ -41,7 +41,7 @@ __device__ __forceinline__ void store_gradient(const float (&d)[kCount], const T
         }
     }
 }
-// Writes zeros to the block's rows of dK or dV when no query sees them. Both main warpgroups.
+// Writes zeros to the block's rows of dK or dV when no query sees them. Called by both main warpgroups.
 template <typename T, int kBlockN>
 __device__ __forceinline__ void store_zeros(const TensorView& view, int columns, const BackwardParams& b, const BackwardWork& w) {
     if (b.accumulate) return;

@@ -1,4 +1,4 @@
-// wgmma_sm90_work.cuh: the work of a block of the Hopper backward: which keys it owns, which query tiles it walks, and in which order.
+// wgmma_sm90_work.cuh: the work of a block of the Hopper backward: which keys it owns, which query tiles it walks over, and in which order.
 #pragma once
 
 #include "attention/backward/wgmma_sm90_tiles.h"
@@ -9,15 +9,15 @@
 
 namespace fa {
 
-// One set of keys of a block, and what the block needs to know of its sequence. One thread works it out for all others.
+// One set of keys of a block, and what the block needs to know about the sequence. One thread computes it for all others.
 struct alignas(16) BackwardWork {
     int valid;
     int key0;  // first key of the block
     int head_k, batch;
     int seqlen_q, seqlen_k, shift;
-    int q_row, k_row;    // varlen: the sequence's first row, else 0
-    int first_tile;      // varlen: the sequence's first tile in QueryTiles, else 0
-    int left, right;     // row i sees keys i + left .. i + right of 0 .. seqlen_k - 1
+    int q_row, k_row;    // varlen: the sequence's first row; else 0
+    int first_tile;      // varlen: the sequence's first tile in QueryTiles; else 0
+    int left, right;     // row i sees keys i + left .. i + right, within 0 .. seqlen_k - 1
     int first_m, end_m;  // query tiles that see any of the keys
     uint32_t it0;        // query tiles that the block has walked for earlier keys
 
@@ -25,10 +25,10 @@ struct alignas(16) BackwardWork {
     //     free       a round is a head; its steps are the tiles, from start_step up to end_step and then from first_step on
     //     in order   a round is a tile, from the last down to the first; its steps are the heads
     bool in_order;
-    bool waits;  // in order: for the blocks of lower keys
+    bool waits;  // in order: wait for the blocks of lower keys
     int rounds, first_step, end_step, start_step;
-    // The main warpgroups count places instead: m * width + width - 1 - head, where width is the steps of a tile (in order the heads of
-    // the group, free 1). After last_place comes wrap_place.
+    // The main warpgroups instead count places: m * width + width - 1 - head, where width is the number of steps per tile (in order: the
+    // heads of the group; free: 1). After last_place comes wrap_place.
     int width, start_place, last_place, wrap_place;
     int mask_place;  // places before this one have rows that do not see all of the keys; keys past the end count as unseen
 };
@@ -39,21 +39,21 @@ struct BackwardSchedule {
     int section_heads;  // with by_section: key heads of a section
     bool by_section;    // the first blocks of all heads of a section come before their second blocks; else one head after another
     bool in_order;      // deterministic: blocks add to every query tile in the order of their keys
-    int blocks;         // of 128 keys; the grid takes them in turn
-    int q_loads, k_loads, v_loads, dout_loads;  // boxes that make a tile
+    int blocks;         // blocks of 128 keys; the thread blocks of the grid take them in turn
+    int q_loads, k_loads, v_loads, dout_loads;  // boxes of a tile
 };
 
-// The first lane's value, in every lane that still runs. The compiler learns from the shuffle that the value is uniform.
+// The first lane's value, in all lanes that still run. The shuffle tells the compiler that it is uniform.
 template <typename X>
 __device__ __forceinline__ X uniform(X x) {
     return __shfl_sync(~0u, x, 0);
 }
 
 FA_HOST_DEVICE int next_step(int step, int first, int end) { return step + 1 == end ? first : step + 1; }
-// In order places go down, and free ones go up: the wrap tells which.
+// In order, places go down; otherwise they go up. `wrap` tells which.
 FA_HOST_DEVICE int next_place(int place, int last, int wrap) { return place == last ? wrap : wrap > last ? place - 1 : place + 1; }
 
-// What a walk visits: a query tile of a head of the group.
+// A step of a walk: a query tile of a head of the group.
 struct Visited {
     int m, head;
 };
@@ -66,20 +66,20 @@ FA_HOST_DEVICE Visited visited(const BackwardWork& w, int it) {
 // The keys of block `index` and the query tiles that see any of them. False when the block has no keys.
 //
 // Blocks of one head that run at the same time add to the same sums of dQ, so they should be at different query tiles. Under a causal mask
-// each block starts at its own first tile, and these differ. Without a right edge the starts are spread over the tiles.
+// each block starts at its own first tile, and these differ. Without a right edge, the starts are spread over the tiles.
 //
 // Deterministic blocks add to every tile in the order of their keys, and a block may wait only for blocks of lower numbers, which have
-// started before it. All begin with the last tile and go down, at every tile through all heads of the group. So a block follows the one
-// before it at the distance at which it started, about a tile, and never overtakes it: with a causal mask lower keys have more tiles, and
-// those are the ones that only they have. This also puts the longest walks first, so that thread blocks end together. ladder/turns.py
+// started before it. All begin with the last tile and go down; at every tile they go through all heads of the group. So a block follows the
+// block before it at the distance at which it started, about one tile, and never overtakes it: with a causal mask, lower keys have more
+// tiles, but the additional ones come last. This also puts the longest walks first, so that thread blocks end together. ladder/turns.py
 // compares this with other orders.
 template <int kBlockM, int kBlockN>
 FA_HOST_DEVICE bool find_key_block(const AttentionParams& p, const BackwardSchedule& schedule, int index, BackwardWork& w) {
     if (p.cu_seqlens_q) {
         const int slot = index / p.nheads_k;
         w.head_k = index - slot * p.nheads_k;
-        // Sequence b owns the slots from (its first key) / N + b up to those of the next one. They are enough wherever it starts, and need
-        // no prefix sum. Before the first of several parts, and between them, slots may have no keys.
+        // Sequence b owns the slots from (its first key) / N + b up to those of the next sequence. That is enough wherever the sequence
+        // starts, and needs no prefix sum. Before the first of several parts, and between parts, slots may have no keys.
         const auto first_slot = [&](int b) { return first_block_of(p, kBlockN, b); };
         int low = 0, high = p.batch - 1;
         while (low < high) {
@@ -110,7 +110,7 @@ FA_HOST_DEVICE bool find_key_block(const AttentionParams& p, const BackwardSched
     w.left = band.left, w.right = band.right;
     const Range tiles = query_tiles_of(band, w.key0, kBlockM, kBlockN);
     w.first_m = tiles.begin, w.end_m = tiles.end;
-    forget_registers();  // the thread has 32
+    forget_registers();  // the thread has only 32
     w.in_order = schedule.in_order;
     w.waits = w.in_order && (!p.cu_seqlens_q || *schedule.tiles.has_order());
     if (w.in_order) {
@@ -130,7 +130,7 @@ FA_HOST_DEVICE bool find_key_block(const AttentionParams& p, const BackwardSched
 // Query tiles that the block walks for these keys, over all heads of the group.
 FA_HOST_DEVICE int count_tiles(const BackwardWork& w) { return w.rounds * (w.end_step - w.first_step); }
 
-// The keys that a block takes, in two slots that are used in turn. full: the slot is written. empty: every reader is through with it.
+// The sets of keys that a block takes, in two slots that are used in turn. full: the slot is written. empty: every reader is done with it.
 struct WorkList {
     static constexpr int kReaders = 3 + (kMainWarps + kDqWarps) * kWarpArrivals;  // three threads of the loading warpgroup, and the warps
     BackwardWork work[2];
@@ -150,11 +150,11 @@ __device__ __forceinline__ void for_each_work(const WorkList& list, const Visit&
 }
 __device__ __forceinline__ void release_work(const WorkList& list, uint32_t n) { mbarrier_arrive(shared_address(&list.empty[n & 1])); }
 
-// The number in QueryTiles of the sequence's first query tile of the group's first head. A tile has 16 KiB and more: 32 bits do.
+// The number in QueryTiles of the first query tile of the group's first head. A tile takes at least 16 KiB, so 32 bits suffice.
 __device__ __forceinline__ uint32_t first_query_tile(const AttentionParams& p, const QueryTiles& tiles, const BackwardWork& w) {
     return uint32_t((p.cu_seqlens_q ? 0 : w.batch) * p.nheads + w.head_k * p.group) * tiles.tiles + w.first_tile;
 }
-// Whether rows of the call may be large, and then the bases of those of a visited tile.
+// Whether rows of the call may be large; and the bases of the large rows of a visited tile.
 __device__ __forceinline__ bool some_large(const QueryTiles& tiles) { return *tiles.some_large() == QueryTiles::kSomeLarge; }
 template <int kBlockM>
 __device__ __forceinline__ const float2* large_rows_of(const AttentionParams& p, const QueryTiles& tiles, const BackwardWork& w,

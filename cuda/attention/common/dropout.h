@@ -1,13 +1,13 @@
-// dropout.h: which elements of P are dropped, the same on every backend.
+// dropout.h: decides which elements of P are dropped; the same ones on every backend.
 //
 // One call of Philox4x32-10 (common/philox.h) yields 128 bits for 8 neighbouring columns of one row, 16 bits each:
 //     key     = dropout_key(seed, offset)                              once per call, on the host
 //     block   = philox({column / 8, row, head, sequence}, key)
 //     bits    = 16 bits of block[(column % 8) / 2], the low half for even columns
 //     dropped = bits < threshold,   threshold = round(65536 * p)
-// Rows, columns and heads count as in the whole batch: rows and columns from the start of their sequence. A call on parts says where they
-// are in it, and the first column of a part is a multiple of 8. A tensor-core accumulator gives each thread of a quad two of the eight
-// columns, which is exactly one word: the four threads of a quad can share four calls over four column groups.
+// Rows and columns count from the start of their whole sequence, heads and sequences from the first of the whole batch. A call on parts of
+// sequences says where each part starts; the first column of a part is a multiple of 8. A tensor-core accumulator gives each thread of a
+// quad two of the eight columns, which is exactly one word: the four threads of a quad can share four calls over four column groups.
 #pragma once
 
 #include "attention/common/params.h"
@@ -20,9 +20,9 @@ FA_HOST_DEVICE void dropout_key(uint64_t seed, uint64_t offset, uint32_t key[2])
     key[0] = r.word[0], key[1] = r.word[1];
 }
 
-// Where row 0, column 0 of sequence b and head 0 of the call are in the whole batch.
+// The position, in the whole batch, of row 0 and column 0 of sequence b and of head 0 of the call.
 struct DropoutOrigin {
-    uint32_t columns;  // eight at a time
+    uint32_t columns;  // the first column / 8
     uint32_t row, head, sequence;
 };
 FA_HOST_DEVICE DropoutOrigin dropout_origin(const AttentionParams& p, int32_t b) {
@@ -31,7 +31,7 @@ FA_HOST_DEVICE DropoutOrigin dropout_origin(const AttentionParams& p, int32_t b)
     return {uint32_t(part.first_key) / 8, uint32_t(part.first_row), uint32_t(p.first_head), uint32_t(part.sequence)};
 }
 
-// The random block that decides columns 8 * (column / 8) .. + 7.
+// The random block that decides the eight columns from 8 * (column / 8) on.
 FA_HOST_DEVICE Philox4 dropout_block(const AttentionParams& p, int32_t b, int32_t head, int32_t row, int32_t column) {
     const DropoutOrigin o = dropout_origin(p, b);
     return philox(o.columns + uint32_t(column) / 8, o.row + uint32_t(row), o.head + uint32_t(head), o.sequence, p.dropout_key[0],

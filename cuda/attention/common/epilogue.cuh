@@ -1,4 +1,4 @@
-// epilogue.cuh: what the softmax of a row leaves once all of its keys are done: the factor of its sums of P V, and its lse.
+// epilogue.cuh: finishes the softmax of a row after its last key: the factor for its sum of P V, and its lse.
 #pragma once
 
 #include <cmath>
@@ -17,11 +17,11 @@ struct RowEnd {
     float lse;      // log of the sum of exponentials, in the unit of the maximum; -inf for a row without keys and sink
 };
 
-// The sink of a head: a logit, in natural units, that joins the denominator alone. -inf = none.
+// The sink of a head: a logit in natural units that is added to the denominator only; -inf = no sink.
 __device__ __forceinline__ float sink_of(const float* sinks, int head) { return sinks ? sinks[head] : -INFINITY; }
 
-// The division rounds correctly; the logarithm is off by at most 2e-7. row_sum is that of the whole row. A row without keys has the sum 0;
-// its maximum may be -inf or the lowest finite number.
+// `row_sum` is the sum over the whole row. The division rounds correctly; the logarithm is off by at most 2e-7. A row without keys has the
+// sum 0; its maximum may be -inf or the lowest finite number.
 template <ScoreUnit kUnit>
 __device__ __forceinline__ RowEnd finish_row(float row_max, float row_sum, float sink = -INFINITY) {
     constexpr bool kNatural = kUnit == ScoreUnit::kNatural;

@@ -1,6 +1,6 @@
-// general_scores.cuh: the options of a score, applied to a thread's fragment of S (the accumulator layout of wgmma and of mma.m16n8k16):
-// element i is row + 8 (i / 2 % 2), key + 8 (i / 4) + i % 2. The same arithmetic as transform_score in mask.h, one option at a time so
-// that each test runs once a tile.
+// general_scores.cuh: the options of a score, applied to a thread's fragment of S. In the accumulator layout of wgmma and of mma.m16n8k16,
+// element i is row + 8 (i / 2 % 2), key + 8 (i / 4) + i % 2. The arithmetic is that of transform_score in mask.h, but one option at a time,
+// so that each option is tested once per tile.
 #pragma once
 
 #include "attention/common/dropout.h"
@@ -10,7 +10,7 @@
 
 namespace fa {
 
-// tanh to a few 1e-7 absolute, which softcap times that keeps; |x| large gives +-1, NaN stays NaN.
+// tanh with an absolute error of a few 1e-7, which softcap then multiplies. Large |x| gives +-1, NaN stays NaN.
 __device__ __forceinline__ float tanh_fast(float x) { return 1.0f - __fdividef(2.0f, 1.0f + __expf(2.0f * x)); }
 
 struct FragmentPlace {
@@ -24,7 +24,7 @@ struct FragmentPlace {
 template <int kCount>
 __device__ __forceinline__ void transform_products(const AttentionParams& p, const FragmentPlace& at, float (&S)[kCount]) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) S[i] = __fmul_rn(S[i], p.scale);  // the same bits in every kernel: large_rows.cuh
+    for (int i = 0; i < kCount; ++i) S[i] = __fmul_rn(S[i], p.scale);  // never fused: every kernel needs the same bits, large_rows.cuh
     if (p.softcap != 0) {
         const float inverse = 1.0f / p.softcap;
 #pragma unroll
@@ -38,17 +38,18 @@ __device__ __forceinline__ void transform_products(const AttentionParams& p, con
     }
 }
 
-// S = bias + alibi + softcap(scale S), -inf where the boolean mask or a bias of -inf hides the pair. Natural units.
+// S = bias + alibi + softcap(scale S), natural units; -inf where the boolean mask or a bias of -inf hides the pair.
 template <typename T, int kCount>
 __device__ __forceinline__ void transform_fragment(const AttentionParams& p, const FragmentPlace& at, float (&S)[kCount]) {
     transform_products(p, at, S);
-    // Row by row and eight keys at a time: the pointer's walk keeps a fragment's loads from all being in flight, and in registers, at once.
+    // Row by row, eight keys at a time. The opaque pointer keeps the compiler from issuing all loads of a fragment at once, which takes
+    // registers.
     const auto walk = [&](const auto* data, int64_t batch, int64_t head, int64_t row, const auto& element) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             if (at.row + 8 * r >= at.seqlen_q) continue;
             const auto* place = data + (at.batch * batch + at.head * head + (at.row + 8 * r) * row + at.key);
-            int keys = at.seqlen_k - at.key;  // may be read from here on
+            int keys = at.seqlen_k - at.key;  // keys that exist from `place` on
 #pragma unroll
             for (int i = 2 * r; i < kCount; i += 4) {
                 if (keys > 0) element(S[i], place[0]);
@@ -61,7 +62,7 @@ __device__ __forceinline__ void transform_fragment(const AttentionParams& p, con
     if (p.bias.data) {
         const auto add = [](float& score, auto x) {
             const float bias = to_float(x);
-            score = bias == -INFINITY ? bias : score + bias;  // also when the score is NaN or infinite: the pair is hidden
+            score = bias == -INFINITY ? bias : score + bias;  // even when the score is NaN or infinite: the pair is hidden
         };
         if (p.bias_dtype == DType::kFloat32) walk(static_cast<const float*>(p.bias.data), p.bias.batch, p.bias.head, p.bias.row, add);
         else walk(static_cast<const T*>(p.bias.data), p.bias.batch, p.bias.head, p.bias.row, add);
@@ -74,7 +75,7 @@ __device__ __forceinline__ void transform_fragment(const AttentionParams& p, con
     }
 }
 
-// -inf where the tree of draft tokens hides the pair (mask.h: tree_shows). Keys past the sequence may be any.
+// Sets scores that the tree of draft tokens hides to -inf (mask.h: tree_shows). Scores of keys past the sequence may get any value.
 template <int kCount>
 __device__ __forceinline__ void hide_by_tree(const AttentionParams& p, const FragmentPlace& at, float (&S)[kCount]) {
     const int first = at.key - (at.seqlen_k - p.tree.keys);  // the bit of element 0
@@ -92,8 +93,8 @@ __device__ __forceinline__ void hide_by_tree(const AttentionParams& p, const Fra
     }
 }
 
-// Zeroes the dropped probabilities. One Philox call decides eight columns, two for each lane of a quad: every lane makes the call
-// of one of four neighbouring column groups, and the quad exchanges the words.
+// Zeroes the dropped probabilities. One Philox call decides eight columns, two for each lane of a quad. So each lane makes the call for one
+// of four neighbouring column groups, and the quad exchanges the words.
 template <int kCount>
 __device__ __forceinline__ void drop_fragment(const AttentionParams& p, const FragmentPlace& at, int quad, float (&P)[kCount]) {
     static_assert(kCount % 16 == 0, "column groups are shared out four at a time");

@@ -1,4 +1,4 @@
-// key_rows.cuh: elements of K or V as floats, for the kernels that fetch them one by one.
+// key_rows.cuh: elements of K or V as floats, for kernels that load them one by one.
 #pragma once
 
 #include "attention/common/params.h"
@@ -7,10 +7,10 @@
 
 namespace fa {
 
-// Rows of q's dtype a stride apart: plain K and V, and contiguous caches. `start` is the first one's offset in the tensor.
+// Rows of q's dtype at a fixed stride: plain K and V, and contiguous caches. `start`: offset of the first row in the tensor.
 template <typename T>
 struct StridedRows {
-    static constexpr int kUnroll = 4;  // elements that one thread may have in flight
+    static constexpr int kUnroll = 4;  // loads that one thread may have in flight
     const T* row0;
     int64_t stride;
 
@@ -22,7 +22,7 @@ struct StridedRows {
 // Rows of any cache: in pages, of 8-bit elements, or both.
 template <typename T>
 struct CachedRows {
-    static constexpr int kUnroll = 1;  // the branches between them keep them apart anyway
+    static constexpr int kUnroll = 1;  // branches between the loads serialise them anyway
     const CacheView& cache;
     const TensorView& kv;
     const CacheScale& scale;

@@ -1,14 +1,14 @@
-// large_rows.cuh: rows whose lse is so large that P = exp(S - lse) is wrong. Two neighbours of float32 are 0.008 apart at 1e5 and 1 at 1e7:
-// log(sum) is lost beside such a maximum. For rows beyond kLargeLse the kernels that run before the products of the backward pass find
-// maximum and sum of the row again and keep them apart: P = exp((S - max) - rest), with rest = log(sum). S is computed in the order of the
-// kernel that takes P: at such sizes another order gives another P.
+// large_rows.cuh: rows whose lse is so large that P = exp(S - lse) would be wrong. Neighbouring float32 numbers are 0.008 apart at 1e5 and
+// 1 apart at 1e7, so log(sum) is lost when it is added to such a maximum. For rows with |lse| > kLargeLse, the kernels that run before the
+// products of the backward pass compute the row's maximum and sum again and store them separately: P = exp((S - max) - rest), with rest =
+// log(sum). They compute S in the summation order of the kernel that computes P, because at such sizes another order gives another P.
 //
 // Where S is softmax_scale times a product and nothing else, max is the largest product, and P = exp(scale (product - max) - rest). The
-// difference of two products is exact where it matters. A maximum that is rounded after the scale is off by half a step of float32: 512 of
-// the exponent at scores of 1e10.
+// difference of two products is exact where it matters. A maximum that is rounded after scaling would be off by half a step of float32,
+// which is 512 in the exponent at scores of 1e10.
 //
-// lse of a backward call may have been computed over keys that the call does not have: those of other parts of the sequence. Then the sum
-// found here is below that of lse, and lse stays what it is. What differs by less than `slack` may be the rounding of another kernel.
+// The lse of a backward call may cover keys that the call does not have: those of other parts of the sequence. Then the sum found here is
+// smaller than that in lse, and the row keeps its lse. Differences up to `slack` may be the rounding of another kernel and do not count.
 #pragma once
 
 #include "attention/common/epilogue.cuh"
@@ -22,27 +22,29 @@
 
 namespace fa {
 
-constexpr float kLargeLse = 4096;  // half a step of float32 here is 2.4e-4 of P
+constexpr float kLargeLse = 4096;  // half a step of float32 here changes P by 2.4e-4
 __device__ __forceinline__ bool is_large(float lse) { return fabsf(lse) > kLargeLse && fabsf(lse) < INFINITY; }
 
-// P = exp((score - max) - rest), or exp(scale (product - max) - rest). Ordinary rows have 0 and lse.
+// P = exp((score - max) - rest), or exp(scale (product - max) - rest). Ordinary rows have max = 0 and rest = lse.
 struct RowBase {
     float max, rest;
 };
 
 enum class LseCovers { kKeysOfCall, kPerhapsMore };
 
-// Of a row in one thread: maximum and sum, and the largest sum of |q k| of a key, as an exponent, which decides how much the order of a
-// product matters. The maximum times `factor` is an exponent, as lse and sink are. `exponential` and `logarithm` of their unit. False where
-// lse covers more than these keys, or where the row has none: then the row has an ordinary base.
+// The softmax of one row. `terms` is the largest sum of |q k| over the keys, as an exponent; it decides how much the order of a product's
+// sum matters.
 struct RowSoftmax {
     float max = -INFINITY, sum = 0, terms = 0;
 };
+// The RowBase of a large row, computed by one thread. row.max times `factor` is an exponent, as lse and sink are; `exponential` and
+// `logarithm` are in that unit. Returns false where lse covers more than these keys, or where the row has no keys: such a row keeps an
+// ordinary base.
 template <typename Exponential, typename Logarithm>
 __device__ __forceinline__ bool base_of_row(RowBase& base, LseCovers covers, float lse, const RowSoftmax& row, float factor, float sink,
                                             const Exponential& exponential, const Logarithm& logarithm) {
     if (row.max == -INFINITY) return false;
-    const float above = fmaf(-row.max, factor, sink);  // of the sink over the maximum
+    const float above = fmaf(-row.max, factor, sink);  // how far the sink exceeds the maximum
     const float rest = above > 0 ? above + logarithm(row.sum * exponential(-above) + 1) : logarithm(row.sum + exponential(above));
     const float slack = fmaxf(0x1p-20f * fabsf(lse), 0x1p-22f * row.terms);
     if (covers == LseCovers::kPerhapsMore && !(fmaf(row.max, factor, rest) - lse >= -slack)) return false;
@@ -50,9 +52,9 @@ __device__ __forceinline__ bool base_of_row(RowBase& base, LseCovers covers, flo
     return true;
 }
 
-// ---- kernels on CUDA cores: a warp a row. A product is a chain of multiply-adds in the order of the columns ----
+// ---- kernels on CUDA cores: one warp per row; a product is a chain of multiply-adds in the order of the columns ----
 
-// kProduct: max is a product, without options. kOptions: max is a score, of transform_score.
+// kProduct: max is the largest product, without options. kOptions: max is the largest score, from transform_score.
 enum class ScoreForm { kProduct, kOptions };
 
 template <typename T>
@@ -61,8 +63,8 @@ __device__ __noinline__ RowBase large_row(const AttentionParams& p, const Sequen
     const T* const q = static_cast<const T*>(p.q.data) + s.q + head * p.q.head + i * p.q.row;
     const T* const k = static_cast<const T*>(p.k.data) + s.k + head / p.group * p.k.head;
     const KeyRange range = key_range(p, s, i);
-    // With a scale below zero the smallest product is that of the largest score. With a scale of zero the scores are all zero, and so is
-    // their maximum.
+    // With a scale below zero, the smallest product gives the largest score. With a scale of zero all scores are zero, and so is their
+    // maximum.
     const bool is_product = form == ScoreForm::kProduct && p.scale != 0;
     const float sign = is_product && p.scale < 0 ? -1.0f : 1.0f, factor = is_product ? fabsf(p.scale) : 1.0f;
     RowSoftmax row;
@@ -90,15 +92,15 @@ __device__ __noinline__ RowBase large_row(const AttentionParams& p, const Sequen
 
 // ---- kernels on tensor cores ----
 
-// Scores are natural, or products that scale_log2 > 0 turns into exponents of 2. The unit of max and rest is that of the scores: natural,
-// or the product's.
+// Scores are either natural, or products that scale_log2 > 0 turns into exponents of 2. max and rest are in the unit of the scores.
 //
-// In their main loops lse is an exponent of 2 with one multiply-add a score, and has no place for `rest`. A large row has the statistic
-// kLargeRow there, and its RowBase elsewhere. Its scores are replaced by large_score, of which the loop then makes the exponent as of
-// any other: kLargeRow is zero. The exponent is at most 0 even where this kernel adds the terms of a product up in another order: P <= 1.
+// The main loops of these kernels take lse as an exponent of 2, subtract it in one multiply-add per score, and have no room for `rest`. For
+// a large row they find the statistic kLargeRow in place of lse, and its RowBase elsewhere. They replace the row's scores by large_score
+// and then exponentiate them like any others, because kLargeRow is zero. large_score is at most 0 even where this kernel adds the terms of
+// a product in another order, so P <= 1.
 constexpr float kLargeRow = -0.0f;
 __device__ __forceinline__ bool is_large_row(float statistic) { return __float_as_uint(statistic) == 0x80000000u; }
-// The statistic of an ordinary row, +inf for one that sees no key. Never kLargeRow.
+// The statistic of an ordinary row; +inf for a row that sees no key. Never kLargeRow.
 __device__ __forceinline__ float row_statistic(float lse) {
     const float x = lse == -INFINITY ? INFINITY : lse * kLog2e;
     return x == 0.0f ? 0.0f : x;
@@ -107,7 +109,7 @@ __device__ __forceinline__ float large_score(float S, float2 base) { return fmin
 
 constexpr float kZeroProbability = 1e4f;  // 2^-x is 0
 
-// A warp: calls store(i, base) for the large rows i of row0 .. row0 + 15 of a head, in one lane each.
+// Called by a whole warp. Calls store(i, base) for each large row i among row0 .. row0 + 15 of a head, in one lane each.
 template <typename T, typename Store>
 __device__ __noinline__ void find_large_rows(const AttentionParams& p, const Sequence& s, int b, int head, int row0, bool natural,
                                              LseCovers covers, const Store& store) {
@@ -121,13 +123,13 @@ __device__ __noinline__ void find_large_rows(const AttentionParams& p, const Seq
 
     const T* const q = static_cast<const T*>(p.q.data) + s.q + head * p.q.head;
     const T* const k = static_cast<const T*>(p.k.data) + s.k + head / p.group * p.k.head;
-    // Columns `column` and the next one of a row; zeros past its end.
+    // Columns `column` and `column` + 1 of a row; zeros past its end.
     const auto pair = [&](const T* row, bool exists, int column) -> uint32_t {
         const uint16_t* x = reinterpret_cast<const uint16_t*>(row + column);
         const uint32_t low = exists && column < p.headdim ? x[0] : 0, high = exists && column + 1 < p.headdim ? x[1] : 0;
         return low | high << 16;
     };
-    const float unit = natural ? 1.0f : kLog2e, factor = natural ? 1.0f : p.scale * kLog2e;  // of lse; of a score: exponents
+    const float unit = natural ? 1.0f : kLog2e, factor = natural ? 1.0f : p.scale * kLog2e;  // these turn lse and scores into exponents
     const auto exponential = [&](float x) { return exp2_approx(natural ? x * kLog2e : x); };
     const KeyRange seen[2] = {key_range(p, s, min(row0 + g, s.seqlen_q - 1)), key_range(p, s, min(row0 + g + 8, s.seqlen_q - 1))};
     const int first = key_range(p, s, row0).begin, end = key_range(p, s, min(row0 + 15, s.seqlen_q - 1)).end;
@@ -176,7 +178,7 @@ __device__ __noinline__ void find_large_rows(const AttentionParams& p, const Seq
     }
 }
 
-// Of all rows of a call, laid out like lse.
+// Statistics of all rows of a call, laid out like lse.
 struct CallStatistics {
     float* lse;     // row_statistic, or kLargeRow
     float2* large;  // RowBase of the large rows
@@ -187,8 +189,8 @@ FA_HOST_DEVICE size_t row_count(const AttentionParams& p) {
 
 namespace {
 
-constexpr int kStatisticsThreads = 128, kStatisticsRows = 16;  // of a block; of a warp
-constexpr int64_t kMostRowBlocks = 1 << 16;                    // of a grid whose warps take rows in turn
+constexpr int kStatisticsThreads = 128, kStatisticsRows = 16;  // threads of a block; rows of a warp
+constexpr int64_t kMostRowBlocks = 1 << 16;                    // the most blocks of a grid; its warps loop over the rows
 
 struct StatisticsParams {
     AttentionParams attention;

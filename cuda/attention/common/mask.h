@@ -16,7 +16,7 @@ struct KeyRange {
     int32_t begin, end;  // keys begin .. end - 1
 };
 
-// Keys that row i can see through causal and window, for kernels that take no chunks.
+// Keys that row i sees under causal and window, for kernels without chunks.
 FA_HOST_DEVICE KeyRange window_range(const AttentionParams& p, const Sequence& s, int32_t i) {
     const int64_t aligned = int64_t(i) + s.shift;
     int64_t begin = 0, end = s.seqlen_k;
@@ -30,20 +30,20 @@ FA_HOST_DEVICE KeyRange window_range(const AttentionParams& p, const Sequence& s
 // The first key of the chunk that key j lies in.
 FA_HOST_DEVICE int32_t chunk_begin(const AttentionParams& p, int32_t j) { return p.chunk.divide(j) * int32_t(p.chunk.divisor); }
 
-// Keys that row i can see through causal, window and chunks. Both ends grow with i, so a tile of rows i0 .. i1 sees
-// key_range(i0).begin .. key_range(i1).end - 1. An empty range has begin >= end.
+// Keys that row i sees under causal, window and chunks. Both ends grow with i, so a tile of rows i0 .. i1 sees key_range(i0).begin ..
+// key_range(i1).end - 1. An empty range has begin >= end.
 FA_HOST_DEVICE KeyRange key_range(const AttentionParams& p, const Sequence& s, int32_t i) {
     KeyRange range = window_range(p, s, i);
     if (!p.chunk.divisor) return range;
     const int32_t aligned = i + s.shift;
-    if (aligned < 0) return {0, 0};  // in front of the first chunk
+    if (aligned < 0) return {0, 0};  // before the first chunk
     const int32_t first = chunk_begin(p, aligned);
     if (first > range.begin) range.begin = first < s.seqlen_k ? first : s.seqlen_k;
     if (int64_t(first) + p.chunk.divisor < range.end) range.end = first + int32_t(p.chunk.divisor);
     return range;
 }
 
-// Whether the tree of draft tokens lets row i of sequence b see key j. It hides keys inside key_range, as a mask does.
+// Whether the tree of draft tokens lets row i of sequence b see key j. Like a mask, it only hides keys inside key_range.
 FA_HOST_DEVICE bool tree_shows(const AttentionParams& p, const Sequence& s, int32_t b, int32_t i, int32_t j) {
     const int32_t bit = j - (s.seqlen_k - p.tree.keys);
     return bit < 0 || (p.tree.rows[b * p.tree.batch + i * p.tree.row] >> bit & 1);
@@ -53,7 +53,7 @@ struct QueryRange {
     int32_t begin, end;  // queries begin .. end - 1
 };
 
-// The other way round: the queries that can see key j through causal, window and chunks. Both ends grow with j.
+// The inverse of key_range: the queries that see key j under causal, window and chunks. Both ends grow with j.
 FA_HOST_DEVICE QueryRange query_range(const AttentionParams& p, const Sequence& s, int32_t j) {
     const int64_t aligned = int64_t(j) - s.shift;
     int64_t begin = 0, end = s.seqlen_q;
@@ -69,7 +69,7 @@ FA_HOST_DEVICE QueryRange query_range(const AttentionParams& p, const Sequence& 
     return {int32_t(begin), int32_t(end)};
 }
 
-// Host half and bfloat16 conversions live in cpu/; on the device they are one instruction.
+// On the host, common/half.h converts half and bfloat16; on the device each conversion is one instruction.
 #if defined(__CUDACC__)
 __device__ __forceinline__ float load_as_float(const void* data, int64_t index, DType dtype) {
     if (dtype == DType::kFloat16) return __half2float(static_cast<const __half*>(data)[index]);
@@ -77,10 +77,10 @@ __device__ __forceinline__ float load_as_float(const void* data, int64_t index, 
     return static_cast<const float*>(data)[index];
 }
 
-// The score of a visible pair (i, j), natural units: scale, softcap, ALiBi, bias, mask, tree, in the contract's order.
+// The score of a visible pair (i, j), natural units: scale, softcap, ALiBi, bias, mask, tree, in the order of docs/contract.md.
 __device__ __forceinline__ float transform_score(const AttentionParams& p, const Sequence& s, int32_t b, int32_t head, int32_t i, int32_t j,
                                                  float dot) {
-    float score = __fmul_rn(dot, p.scale);  // no multiply-add with what follows: large_rows.cuh needs the same bits wherever it stands
+    float score = __fmul_rn(dot, p.scale);  // never fused with what follows: large_rows.cuh needs the same bits in every kernel
     if (p.softcap != 0) score = p.softcap * tanhf(score / p.softcap);
     if (p.alibi_slopes) score -= p.alibi_slopes[b * p.alibi_batch + head] * fabsf(float(int64_t(i) + s.shift - j));
     if (p.bias.data) {

@@ -7,7 +7,7 @@
 
 namespace fa {
 
-// Maximum or sum over `kWidth` neighbouring lanes (a power of two); every one of them gets the result.
+// Maximum or sum over `kWidth` neighbouring lanes (a power of two); each of these lanes gets the result.
 template <int kWidth>
 __device__ __forceinline__ float reduce_max(float x) {
 #pragma unroll
@@ -24,7 +24,7 @@ __device__ __forceinline__ float reduce_sum(float x) {
 // e^x for x <= 0 through the hardware's 2^x: 2 ulp, e^-inf = 0, NaN stays NaN.
 __device__ __forceinline__ float exp_nonpositive(float x) { return exp2f(x * kLog2e); }
 
-// One row as one of its threads sees it: `max` is the row's, `sum` this thread's share of the row's.
+// One row as one of its threads sees it: `max` is the maximum of the whole row, `sum` this thread's share of the row's sum.
 struct SoftmaxRow {
     float max = -INFINITY;
     float sum = 0;

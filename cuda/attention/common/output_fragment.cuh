@@ -1,4 +1,4 @@
-// output_fragment.cuh: one thread's fragment of O on its way to memory. Its layout is that of score_fragment.cuh, with head dims for keys.
+// output_fragment.cuh: stores one thread's fragment of O. Its layout is that of score_fragment.cuh, with head dims in place of keys.
 #pragma once
 
 #include "device/mma.cuh"
@@ -8,7 +8,7 @@ namespace fa {
 
 // Multiplies row g + 8 r of O by `inverse`, rounds it to T and stores it, 16 bytes at a time: the lanes of a quad exchange their pairs of
 // columns, so that lane `quad` has columns 8 (4 x + quad) .. + 7. Lanes of rows that do not exist take part in the exchange. `empty`: the
-// row has seen no key and is zero, whatever 0 x V came to.
+// row has seen no key and is stored as zeros, because 0 x V may have given NaN.
 template <typename T, int kCount>
 __device__ __forceinline__ void store_row(T* row, const float (&O)[kCount], int r, float inverse, bool empty, bool exists, int columns,
                                           int quad) {

@@ -1,5 +1,5 @@
-// params.h: what a kernel is given. Plain data, validated by api/ and passed by value to every kernel, host or device.
-// Inputs (batch, seqlen, heads, dim) by strides in elements; last axis contiguous. See flash_attn.h for the meaning of each option.
+// params.h: the arguments of every kernel. Plain data, validated by api/ and passed by value to every kernel, host or device. Inputs are
+// (batch, seqlen, heads, dim) with strides in elements; the last axis is contiguous. See flash_attn.h for the meaning of each option.
 #pragma once
 
 #include "common/divisor.h"
@@ -22,32 +22,33 @@ struct CacheScale {
     int64_t batch, row, head;  // strides; indexed like the cache itself
 };
 
-// K and V in a cache: k.batch and v.batch step from entry to entry, or from page to page. All zero for plain K and V.
+// K and V in a cache: k.batch and v.batch are the strides between entries, or between pages. All zero for plain K and V.
 struct CacheView {
     int32_t entries;             // cache entries, or pages; 0 = no cache
     const int32_t* seqlens;      // (batch) keys before the call's own; below 0 = an idle sequence; nullptr = the cache is full
-    int32_t added;               // keys the call itself has put behind them
+    int32_t added;               // keys that the call itself has appended to them
     const int32_t* leftpad;      // (batch) rows in front of a sequence's first key; nullptr = none
-    const int32_t* batch_idx;    // (batch) entry of each sequence; nullptr = its own number
-    const int32_t* block_table;  // (batch, pages) page of every page_size keys; nullptr = contiguous
+    const int32_t* batch_idx;    // (batch) entry of each sequence; nullptr = entry b
+    const int32_t* block_table;  // (batch, pages) the page that holds each page_size keys; nullptr = contiguous
     int64_t table_row;           // its row stride
     int32_t page_size;
-    DType dtype;                  // of K and V: that of q, or 8-bit
+    DType dtype;                  // of K and V: that of q, or an 8-bit type
     CacheScale k_scale, v_scale;  // of 8-bit elements
     bool batch_invariant;
-    bool programmatic;   // the kernels before this call may still run, but write neither to the cache nor to its lengths and tables; true
-                         // only where the device has programmatic dependent launch (sm_90)
+    bool programmatic;   // earlier kernels may still run, but write neither to the cache nor to its lengths and tables; true only where the
+                         // device has programmatic dependent launch (sm_90)
     int32_t num_splits;  // 0 = the kernel's choice
 };
 
-// A tree of draft tokens: row i of sequence b sees the last `keys` keys whose bits are set, the first of them by bit 0, and all before.
+// A tree of draft tokens: row i of sequence b sees all keys before the last `keys`, and those of the last `keys` whose bits are set. Bit 0
+// is the first of these.
 struct TreeView {
     const uint64_t* rows;  // nullptr = no tree
     int64_t batch, row;    // strides
     int32_t keys;          // 1 .. 64
 };
 
-// fa_part of flash_attn.h: what a varlen call has of a longer sequence.
+// fa_part of flash_attn.h: the part of a longer sequence that a varlen call has.
 struct Part {
     int32_t key_begin, seqlen_k, shift;
     int32_t first_row, first_key, sequence;  // for dropout
@@ -67,7 +68,7 @@ struct AttentionParams {
 
     const int32_t* cu_seqlens_q;  // nullptr = dense
     const int32_t* cu_seqlens_k;  // nullptr = dense, or parts
-    const Part* parts;            // (batch), varlen: in place of cu_seqlens_k; nullptr = whole sequences
+    const Part* parts;            // (batch), varlen: replaces cu_seqlens_k; nullptr = whole sequences
     int32_t total_q, total_k;
 
     float scale;    // softmax_scale, always set
@@ -79,7 +80,7 @@ struct AttentionParams {
     ScoreView mask;  // uint8
     bool top_left;
     int32_t window_left, window_right;  // -1 = open; causal is window_right = 0
-    Divisor chunk;                      // by the keys of a chunk; its divisor is 0 without chunks
+    Divisor chunk;                      // divides by the keys per chunk; divisor 0 = no chunks
     const float* sinks;
 
     uint32_t dropout_threshold;  // an element is dropped iff its 16 random bits are below this; 0 = no dropout
@@ -92,22 +93,22 @@ struct AttentionParams {
     int32_t num_threads;
     void* workspace;
 
-    DescaleView q_descale, k_descale, v_descale;  // fp8 only: by query head, by key head, by key head
+    DescaleView q_descale, k_descale, v_descale;  // fp8 only; q by query head, k and v by key head
     CacheView cache;
     float* max_score;  // (batch, nheads); nullptr = not wanted
-    float* key_sums;   // (batch, nheads, seqlen_k), varlen (nheads, total_k); nullptr = not wanted. lse is there where this is wanted
-    TreeView tree;     // with a cache only, and then without causal and window
+    float* key_sums;   // (batch, nheads, seqlen_k), varlen (nheads, total_k); nullptr = not wanted. Needs lse
+    TreeView tree;     // only with a cache, and then without causal and window
 
-    // True when a score is more than scale * (q . k) under a window: the general instantiation of a kernel.
+    // Whether scores are more than scale * (q . k) under a window; such calls take the general instantiation of a kernel.
     FA_HOST_DEVICE bool general_scores() const {
         return softcap != 0 || alibi_slopes || bias.data || mask.data || tree.rows || dropout_threshold;
     }
-    // The batch size, and the number of keys, that may decide between kernels, tiles and cuts. With batch_invariant they are constants: the
-    // capacity of a cache, or the width of a block table, follows the longest sequence of a batch.
+    // The batch size and the number of keys by which kernels, tiles and splits may be chosen. With batch_invariant they are constants,
+    // because the capacity of a cache, or the width of a block table, follows the longest sequence of a batch.
     static constexpr int32_t kInvariantKeys = 8192;
     FA_HOST_DEVICE int32_t deciding_batch() const { return cache.batch_invariant ? 1 : batch; }
     FA_HOST_DEVICE int32_t deciding_keys() const { return cache.batch_invariant ? kInvariantKeys : seqlen_k; }
-    // True when K and V are of q's dtype and a sequence's rows lie a stride apart: no cache, or a contiguous one.
+    // Whether K and V have q's dtype and the rows of a sequence have a fixed stride: no cache, or a contiguous one.
     FA_HOST_DEVICE bool strided_keys() const { return !cache.block_table && (!cache.entries || cache.dtype == dtype); }
 };
 
@@ -125,19 +126,19 @@ struct BackwardParams {
     bool accumulate, deterministic;
 };
 
-// Rows of a cache up to the last key of sequence b. A length on the device cannot be checked before the launch: it is clamped.
+// Rows of sequence b in a cache, from row 0 to the last key. A length on the device cannot be checked before the launch, so it is clamped.
 FA_HOST_DEVICE int32_t cached_rows(const AttentionParams& p, int32_t b) {
     if (!p.cache.seqlens) return p.seqlen_k;
     const int32_t before = p.cache.seqlens[b];
     return before < 0 ? 0 : clamp_to(before, 0, p.seqlen_k - p.cache.added) + p.cache.added;
 }
 
-// How many of them stand in front of its first key.
+// The rows of padding before the first key.
 FA_HOST_DEVICE int32_t padded_rows(const CacheView& cache, int32_t b, int32_t rows) {
     return cache.leftpad ? clamp_to(cache.leftpad[b], 0, rows) : 0;
 }
 
-// Keys that sequence b of a call with a cache sees.
+// Keys of sequence b in a call with a cache.
 FA_HOST_DEVICE int32_t cached_keys(const AttentionParams& p, int32_t b) {
     const int32_t rows = cached_rows(p, b);
     return rows - padded_rows(p.cache, b, rows);
@@ -174,9 +175,9 @@ FA_HOST_DEVICE int32_t count_rows(const AttentionParams& p, int32_t b, int32_t q
     return p.parts && p.parts[b].seqlen_q > 0 ? clamp_to(p.parts[b].seqlen_q, 0, rows) : rows;
 }
 
-constexpr int32_t kMostShift = 1 << 30;  // of a part, either way
+constexpr int32_t kMostShift = 1 << 30;  // largest |shift| of a part
 
-// Where the keys of sequence b of a varlen call lie, which has seqlen_q rows.
+// Where the keys of sequence b of a varlen call lie. The sequence has seqlen_q query rows.
 struct KeySpan {
     int32_t first_row, count;
     int32_t shift;
@@ -221,7 +222,7 @@ FA_HOST_DEVICE Sequence sequence_of(const AttentionParams& p, int32_t b) {
     return s;
 }
 
-// The same of the tensors that only the backward pass has.
+// The offsets in the tensors that only the backward pass has.
 struct GradientSequence {
     int64_t dout, dq, dk, dv;
 };
@@ -232,7 +233,7 @@ FA_HOST_DEVICE GradientSequence gradients_of(const BackwardParams& p, int32_t b)
     return {q0 * p.dout.row, q0 * p.dq.row, k0 * p.dk.row, k0 * p.dv.row};
 }
 
-// Where key j of sequence b, which has it, stands in a cache: its entry, or its page, and its row in there.
+// The place of key j of sequence b in a cache: entry or page, and row in it. The sequence must have key j.
 struct CachePlace {
     int64_t entry, row;
 };
@@ -248,12 +249,12 @@ FA_HOST_DEVICE int64_t cached_row(const AttentionParams& p, const TensorView& kv
     return at.entry * kv.batch + at.row * kv.row;
 }
 
-// The same of any k (or v), `first` being where a sequence's rows start when they do not lie in pages.
+// Offset of key j in any k (or v), head 0. `first`: where the sequence's rows start, unless they lie in pages.
 FA_HOST_DEVICE int64_t key_row(const AttentionParams& p, const TensorView& kv, int64_t first, int32_t b, int32_t j) {
     return p.cache.block_table ? cached_row(p, kv, b, j) : first + j * kv.row;
 }
 
-// How much the elements of that row count.
+// The factor of the 8-bit elements of that row in a head.
 FA_HOST_DEVICE float cache_scale(const AttentionParams& p, const CacheScale& scale, int32_t b, int32_t j, int32_t head) {
     if (!scale.data) return 1;
     const CachePlace at = cache_place(p.cache, b, j);
@@ -271,17 +272,17 @@ FA_HOST_DEVICE int64_t key_sums_offset(const AttentionParams& p, int32_t b, int3
     return (int64_t(b) * p.nheads + head) * p.seqlen_k;
 }
 
-// What comes before attention over a cache: new keys and values join it, and the rotary embedding turns them and q.
+// The step before attention over a cache: appends new keys and values to it, and applies the rotary embedding to them and to q.
 struct AppendParams {
     AttentionParams attention;  // of the call, with q as the caller gave it; cache.added = seqlen_new
     TensorView k_new, v_new;    // (batch, seqlen_new, nheads_k, dim) of attention.dtype
     int32_t seqlen_new;         // 0 = nothing to append
-    // Rotary: dims 0 .. rotary_dim - 1 of a head at position t turn by the angles whose cosines and sines are row t.
+    // Rotary: dims 0 .. rotary_dim - 1 of a head at position t are rotated by the angles whose cosines and sines are row t.
     const void *rotary_cos, *rotary_sin;  // (rotary_rows, rotary_dim / 2), contiguous; nullptr = off
     DType rotary_dtype;
     int32_t rotary_rows, rotary_dim;
     bool rotary_interleaved;  // pairs (2i, 2i + 1) instead of (i, i + rotary_dim / 2)
-    TensorView q_rotated;     // where the turned q goes: (batch, seqlen_q, nheads, headdim), contiguous
+    TensorView q_rotated;     // where the rotated q goes: (batch, seqlen_q, nheads, headdim), contiguous
 };
 
 struct MergeParams {

@@ -1,5 +1,5 @@
-// score_fragment.cuh: one thread's fragment of a tile of S, from scores to P, for the wgmma kernels. Element i is row g + 8 (i / 2 % 2) of
-// the warp's sixteen and key 8 (i / 4) + 2 quad + i % 2 of the tile, with lane = 4 g + quad. A thread has elements of two rows; their
+// score_fragment.cuh: one thread's fragment of a tile of S, from scores to P, for the wgmma kernels. With lane = 4 g + quad, element i is
+// row g + 8 (i / 2 % 2) of the warp's sixteen rows and key 8 (i / 4) + 2 quad + i % 2 of the tile. A thread has elements of two rows, so
 // maxima and sums are arrays of two.
 #pragma once
 
@@ -26,7 +26,7 @@ __device__ __forceinline__ void mask_left(float (&S)[kCount], int first0, int fi
         if (i / 4 * 8 + i % 2 < (i / 2 % 2 ? first1 : first0)) S[i] = -INFINITY;
 }
 
-// The maximum of each row over the tile, for all four lanes of the quad.
+// The maximum of each row over the tile; all four lanes of the quad get it.
 template <int kCount>
 __device__ __forceinline__ void tile_maximum(const float (&S)[kCount], float (&tile_max)[2]) {
 #pragma unroll
@@ -38,9 +38,9 @@ __device__ __forceinline__ void tile_maximum(const float (&S)[kCount], float (&t
     }
 }
 
-// How a score becomes an exponent of 2: P = 2^((scale S - row_max) unit). Scores as they leave the product carry log2 e in `scale`, which
-// makes one multiply-add of it. Scores in natural units carry it in `unit`: a mask written as a bias of -FLT_MAX is a finite score, which
-// times log2 e would not be.
+// How a score becomes an exponent of 2: P = 2^((scale S - row_max) unit). Raw products have log2 e folded into `scale`, so this is one
+// multiply-add. Scores in natural units have it in `unit`: a mask written as a bias of -FLT_MAX is a finite score, but would overflow if
+// multiplied by log2 e.
 struct Exponent {
     float scale, unit;
 };
@@ -48,7 +48,7 @@ __device__ __forceinline__ Exponent exponent_of_products(float scale_log2) { ret
 __device__ __forceinline__ Exponent exponent_of_natural() { return {1.0f, kLog2e}; }
 
 // The lazy maximum: row_max follows tile_max only when some row of the warp has risen by more than `rise`. Then row_sum is rescaled,
-// o_scale is what O must be multiplied by, and the result is true. Otherwise no exponential of the tile exceeds 2^(rise unit).
+// o_scale is the factor for O, and the result is true. Otherwise no exponential of the tile exceeds 2^(rise unit).
 __device__ __forceinline__ bool raise_maximum(const float (&tile_max)[2], float rise, float (&row_max)[2], float (&row_sum)[2],
                                               float (&o_scale)[2], float unit = 1.0f) {
     const bool moved = __any_sync(~0u, tile_max[0] - row_max[0] > rise || tile_max[1] - row_max[1] > rise);
@@ -64,8 +64,8 @@ __device__ __forceinline__ bool raise_maximum(const float (&tile_max)[2], float 
 }
 
 // S becomes P; `sum` is the thread's share of the tile's row sums. A row that has seen no key subtracts 0 instead of -inf.
-// The sums take P before it is rounded to 16 bits. Summing the rounded P would give a row that one key decides exactly that key's V even
-// under a speculative maximum, and costs 3 .. 14 %.
+// The sums take P before it is rounded to 16 bits. Summing the rounded P would give a row that one key decides exactly that key's V, even
+// under a speculative maximum, but costs 3 .. 14 %.
 template <int kCount>
 __device__ __forceinline__ void exponentials(float (&S)[kCount], const Exponent& exponent, const float (&row_max)[2], float (&sum)[2]) {
 #pragma unroll
@@ -86,8 +86,8 @@ __device__ __forceinline__ void exponentials(float (&S)[kCount], float scale_log
     exponentials(S, exponent_of_products(scale_log2), row_max, sum);
 }
 
-// The greatest P of each row over the thread's part of the tile. Numbers without a sign are ordered like integers, of which one instruction
-// takes the greatest of three.
+// The greatest P of each row in the thread's part of the tile. Non-negative floats compare like integers, and one instruction takes the
+// maximum of three integers.
 template <int kCount>
 __device__ __forceinline__ void greatest_probabilities(const float (&P)[kCount], float (&greatest)[2]) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// shared_tile.cuh: tiles in shared memory for ldmatrix, and their copies from global memory; what the mma.sync kernels share.
+// shared_tile.cuh: swizzled tiles in shared memory for ldmatrix, and their copies from global memory; shared by the mma.sync kernels.
 #pragma once
 
 #include "attention/common/params.h"
@@ -9,8 +9,8 @@
 
 namespace fa {
 
-// A tile in shared memory: rows as 16-byte pieces, permuted within the row so that eight neighbouring rows hold the same piece in eight
-// different groups of four banks: no 8 x 8 matrix that ldmatrix reads has a bank conflict.
+// A tile in shared memory. A row is a sequence of 16-byte pieces, permuted within the row so that eight neighbouring rows hold the same
+// piece in eight different groups of four banks. No 8 x 8 matrix that ldmatrix reads has a bank conflict.
 //     pitch a multiple of 128 bytes            piece ^ row % 8
 //     pitch an odd multiple of 64 bytes        piece ^ row / 2 % 4; an even and an odd row already differ by 64 bytes
 template <typename T, int kColumns>
@@ -23,14 +23,13 @@ struct SharedTile {
     __host__ __device__ static constexpr uint32_t offset(int row, int piece) {
         return row * kPitch + (piece ^ (kWide ? row % 8 : row / 2 % 4)) * 16;
     }
-    // From the address of piece 0 or 1 of a row to that of piece 2 k or 2 k + 1: one XOR and a constant, in a tile that starts on 128
-    // bytes.
+    // Moves an address from piece 0 or 1 of a row to piece 2 k or 2 k + 1, by one XOR and a constant. The tile must start on 128 bytes.
     __device__ static __forceinline__ uint32_t advance(uint32_t address, int k) {
         constexpr int kGroup = kWide ? 4 : 2;
         return (address ^ uint32_t(k % kGroup * 32)) + k / kGroup * kGroup * 32;
     }
-    // Passes of whole rows, a piece for each thread. A power of two rows, so that a thread meets few different flips: 96 and 192 columns
-    // leave a quarter of the threads without work.
+    // Rows that `threads` threads copy in one pass, one piece per thread. It is a power of two, so that a thread meets few different XOR
+    // patterns; 96 and 192 columns leave a quarter of the threads without work.
     __host__ __device__ static constexpr int rows_at_once(int threads) {
         int rows = 64;
         while (rows * kPieces > threads) rows /= 2;
@@ -38,8 +37,8 @@ struct SharedTile {
     }
 };
 
-// tile[r] = source row r for r in [begin, end), zeros elsewhere and past `columns`. Copies of 16 bytes that land later, or, for rows that
-// do not start on 16 bytes, element by element at once.
+// tile[r] = source row r for r in [begin, end); zeros elsewhere and past `columns`. Copies 16 bytes at a time, asynchronously; rows that do
+// not start on 16 bytes are copied element by element at once.
 template <int kRows, int kColumns, int kThreads, bool kAnyAlignment, typename T>
 __device__ __forceinline__ void load_tile(const T* tile, const T* source, int64_t row_stride, int begin, int end, int columns,
                                           bool aligned) {
@@ -74,8 +73,8 @@ __device__ __forceinline__ void load_tile(const T* tile, const T* source, int64_
     }
 }
 
-// Where the rows of a tile of a paged cache lie: lane l of a warp knows it of row `row_of(l)`, and together the lanes know it of all rows
-// that their warp copies, in the order in which load_tile does.
+// Page and row of each tile row of a paged cache. A lane of a warp looks up one row (see find). Together the lanes hold all rows that their
+// warp copies, in the order of load_tile.
 template <int kRows, int kColumns, int kThreads, typename T>
 struct PagedRows {
     static constexpr int kPieces = SharedTile<T, kColumns>::kPieces, kRowsAtOnce = SharedTile<T, kColumns>::rows_at_once(kThreads);
@@ -95,7 +94,7 @@ struct PagedRows {
     }
 };
 
-// load_tile of rows that lie where `rows` says; `source` is the head in page 0.
+// load_tile for rows that lie where `rows` says; `source` is the head in page 0.
 template <int kRows, int kColumns, int kThreads, typename T>
 __device__ __forceinline__ void load_paged_tile(const T* tile, const T* source, const TensorView& view,
                                                 const PagedRows<kRows, kColumns, kThreads, T>& rows, int begin, int end, int columns,
@@ -125,7 +124,8 @@ __device__ __forceinline__ void load_paged_tile(const T* tile, const T* source, 
     }
 }
 
-// Rows start on 16 bytes, for 16-byte copies, and are a multiple of them. Axes of one entry have no stride to speak of.
+// Whether rows start on 16 bytes and are a multiple of 16 bytes long, for 16-byte copies. The stride of an axis with one entry does not
+// matter.
 template <typename T>
 bool aligned_rows(const AttentionParams& p, const TensorView& t, int heads, int columns) {
     constexpr int kPiece = 16 / int(sizeof(T));

@@ -1,5 +1,5 @@
-// simple_tiles.cuh: 64 x 64 tiles of fp32 in shared memory and their products in registers, for kernels on CUDA cores that own
-// rows and walk others.
+// simple_tiles.cuh: 64 x 64 tiles of fp32 in shared memory and their products in registers, for kernels on CUDA cores whose blocks own rows
+// of one operand and walk over those of another.
 #pragma once
 
 #include "attention/common/large_rows.cuh"
@@ -11,8 +11,8 @@ namespace fa {
 constexpr int kTile = 64;      // rows, and head-dim columns per chunk
 constexpr int kThreads = 256;  // 16 x 16: thread (tx, ty) has rows 4 ty .. + 3 and columns 4 tx .. + 3 of a 64 x 64 tile
 
-// Rows of 16 groups of four floats. A group's place depends on its row: 8 threads that read one group of 8 rows, 4 apart, or 8 groups of
-// one row, hit 32 different banks.
+// Rows of 16 groups of four floats. A group's place depends on its row, so that 8 threads hit 32 different banks when they read the same
+// group of 8 rows that are 4 apart, and also when they read 8 groups of one row.
 template <int kRows>
 struct Tile {
     float4 place[kRows][kTile / 4];
@@ -20,13 +20,13 @@ struct Tile {
     __device__ float& element(int row, int column) { return reinterpret_cast<float*>(&at(row, column / 4))[column % 4]; }
 };
 
-// A query of a tile. One that sees no key, or that does not exist, has an empty range.
+// A query of a tile. A query that sees no key, or does not exist, has an empty range.
 struct Query {
     int begin, end;   // keys that causal and window leave visible
     float max, rest;  // RowBase: large_rows.cuh
     float delta;
 };
-// What the rows of a call have in the workspace, laid out like lse: delta and RowBase.
+// The arrays in the workspace with an entry for each row of a call, laid out like lse: delta and RowBase.
 struct RowsOfCall {
     float* delta;
     float2* bases;
@@ -62,7 +62,7 @@ struct Rows {
     __device__ int chunks() const { return (columns + kTile - 1) / kTile; }
 };
 
-// tile[r] = row row0 + r of the source, the columns of one chunk, as float; zeros where keep(r) is false and past the head dim.
+// tile[r] = row row0 + r of the source as float, the columns of one chunk; zeros where keep(r) is false and past the head dim.
 template <int kRows, typename T, typename Keep>
 __device__ __forceinline__ void load_tile(Tile<kRows>& tile, const Rows<T>& source, int row0, int chunk, const Keep& keep) {
     struct alignas(4 * sizeof(T)) Four {

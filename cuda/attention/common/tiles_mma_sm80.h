@@ -1,5 +1,5 @@
-// tiles_mma_sm80.h: the shape of a tile of attention/forward/mma_sm80.cuh for each head dim, which of five a call takes, and which short
-// calls it serves faster than attention/forward/wgmma_sm90.cu; then the tiles of attention/backward/mma_sm80.cuh.
+// tiles_mma_sm80.h: the tile shapes of attention/forward/mma_sm80.cuh for each head dim, the choice among five for a call, and the short
+// calls that it serves faster than attention/forward/wgmma_sm90.cu; then the tiles of attention/backward/mma_sm80.cuh.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@ struct MmaTile {
     int block_m, block_n;  // queries per block, keys per step
     int warps;             // a warp owns block_m / warps query rows, 16 or 32
     int stages;            // 2: K and V of the next tile arrive while this one is computed; 1: K and V take turns, in half the memory
-    int blocks_per_sm;     // what the compiler may assume when it allots registers: 32 warps x registers x blocks <= 65536
+    int blocks_per_sm;     // promised to the compiler for its register allocation: 32 warps x registers x blocks <= 65536
     bool q_in_registers = false;  // Q's fragments stay in registers for the whole loop instead of being read again for every tile
 };
 constexpr MmaTile with_q_in_registers(MmaTile tile) {
@@ -24,38 +24,40 @@ constexpr bool operator==(const MmaTile& a, const MmaTile& b) {
            a.blocks_per_sm == b.blocks_per_sm && a.q_in_registers == b.q_in_registers;
 }
 
-// The SM a tile is made for, by its KB of shared memory. The first three, blocks of at most 99 KB, run on all.
+// The SM that a tile is made for, by its KB of shared memory. The first three, with blocks of at most 99 KB, run on all.
 enum class MmaSm {
-    kAny,    // rows that do not start on 16 bytes, and options, which need registers
-    kShort,  // 16-bit, few keys: half the code, which a block reads once, and small blocks, which start soon
-    k99,     // 16-bit, sm_86, 89, 120: and elsewhere for grids that large tiles would not spread over the GPU
+    kAny,    // for rows that do not start on 16 bytes, and for options, which need registers
+    kShort,  // 16-bit, few keys: half the code, which each block has to fetch once, and small blocks, which start soon
+    k99,     // 16-bit, sm_86, 89, 120; elsewhere for grids of too few large tiles to fill the GPU
     k164,    // sm_80
     k228     // sm_90, sm_100
 };
 constexpr size_t kMostSharedSm80 = size_t(163) << 10;  // bytes that a block of sm_80 may ask for. SMs with more take the tiles for k228
-constexpr size_t kMostSharedSm86 = size_t(99) << 10;   // of sm_86, 89 and 120
+constexpr size_t kMostSharedSm86 = size_t(99) << 10;   // the same for sm_86, 89 and 120
 
-// Kernels leave out the code of tiles that no GPU takes which can run the code at hand. A GPU runs the code of its own architecture and of
-// lower ones with the same first digit, and from sm_90 on it may run PTX of any lower one, so these hold for all code of `arch`:
-//     below sm_90    no more than kMostSharedSm80: no tile made for more
-//     sm_86          may run on sm_87, which has kMostSharedSm80: all tiles of sm_80
+// Kernels leave out the code of tiles that no GPU able to run that code would take. A GPU runs code of its own architecture and of lower
+// ones with the same first digit; from sm_90 on it may also run PTX of any lower one. So code compiled for `arch` runs on GPUs whose blocks
+// have:
+//     below sm_90    at most kMostSharedSm80: no tile made for more
+//     sm_86          at most kMostSharedSm80, as it also runs on sm_87: all tiles of sm_80
 //     sm_89          kMostSharedSm86
 //     from sm_90 on  more than kMostSharedSm80, or kMostSharedSm86
-// A launch that comes here against all this must not look like a success: such a kernel traps.
+// A kernel whose code was left out traps: if it is launched all the same, that must not look like a success.
 constexpr bool takes_more_than_sm80(int arch) { return arch >= 900; }
-constexpr bool takes_more_than_sm86(int arch) { return arch < 890; }  // and not more than sm_80
+constexpr bool takes_more_than_sm86(int arch) { return arch < 890; }  // but not more than sm_80
 
-// Head dims are padded with zeros to a bucket: Q and K to d, V and the output to dv. A bucket for each pair would be 25; only
-// (192, 128) is used by models, every other pair runs in the larger of the two. Above 256 dv is that of a part of the columns of V.
+// Head dims are padded with zeros to a bucket: Q and K to d, V and the output to dv. A bucket for each pair would make 25. Of the unequal
+// pairs, models use only (192, 128); every other pair runs in the larger of its two buckets. Above 256, dv is the width of one part of V's
+// columns.
 //
-// Shared memory that ldmatrix reads for each m16n8k16, the measure of a tile (an SM reads 128 bytes a cycle, and its tensor cores take one
-// mma.sync about every 1.6 cycles on sm_90, every 2 on sm_80):
+// The measure of a tile is the bytes that ldmatrix reads from shared memory for each m16n8k16. (An SM reads 128 bytes a cycle, and its
+// tensor cores take one mma.sync about every 1.6 cycles on sm_90, every 2 on sm_80.)
 //     rows of a warp   Q                   bytes, 64 keys    32 keys     cycles, 64 keys
 //     16               in shared memory    288               320         2.25
 //     16               in registers        256               256         2
 //     32               in shared memory    160               192         1.25
 //     32               in registers        128               128         1
-// so a warp should own 32 rows wherever the registers allow it: O takes dv of them, S 64 at 64 keys. That is up to dv = 128.
+// So a warp should own 32 rows wherever the registers allow it: O takes dv of them, S takes 64 at 64 keys. That works up to dv = 128.
 constexpr MmaTile mma_tile(int d, int dv, MmaSm sm) {
     if (d > 256) {  // O at most 128 registers + S 16. One block is promised; two fit on an SM of sm_90 where memory allows
         if (sm == MmaSm::kAny) return {32, 32, 2, 1, 1};                        // 80 KB
@@ -83,11 +85,11 @@ constexpr MmaTile mma_tile(int d, int dv, MmaSm sm) {
     return {64, 32, 4, 2, 1};                                   // 96 KB
 }
 
-// tf32: a value is twice as wide in shared memory and as wide in an accumulator. TFLOP/s on H200 at 16k, full, beside the tiles tried.
+// tf32: values are twice as wide in shared memory, but not in accumulators. Comments: TFLOP/s on H200 at 16k without mask, this tile first.
 constexpr MmaTile mma_tile_tf32(int d, int dv, MmaSm sm) {
     if (sm == MmaSm::k228) {
         if (d <= 64) return {128, 64, 4, 2, 2};             // O 64 + S 64; 96 KB: 155. One stage: 153, 64 rows: 121
-        if (d > 96 && d <= 128) return {128, 32, 4, 1, 2};  // O 128 + S 32; 96 KB: 151. One block an SM, of 4 warps 109, of 8 139
+        if (d > 96 && d <= 128) return {128, 32, 4, 1, 2};  // O 128 + S 32; 96 KB: 151. One block per SM: 109 with 4 warps, 139 with 8
         if (dv > 192) return {128, 32, 8, 1, 1};            // O 128 + S 16; 192 KB: 122. 64 rows: 76
     }
     if (sm != MmaSm::kAny) {
@@ -103,25 +105,26 @@ constexpr MmaTile mma_tile_tf32(int d, int dv, MmaSm sm) {
     return {32, 32, 2, 1, 2};                // 96 KB
 }
 
-// Of the 1 KB of an SM that a block may not ask for, every block on it takes one for the system.
+// An SM has 1 KB more than one block may ask for. Every block on it takes 1 KB for the system.
 inline bool mma_tile_fits(const MmaTile& tile, size_t shared_bytes, size_t most_of_a_block) {
     return size_t(tile.blocks_per_sm) * (shared_bytes + 1024) <= most_of_a_block + 1024;
 }
 
-// Large tiles pay when a head has rows for more than half of one, and once more than half of the blocks that the GPU holds at a time have
-// work; below, twice as many blocks of half the rows still run all at once.
+// Large tiles pay when a head's rows fill more than half a tile, and when they make more than half as many blocks as the GPU holds at a
+// time. With fewer, twice as many blocks of half the rows still run all at once.
 inline bool mma_tile_fills(const MmaTile& tile, int64_t heads, int64_t seqlen_q, int multiprocessors) {
     return 2 * seqlen_q > tile.block_m &&
            2 * ((seqlen_q + tile.block_m - 1) / tile.block_m) * heads > int64_t(tile.blocks_per_sm) * multiprocessors;
 }
 
-// Blocks of few keys that all run at once finish sooner than large ones: 12 % at batch 8 x 32 heads x 128 of head dim 64.
+// Blocks with few keys that all run at once finish sooner than large ones: 12 % at batch 8 x 32 heads x 128 of head dim 64.
 inline bool mma_tile_runs_at_once(const MmaTile& tile, int64_t heads, int64_t seqlen_q, int64_t seqlen_k, int multiprocessors) {
     return seqlen_k <= 256 && (seqlen_q + tile.block_m - 1) / tile.block_m * heads <= int64_t(tile.blocks_per_sm) * multiprocessors;
 }
 
-// Which short calls with plain scores forward_mma_sm80 serves faster than forward_wgmma_sm90, whose blocks take 128 rows and longer to set
-// up. us on H200 in CUDA graphs, bf16, full, batch x heads x seqlen, wgmma_sm90 -> mma_sm80 (beside them the best of cuDNN and FA2):
+// Short calls with plain scores that forward_mma_sm80 serves faster than forward_wgmma_sm90, whose blocks take 128 rows and longer to set
+// up. Times in us on H200 in CUDA graphs, bf16, no mask, batch x heads x seqlen, wgmma_sm90 -> mma_sm80 (in parentheses the best of cuDNN
+// and FA2):
 //     head dim 64      1 x 32 x 16    5.2 -> 3.1 (5.9)    8 x 32 x 64     9.3 -> 6.2 (8.4)    32 x 32 x 64   23.9 -> 13.4 (22.0)
 //                      1 x 32 x 256   7.7 -> 6.8 (7.9)    8 x 32 x 128   10.0 -> 9.7 (9.1)    32 x 32 x 128  24.2 -> 30.9 (22.1)
 //     head dim 128     1 x 16 x 16    6.4 -> 3.4 (5.0)    8 x 16 x 64     8.4 -> 6.3 (6.9)    32 x 16 x 64   18.2 -> 15.9 (16.5)
@@ -129,14 +132,14 @@ inline bool mma_tile_runs_at_once(const MmaTile& tile, int64_t heads, int64_t se
 inline bool mma_is_faster_than_wgmma(int headdim, int64_t heads, int64_t seqlen_q, int64_t seqlen_k, int multiprocessors) {
     const int64_t blocks = (seqlen_q + 63) / 64 * heads, steps = (seqlen_k + 63) / 64;
     if (headdim > 128) return seqlen_q <= 32 && seqlen_k <= 32;  // 6.1 -> 4.6; at 64 rows they are equal
-    if (seqlen_q <= 64 && steps <= 4) return true;  // half of a block of 128 rows is padding: 16 x 256, 32 x 32 heads, 29.5 -> 22.2
+    if (seqlen_q <= 64 && steps <= 4) return true;  // half of a 128-row block is padding. 16 queries, 256 keys, 32 x 32 heads: 29.5 -> 22.2
     if (steps <= 2) return blocks <= int64_t(mma_tile(headdim, headdim, MmaSm::k99).blocks_per_sm) * multiprocessors;
     if (steps <= 4) return blocks <= multiprocessors;
     return headdim <= 64 && steps <= 8 && 2 * blocks <= multiprocessors;  // 1 x 4 x 512: 9.7 -> 9.2
 }
 
-// Query heads whose tiles run side by side: heads are taken in sections, so that the K and V of a section are read from memory once and
-// then from L2. 16 MB fit beside other traffic in the L2 of A100 (40), H100 (50) and most GPUs since; smaller ones only lose this gain.
+// Query heads whose tiles run side by side. Heads are taken in sections, so that the K and V of a section are read from memory once and
+// then from L2. 16 MB fit, with other traffic, in the L2 of A100 (40), H100 (50) and most GPUs since; GPUs with less only lose this gain.
 inline int64_t heads_per_section(int64_t seqlen_k, int64_t bytes_per_key, int group) {
     constexpr int64_t kSectionBytes = int64_t(16) << 20;
     const int64_t heads_k = kSectionBytes / ((seqlen_k > 0 ? seqlen_k : 1) * bytes_per_key);
@@ -147,12 +150,12 @@ inline int64_t heads_per_section(int64_t seqlen_k, int64_t bytes_per_key, int gr
 
 struct BackwardTile {
     int block_m, block_n;       // queries per step, keys per block
-    int warps;                  // of which share out:
-    int warps_m_s;              //     S and dP: warps_m_s along the queries, the others along the keys
-    int warps_n_kv;             //     dK and dV: warps_n_kv along the keys, the others along the head dim
-    int warps_m_dq;             //     dQ: warps_m_dq along the queries, the others along the head dim
-    int stages_q, stages_dout;  // 2: the next tile flies while this one is computed
-    int blocks_per_sm;          // as above
+    int warps;                  // how the warps divide the products:
+    int warps_m_s;              //     S and dP: warps_m_s along the queries, warps / warps_m_s along the keys
+    int warps_n_kv;             //     dK and dV: warps_n_kv along the keys, warps / warps_n_kv along the head dim
+    int warps_m_dq;             //     dQ: warps_m_dq along the queries, warps / warps_m_dq along the head dim
+    int stages_q, stages_dout;  // 2: the next tile is copied while this one is computed
+    int blocks_per_sm;          // as in MmaTile
 };
 constexpr bool operator==(const BackwardTile& a, const BackwardTile& b) {
     return a.block_m == b.block_m && a.block_n == b.block_n && a.warps == b.warps && a.warps_m_s == b.warps_m_s &&
@@ -160,13 +163,13 @@ constexpr bool operator==(const BackwardTile& a, const BackwardTile& b) {
            a.blocks_per_sm == b.blocks_per_sm;
 }
 
-// A block owns block_n keys, whose dK and dV fill half of its registers, and walks tiles of block_m queries. A warp's m x n part of a
-// product reads 32 (m + n) bytes of shared memory for each 16 summed elements, which are m n / 128 mma: parts should be large and square.
-// Bytes for each mma, of S and dP | dK and dV | dQ:
+// A block owns block_n keys, whose dK and dV fill half of its registers, and walks over tiles of block_m queries. For an m x n part of a
+// product, a warp reads 32 (m + n) bytes of shared memory per step of 16 summed elements, for m n / 128 mma. Parts should therefore be
+// large and square. Bytes per mma, for S and dP | dK and dV | dQ:
 //     64 x 128, d 128, 8 warps   32 x 32: 256 | 32 x 64: 192 | 32 x 32: 256
 //     128 x 64, d 256, 8 warps   32 x 32: 256 | 32 x 64: 192 | 32 x 128 in parts: 256
 //     64 x 64, d 256, 8 warps    16 x 32: 384 | 32 x 64: 192 | 32 x 64 in parts: 256
-// The numbers beside a tile are of an H200, bf16, 512 .. 8192 tokens.
+// The numbers beside a tile were measured on an H200, bf16, 512 .. 8192 tokens.
 constexpr BackwardTile backward_mma_tile(int d, MmaSm sm) {
     if (sm == MmaSm::kShort) {
         if (d <= 64) return {64, 64, 4, 2, 2, 2, 2, 2, 3};             // 65 KB
@@ -174,8 +177,8 @@ constexpr BackwardTile backward_mma_tile(int d, MmaSm sm) {
     }
     if (sm == MmaSm::kShort || sm == MmaSm::k228) {
         if (d <= 64)
-            return {64, 128, 4, 2, 2, 2, 2, 2, 2};  // 97 KB. Three blocks of 64 x 64, with twice the copies of Q and dO, twice the adds to
-                                                    // dQ and a tenth more for ldmatrix: 9 .. 16 % slower. The next: 10 % slower
+            return {64, 128, 4, 2, 2, 2, 2, 2, 2};  // 97 KB. Three blocks of 64 x 64 are 9 .. 16 % slower: twice the copies of Q and dO,
+                                                    // twice the adds to dQ, a tenth more ldmatrix. The 128 x 128 tile below is 10 % slower
         if (d > 128 && d <= 192) return {128, 64, 8, 4, 2, 4, 2, 1, 1};  // 226 KB
         if (d > 192) return {128, 64, 8, 4, 2, 4, 1, 1, 1};              // 225 KB. 64 x 64: 1 .. 18 % slower
     }
@@ -192,11 +195,11 @@ constexpr BackwardTile backward_mma_tile(int d, MmaSm sm) {
     if (d <= 96) return {64, 64, 8, 4, 4, 4, 2, 2, 1};   // 89 KB
     if (d <= 128) return {64, 64, 8, 4, 2, 2, 2, 1, 1};  // 97 KB
     if (d <= 192) return {64, 32, 8, 4, 2, 2, 1, 1, 1};  // 81 KB
-    return {32, 32, 4, 2, 2, 2, 1, 1, 1};                // 68 KB; no 64 queries fit beside 32 keys
+    return {32, 32, 4, 2, 2, 2, 1, 1, 1};                // 68 KB; 64 queries do not fit beside 32 keys
 }
 
-// Few keys under a causal mask: tiles of 64 keys hide less on the diagonal. On H200, 64 against 128 keys, head dims 64 and 128: 5 and 2 %
-// faster at 512, 9 and 1 % slower from 2048 and 1024 on.
+// Few keys under a causal mask: tiles of 64 keys waste less on the diagonal. On H200, 64 against 128 keys at head dim 64: 5 % faster at 512
+// keys, 9 % slower from 2048 on; at head dim 128: 2 % faster at 512, 1 % slower from 1024 on.
 inline bool backward_mma_is_short(bool causal, int seqlen_k) { return causal && seqlen_k <= 512; }
 
 // Calls body with the bucket of a pair of head dims.

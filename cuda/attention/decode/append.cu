@@ -1,5 +1,5 @@
-// append.cu: appends new keys and values to the cache, rotated and rounded to its dtype, and writes q, rotated, to the workspace. One warp
-// a row: one head of one token. Bound by the launch.
+// append.cu: appends new keys and values to the cache, rotated and rounded to its dtype, and writes the rotated q to the workspace. One
+// warp per row, which is one head of one token. Bound by the launch.
 #include <cuda_fp8.h>
 
 #include "attention/decode/append.h"
@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
 
-// x in units of the factor; what is beyond the largest number becomes the largest number.
+// x, already divided by its factor, rounded to the cache's type; saturates at the largest number.
 __device__ uint8_t to_byte(DType dtype, float x) {
     if (dtype == DType::kFloat8E4M3) return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3);
     return uint8_t(int8_t(fminf(fmaxf(rintf(x), -127.0f), 127.0f)));
@@ -21,7 +21,7 @@ __device__ uint8_t to_byte(DType dtype, float x) {
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) append_kernel(const __grid_constant__ AppendParams a) {
-    launch_dependents();  // a kernel that starts while this one runs waits for it (grid_dependency_wait)
+    launch_dependents();  // the next kernel may start, but waits for this one before it reads (grid_dependency_wait)
     grid_dependency_wait();
     const int64_t index = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32;
     if (index >= append_rows(a)) return;

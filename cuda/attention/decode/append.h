@@ -1,4 +1,4 @@
-// append.h: how new keys and values join a cache before attention, row by row; for the GPU's kernel and the CPU's.
+// append.h: how new keys and values are added to a cache before attention, row by row; shared by the GPU and the CPU kernel.
 //
 // A row is one head of one token: of q (rotated into the workspace), of K or of V (into the cache). Rows are numbered
 //     q      (batch, seqlen_q, nheads)        only when the call rotates
@@ -13,7 +13,7 @@ enum class RowOf { kQuery, kKey, kValue };
 
 struct AppendRow {
     RowOf of;
-    int32_t position;  // of the rotary embedding; below 0: the row is not rotated
+    int32_t position;  // for the rotary embedding; below 0: the row is not rotated
     int64_t from, to;  // element offsets of its first dim in the source and in the destination
     int64_t scale;     // element offset of its factor in k_scale or v_scale
     bool skip;         // an idle sequence, or a place outside the cache: nothing is written
@@ -26,7 +26,7 @@ FA_HOST_DEVICE int64_t append_rows(const AppendParams& a) {
     return append_query_rows(a) + 2 * int64_t(a.attention.batch) * a.seqlen_new * a.attention.nheads_k;
 }
 
-// The position by which row i of sequence b is rotated.
+// The position by which the rotary embedding turns row i of sequence b.
 FA_HOST_DEVICE int32_t append_position(const AppendParams& a, RowOf of, int32_t b, int32_t i) {
     const AttentionParams& p = a.attention;
     if (!a.rotary_cos || of == RowOf::kValue) return -1;
@@ -35,10 +35,10 @@ FA_HOST_DEVICE int32_t append_position(const AppendParams& a, RowOf of, int32_t 
     return clamp_to(clamp_to(before, 0, a.rotary_rows - 1) + (of == RowOf::kKey || ordered ? i : 0), 0, a.rotary_rows - 1);
 }
 
-// Where new key i of sequence b goes: the cache entry, or the page, and the row in it.
+// The place of new key i of sequence b: the cache entry, or the page, and the row in it.
 struct AppendPlace {
     int32_t entry, row;
-    bool skip;  // nowhere
+    bool skip;  // no place: nothing is written
 };
 FA_HOST_DEVICE AppendPlace append_place(const AppendParams& a, int32_t b, int32_t i) {
     const AttentionParams& p = a.attention;
@@ -84,7 +84,7 @@ FA_HOST_DEVICE AppendRow append_row(const AppendParams& a, int64_t index) {
     return row;
 }
 
-// Dim d of a row after the rotation. value(d) reads the source, angle(table, i) element i of a table, both as floats.
+// Dim d of a row after the rotation. value(d) reads the source, angle(table, i) reads element i of a table; both return floats.
 template <typename Append, typename Value, typename Angle>
 FA_HOST_DEVICE float rotated(const Append& a, int32_t position, int32_t d, const Value& value, const Angle& angle) {
     if (position < 0 || d >= a.rotary_dim) return value(d);
@@ -97,7 +97,7 @@ FA_HOST_DEVICE float rotated(const Append& a, int32_t position, int32_t d, const
     return first ? value(d) * c - value(pair) * s : value(d) * c + value(pair) * s;
 }
 
-// The largest number of an 8-bit type; and the factor of a token, which stays finite for tiny tokens.
+// cache_limit: the largest number of an 8-bit type. token_scale: the factor of a token, kept finite for tiny tokens.
 FA_HOST_DEVICE float cache_limit(DType dtype) { return dtype == DType::kInt8 ? 127.0f : 448.0f; }
 FA_HOST_DEVICE float token_scale(DType dtype, float amax) { return amax > 0x1p-100f ? amax / cache_limit(dtype) : 1.0f; }
 

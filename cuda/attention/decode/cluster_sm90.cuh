@@ -1,16 +1,15 @@
 // cluster_sm90.cuh: up to 16 rows of q against few keys, on tensor cores and in one launch, on Hopper. The time is that of one trip to
 // memory and of the way from there to the result. New against ring_sm90.cuh and lanes.cuh:
-//   - The tiles of a key head are dealt in turn to the blocks of a cluster, and in a block to the warps. Which warp has a tile does not
-//   depend
-//     on the length, so a warp fetches its first tile before it knows how many keys there are. With pages it fetches the table's entry
-//     to L2, and reads it when the length says that it belongs to the sequence.
+//   - The tiles of a key head are dealt in turn to the blocks of a cluster and, within a block, to the warps. Which warp has a tile does
+//     not depend on the length, so a warp fetches its first tile before it knows how many keys there are. With pages, it prefetches the
+//     block table's entry to L2, and reads the entry once the length shows that it belongs to the sequence.
 //   - A warp copies its tiles itself (cp.async) and attends to them without meeting the other warps: no tensor map, no barrier.
-//   - A block adds up its warps' results and sends each block of the cluster the columns that this block finishes (st.async).
+//   - A block adds up its warps' results and sends to each block of the cluster the columns that the receiver finishes (st.async).
 //
 // Bound by latency: lengths -> keys -> scores -> the other blocks -> result.
 //
 // Shared memory     warps x ring of (K tile | V tile), later the warp's O (kRows, d) float | q (kRows, d) |
-//                   what the cluster sends: O (rows, quads of this block, cluster) float4
+//                   received from the cluster: O (rows, quads of this block, cluster) float4
 #pragma once
 
 #include "attention/common/epilogue.cuh"
@@ -24,14 +23,14 @@
 namespace fa {
 namespace {
 
-// What the warps of a block, and the blocks of a cluster, leave for each other.
+// Results that the warps of a block, and the blocks of a cluster, exchange.
 template <typename Plan>
 struct ClusterStats {
     float2 of_warp[kWarps][kRows];         // maximum and sum of each warp's rows
-    float2 of_block[kRows][kMostCluster];  // of each block's
+    float2 of_block[kRows][kMostCluster];  // maximum and sum of each block's rows
 };
 
-// A row's columns 4 quad .. + 3 from several places: the maximum and the sum there, and O in units of the maximum.
+// Columns 4 quad .. 4 quad + 3 of a row, summed over several sources. A source has a maximum and a sum, and O in units of that maximum.
 struct ClusterSum {
     float row_max, row_sum;
     float4 o;
@@ -42,7 +41,8 @@ struct ClusterSum {
     }
 };
 
-// Adds up the results of the block's warps, of which `with_keys` have keys, and sends each block the columns that it finishes.
+// Adds up the results of those of the block's warps that have keys (`with_keys` of them), and sends each block the columns that it
+// finishes.
 template <typename Plan>
 __device__ __forceinline__ void send_results(const ClusterParams& params, const unsigned char* shared, const ClusterStats<Plan>& stats,
                                              const float4* received, uint32_t barrier, int own_quads, int rank, int with_keys) {
@@ -57,14 +57,14 @@ __device__ __forceinline__ void send_results(const ClusterParams& params, const 
             const float* const o = reinterpret_cast<const float*>(shared + w * params.warp_bytes);
             sum.add(stats.of_warp[w][r], *reinterpret_cast<const float4*>(o + o_place<Plan::kD>(r, 4 * quad)));
         }
-        const int to = quad / own_quads, own = quad - to * own_quads;  // a power of two
+        const int to = quad / own_quads, own = quad - to * own_quads;  // division by a power of two
         const uint32_t there = cluster_address(barrier, to);
         store_async_16(cluster_address(shared_address(received + ((r * own_quads + own) << p.cluster_log) + rank), to), sum.o, there);
         if (own == 0) store_async_8(cluster_address(shared_address(&stats.of_block[r][rank]), to), sum.row_max, sum.row_sum, there);
     }
 }
 
-// Adds up the results of all blocks, eight lanes for four columns of a row, and stores the columns that this block finishes.
+// Adds up the results of all blocks and stores the columns that this block finishes. Eight lanes work on four columns of a row.
 template <typename Plan>
 __device__ __forceinline__ void finish_results(const ClusterParams& params, const ClusterStats<Plan>& stats, const float4* received,
                                                uint32_t barrier, int own_quads, int rank, int lane, int b, int head_k) {
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfSm) decode_cluster_kernel(c
     const LaneParams& p = params.lanes;
     const int lane = threadIdx.x % 32, warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);
     const int cluster = 1 << p.cluster_log, rank = int(cluster_rank());
-    const int own_quads = Plan::kQuads >> p.cluster_log;  // of each row, which this block finishes
+    const int own_quads = Plan::kQuads >> p.cluster_log;  // quads of each row that this block finishes
     unsigned char *const own_memory = shared + warp * params.warp_bytes, *const q_tile = shared + kWarps * params.warp_bytes;
     const uint32_t ring = shared_address(own_memory), barrier = shared_address(&received_all);
     const float4* const received = reinterpret_cast<const float4*>(q_tile + kRows * Plan::kD * 2);
@@ -123,22 +123,22 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfSm) decode_cluster_kernel(c
         fence_mbarrier_init();
         mbarrier_arrive_expect_tx(barrier, (p.rows * (16 * own_quads + 8)) << p.cluster_log);
     }
-    cluster_arrive();  // no block sends anything before all have started
+    cluster_arrive();  // no block may send anything before all have started
 
     const int unit = blockIdx.x >> p.cluster_log, b = p.units.divide(unit), head_k = p.units.remainder(unit, b);
     const int before = lane_keys_before(p, b);
     if (const int key = (rank + (warp << p.cluster_log)) * kKeys; p.block_table && lane == 0 && key < p.seqlen_k)
-        prefetch_l2(p.block_table + b * p.table_row + p.page.divide(key));  // read when the length says that it is the sequence's
+        prefetch_l2(p.block_table + b * p.table_row + p.page.divide(key));  // read once the length shows that it belongs to the sequence
     ClusterQuery<Plan> query;
-    if (!params.programmatic) query.load(p, b, head_k);  // before the keys, which would hold it up; else after them
+    if (!params.programmatic) query.load(p, b, head_k);  // before the keys, which would delay it; with `programmatic` after them
     ClusterCopies<Plan> copies(p, lane, b, head_k);
-    const int first = rank + (warp << p.cluster_log), step = kWarps << p.cluster_log;  // this warp's tiles of the sequence's
+    const int first = rank + (warp << p.cluster_log), step = kWarps << p.cluster_log;  // this warp's tiles among the sequence's
     const bool early = p.window_left < 0 && !p.added && !p.block_table && first * kKeys < p.seqlen_k;
     if (early) {
         copies.find(p, first * kKeys, p.seqlen_k);
         copies.copy(params, first * kKeys, 0, p.seqlen_k, ring, kBytes ? shared_address(scale_of[0][warp]) : 0);
     }
-    float k_factor = 1, v_factor = 1;  // bytes: of all keys, or of key 0; asked for while the length is on its way, without a branch
+    float k_factor = 1, v_factor = 1;  // bytes: factor of all keys, or of key 0; loaded while the length is in flight, without a branch
     if (kBytes) k_factor = copies.factor(p, p.k_scale), v_factor = copies.factor(p, p.v_scale);
 
     const VisibleKeys keys = visible_keys(p, lane_key_count(p, before));
@@ -148,17 +148,17 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfSm) decode_cluster_kernel(c
     uint32_t Q[Plan::kStepsD][4];
     float row_scale[2] = {p.scale_log2, p.scale_log2};
     const bool by_key = kBytes && params.scaled_by_key;
-    float v_unit = 1e-30f;  // bytes: O counts in units of V's factor, or of the largest so far
+    float v_unit = 1e-30f;  // bytes: O is in units of V's factor, or of the largest factor so far
     const auto row_of = [&](int half) { return min(lane / 4 + 8 * half, p.rows - 1); };
     const ScoreOptions options{p.softcap_log2, p.alibi_slopes, p.seqlen_q, int(p.group.divisor), p.window_left, p.window_right};
     float O[kTilesV][4] = {};
-    float row_max[2] = {-FLT_MAX, -FLT_MAX}, row_sum[2] = {0, 0};  // exponents of 2; this thread's share
+    float row_max[2] = {-FLT_MAX, -FLT_MAX}, row_sum[2] = {0, 0};  // max: exponents of 2; sum: this thread's share
     const uint32_t k_lane = TileK::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2), v_lane = TileK::offset(lane % 16, lane / 16);
 
-    bool waited = !p.added;  // no other kernel puts keys into the cache
+    bool waited = !p.added;  // no other kernel adds keys to the cache
     if (first < tiles) copies.find(p, key_of(first), keys.end);
     int slot = 0;
-    // A tile is copied kSlots rounds before it is attended to: rounds below 0 come before the first. Every round commits two groups.
+    // A tile is copied kSlots rounds before it is attended to, so rounds before the first tile only copy. Every round commits two groups.
 #pragma unroll 1
     for (int tile = first - kSlots * step; tile < tiles; tile += step) {
         const uint32_t k_tile = ring + slot * Plan::kSlotBytes, v_tile = k_tile + Plan::kTileBytes;
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfSm) decode_cluster_kernel(c
             cp_async_commit(), cp_async_commit();
         }
         slot = slot + 1 == kSlots ? 0 : slot + 1;
-        if (tile + step == first) {  // the first copies are on their way
+        if (tile + step == first) {  // the first copies are in flight
             if (params.programmatic) query.load(p, b, head_k);
             const bool narrows = kBytes && params.bfloat16;
             if (narrows) query.narrow(row_factor);
@@ -236,7 +236,7 @@ cudaError_t launch_cluster(const DecodeParams& d, cudaStream_t stream) {
     params.programmatic = d.after_append, params.bfloat16 = p.dtype == DType::kBFloat16;
     params.scaled_by_key = d.scaled_by_key;
     const int64_t tiles = (int64_t(p.seqlen_k) + Plan::kKeys - 1) / Plan::kKeys, at_once = int64_t(kWarps) * d.shape.cluster;
-    const int slots = int(std::min<int64_t>((tiles + at_once - 1) / at_once, Plan::kSlots));  // with fewer none is used twice
+    const int slots = int(std::min<int64_t>((tiles + at_once - 1) / at_once, Plan::kSlots));  // with fewer slots none is used twice
     params.warp_bytes = Plan::warp_bytes(slots);
     LaunchOptions options;
     options.programmatic = d.after_append, options.cluster = unsigned(d.shape.cluster);

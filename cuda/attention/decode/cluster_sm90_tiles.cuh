@@ -1,4 +1,4 @@
-// cluster_sm90_tiles.cuh: how the tiles of keys of decode_cluster_sm90, and its rows of q, come to shared memory.
+// cluster_sm90_tiles.cuh: how decode_cluster_sm90 loads tiles of keys, and its rows of q, into shared memory.
 #pragma once
 
 #include "attention/common/shared_tile.cuh"
@@ -14,15 +14,15 @@ constexpr int kWarps = 4, kThreads = 32 * kWarps, kRows = 16;
 constexpr int kBlocksOfSm = 3;  // a GPC may have fewer multiprocessors than a cluster has blocks
 
 struct ClusterParams {
-    int32_t warp_bytes;  // of a warp's ring, later of its O
-    bool scattered;      // the rows of a tile do not follow each other: pages of no multiple of its keys
-    bool programmatic;   // the kernel before may still write q
+    int32_t warp_bytes;  // bytes of a warp's ring, later of its O
+    bool scattered;      // the rows of a tile are not contiguous: the page size is not a multiple of a tile's keys
+    bool programmatic;   // the previous kernel may still be writing q
     bool bfloat16;       // of q and out, else fp16
     bool scaled_by_key;  // bytes: as in DecodeParams
     LaneParams lanes;
 };
 
-// Element: of the cache. kColumns: the bucket of the head dim. A tile is 16 keys.
+// Element: the cache's type. kColumns: the bucket of the head dim. A tile is 16 keys.
 template <typename Element, int kColumns>
 struct ClusterPlan {
     using E = Element;
@@ -33,16 +33,16 @@ struct ClusterPlan {
     static constexpr int kRowBytes = kD * int(sizeof(E)), kTileBytes = kKeys * kRowBytes, kSlotBytes = 2 * kTileBytes;
     using TileK = SharedTile<uint16_t, kRowBytes / 2>;
     static constexpr int kTilesN = kKeys / 8, kTilesV = kD / 8, kStepsD = kD / 16;
-    static constexpr int kMostSlots = 24 * 1024 / kSlotBytes;  // of a warp; with so many two blocks fit on an SM
+    static constexpr int kMostSlots = 24 * 1024 / kSlotBytes;  // slots of a warp; with this many, two blocks fit on an SM
     static constexpr int kSlots = kMostSlots < 4 ? kMostSlots : 4;
     static constexpr int kQuads = kD / 4, kOBytes = kRows * kD * 4;
     static constexpr int warp_bytes(int slots) { return slots * kSlotBytes > kOBytes ? slots * kSlotBytes : kOBytes; }
     static constexpr int bytes(int rows, int slots) { return kWarps * warp_bytes(slots) + kRows * kD * 2 + rows * kD * 4; }
 };
 
-// The rows of q, on their way through registers. Row r of a key head is head r % group of query r / group. For keys of bytes rows of bf16
-// become fp16: divided by the power of two below the row's largest magnitude, so that none overflows and what underflows is below 2^-24
-// of that. The power goes to row_factor.
+// The rows of q, passing through registers. Row r of a key head is head r % group of query r / group. With 8-bit keys, rows of bf16 become
+// fp16: a row is divided by the power of two below its largest magnitude, so that nothing overflows, and what underflows is below 2^-24 of
+// that magnitude. The power goes to row_factor.
 template <typename Plan>
 struct ClusterQuery {
     using TileQ = typename Plan::TileQ;
@@ -91,7 +91,7 @@ struct ClusterQuery {
     }
 };
 
-// A warp copies its own tiles.
+// A warp's copies of its own tiles.
 template <typename Plan>
 class ClusterCopies {
     using TileK = typename Plan::TileK;
@@ -107,13 +107,13 @@ public:
         found_entry_ = entry_, found_row_ = 0;
     }
 
-    // The factor of all keys, or of the first one of the entry.
+    // The factor of all keys, or of the entry's first key.
     __device__ __forceinline__ float factor(const LaneParams& p, const CacheScale& scale) const {
         return p.seqlen_k > 0 ? scale.data[entry_ * scale.batch + head_k_ * scale.head] : 1;
     }
 
-    // Finds the rows of the tile that is copied next: lane l finds row l % kKeys. `end`: of the keys. The entries of a table past it are
-    // not read.
+    // Finds the rows of the tile that is copied next: lane l finds row l % kKeys. `end`: the end of the keys. Table entries past it are not
+    // read.
     __device__ __forceinline__ void find(const LaneParams& p, int key0, int end) {
         found_row_ = key0 + lane_ % kKeys;
         if (!p.block_table) return;
@@ -122,7 +122,7 @@ public:
         found_row_ = p.page.remainder(key, page);
     }
 
-    // The tile of key0 to `to`, and its factors to `scales`. Keys outside [begin, end) arrive as zeros.
+    // Copies the tile from key0 on to `to`, and its factors to `scales`. Keys outside [begin, end) arrive as zeros.
     __device__ __forceinline__ void copy(const ClusterParams& params, int key0, int begin, int end, uint32_t to, uint32_t scales) const {
         const LaneParams& p = params.lanes;
         const auto found = [&](const TensorView& view, int r, int further) {
@@ -151,8 +151,8 @@ public:
         }
     }
 
-    // Zeroes the values, and their factors, of a tile's keys from `end` on: copied before the length was known, they may hold anything, and
-    // 0 x NaN is NaN.
+    // Zeroes the values, and their factors, of a tile's keys from `end` on. They were copied before the length was known and may hold
+    // anything, and 0 x NaN is NaN.
     __device__ __forceinline__ void zero_values(int key0, int end, uint32_t v_tile, uint32_t v_scales) const {
 #pragma unroll
         for (int r = row_; r < kKeys; r += kRowsAtOnce)
@@ -163,7 +163,7 @@ public:
 
 private:
     int lane_, b_, head_k_;
-    int piece_, row_;  // of a key's row: this lane's 16 bytes; of a tile: its first key
+    int piece_, row_;  // this lane's 16 bytes of a key's row; its first key in a tile
     int entry_;
     bool is_k_, is_v_;  // the piece lies in the head dim
     const char *k_, *v_;

@@ -1,8 +1,8 @@
 // combine.cu: merges the pieces of a row: lse = log(sum exp(lse_i)), out = sum exp(lse_i - lse) out_i. A row whose keys are one piece
-// already has its result. The kernels are launched while the one before runs and find their pieces in that time.
-//   combine_kernel       few rows of many pieces: a block a row, which reads all of a row's pieces at once. Bound by the latency of three
-//                        dependent reads
-//   combine_rows_kernel  many rows of few pieces: a warp merges neighbours of a tile one after another, which have their pieces in common
+// already has its result. The kernels are launched while the previous kernel runs, and find their pieces meanwhile.
+//   combine_kernel       few rows of many pieces: one block per row, which reads all pieces of the row at once. Bound by the latency of
+//                        three dependent reads
+//   combine_rows_kernel  many rows of few pieces: a warp merges, one after another, neighbouring rows of a tile, which share their pieces
 #include "attention/common/epilogue.cuh"
 #include "attention/decode/decode.h"
 #include "common/constants.h"
@@ -22,7 +22,7 @@ FA_HOST_DEVICE int groups_of(const DecodeShape& shape, int neighbours) { return 
 // Row `index` of the (batch, seqlen_q, nheads) rows of out.
 struct CombinedRow {
     int b, i, head;
-    int tile_row;  // in its tile
+    int tile_row;  // row in its tile
     UnitPieces pieces;
 
     __device__ __forceinline__ void find(const DecodeParams& d, const Cut& cut, int index) {
@@ -34,14 +34,14 @@ struct CombinedRow {
     }
 };
 
-// A warp's share of a row: every kEvery-th piece from number `begin` on. A lane has four columns of each part of 128.
+// A warp's share of a row: every kEvery-th piece, from piece `begin` on. A lane has four columns of each part of 128.
 template <int kParts, int kEvery>
 struct WarpShare {
     float row_max = -FLT_MAX, row_sum = 0;
     float4 o[kParts] = {};
 
     __device__ __forceinline__ void read(const DecodeParams& d, const UnitPieces& pieces, int tile_row, int begin, int lane) {
-        constexpr int kAtOnce = kParts == 1 ? 4 : 2;  // pieces a warp reads at a time
+        constexpr int kAtOnce = kParts == 1 ? 4 : 2;  // pieces that a warp reads at once
         const AttentionParams& p = d.attention;
         const int count = pieces.count;
         for (int first = begin; first < count; first += kEvery * kAtOnce) {
@@ -81,7 +81,7 @@ struct WarpShare {
     }
 };
 
-// Four columns of a result, times a factor.
+// Stores four columns of a result, times a factor.
 __device__ __forceinline__ void store_columns(const AttentionParams& p, int64_t at, float4 y, float factor) {
     y.x *= factor, y.y *= factor, y.z *= factor, y.w *= factor;
     if (p.dtype == DType::kFloat32) {
@@ -94,7 +94,7 @@ __device__ __forceinline__ void store_columns(const AttentionParams& p, int64_t 
     *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.out.data) + at) = pairs;
 }
 
-template <int kParts>  // of 128 columns
+template <int kParts>  // parts of 128 columns
 __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ DecodeParams d) {
     const AttentionParams& p = d.attention;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rows = p.batch * p.seqlen_q * p.nheads;
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
     int x = blockIdx.x;
     CombinedRow row;
     if (!all_whole) row.find(d, cut, x);
-    grid_dependency_wait();  // by every block: the end of this kernel is then also the end of those before it
+    grid_dependency_wait();  // in every block: so the end of this kernel is also the end of those before it
     if (all_whole) return;
 #pragma unroll 1
     while (true) {
@@ -141,10 +141,10 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
     }
 }
 
-// Neighbours in a tile of rows of a unit.
+// Neighbouring rows of a tile, of one unit.
 struct Neighbours {
-    int b, head_k, first_row, count;  // rows of the sequence's (seqlen_q * group) rows of a key head
-    int tile_row;                     // of the first one
+    int b, head_k, first_row, count;  // first_row, count: among the (seqlen_q * group) rows of a key head
+    int tile_row;                     // of the first row
     UnitPieces pieces;
 
     __device__ __forceinline__ void find(const DecodeParams& d, const Cut& cut, int most, int groups_of_unit, int index) {
@@ -160,9 +160,9 @@ struct Neighbours {
 
 struct RowsParams {
     DecodeParams decode;
-    int neighbours;  // rows of a warp
+    int neighbours;  // rows per warp
 };
-template <int kParts>  // of 128 columns
+template <int kParts>  // parts of 128 columns
 __global__ void __launch_bounds__(kThreads) combine_rows_kernel(const __grid_constant__ RowsParams params) {
     const DecodeParams& d = params.decode;
     const AttentionParams& p = d.attention;
@@ -202,11 +202,11 @@ cudaError_t decode_combine(const DecodeParams& d, int64_t most_blocks, const Dev
     const AttentionParams& p = d.attention;
     const int64_t rows = int64_t(p.batch) * p.seqlen_q * p.nheads;
     const bool wide = p.headdim_v > 128, late = device.compute >= 90;
-    // The two kernels add up the pieces of a row in different orders. batch_invariant: always the same one, in many blocks.
-    constexpr int kInvariantBlocks = 16;  // of a multiprocessor
+    // The two kernels add up the pieces of a row in different orders. With batch_invariant always the same kernel runs, with many blocks.
+    constexpr int kInvariantBlocks = 16;  // blocks per multiprocessor
     const bool invariant = p.cache.batch_invariant;
     if (invariant) most_blocks = std::max<int64_t>(most_blocks, kInvariantBlocks * device.multiprocessors);
-    if (rows > most_blocks && !invariant) {  // a block a row would take turns
+    if (rows > most_blocks && !invariant) {  // one block per row would not run at once
         const RowsParams params{d, int(std::clamp<int64_t>(rows / (kWarps * most_blocks), 1, 4))};
         const int64_t groups = groups_of(d.shape, params.neighbours) * decode_units(d.shape, p);
         const unsigned blocks = unsigned(std::min((groups + kWarps - 1) / kWarps, most_blocks));

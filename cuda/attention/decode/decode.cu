@@ -1,4 +1,4 @@
-// decode.cu: a decode call: the kernel that the registry has chosen, and behind it the merge of what the pieces of a unit leave.
+// decode.cu: a decode call: launches the kernel that the registry has chosen, then merges the partial results.
 #include "attention/decode/decode.h"
 
 namespace fa {
@@ -37,7 +37,7 @@ cudaError_t decode(DecodeKernel kernel, const AttentionParams& p, const AppendPa
         default: break;
 #endif
     }
-    const int64_t beside = 2 * device.multiprocessors;  // blocks of the merge that fit beside those of the kernel, and wait there
+    const int64_t beside = 2 * device.multiprocessors;  // blocks of the merge that fit next to those of the kernel, and wait there
     return error == cudaSuccess && d.shape.combines ? decode_combine(d, beside, device, stream) : error;
 }
 

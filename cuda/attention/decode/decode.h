@@ -1,4 +1,4 @@
-// decode.h: a decode call on the host: which kernel wins, how the call is cut into work, and the launches it may consist of.
+// decode.h: a decode call on the host: which kernel wins, how the call is divided into work, and the launches of a call.
 #pragma once
 
 #include "attention/decode/schedule.h"
@@ -15,10 +15,10 @@ inline int decode_bucket(const AttentionParams& p) {
     return d <= 64 ? 64 : d <= 128 ? 128 : 256;
 }
 
-// The cache's elements are bytes: e4m3 or int8.
+// Whether the cache's elements are bytes: e4m3 or int8.
 inline bool has_8bit_cache(const AttentionParams& p) { return p.cache.entries && p.cache.dtype != p.dtype; }
 
-// 8-bit elements: the factors may differ between the keys of a key head of one sequence.
+// 8-bit caches: whether the factors may differ between the keys of a key head of one sequence.
 inline bool is_scaled_by_key(const CacheView& cache) {
     return cache.k_scale.row || cache.v_scale.row || (cache.block_table && (cache.k_scale.batch || cache.v_scale.batch));
 }
@@ -26,14 +26,14 @@ inline bool is_scaled_by_key(const CacheView& cache) {
 // Rows of q that share a key head.
 inline int64_t rows_of_key_head(const AttentionParams& p) { return int64_t(p.seqlen_q) * p.group; }
 
-constexpr int kLaneWarps = 8;  // of a block of lanes.cuh; a warp has 1 or 4 rows
+constexpr int kLaneWarps = 8;  // warps of a block of lanes.cuh; a warp has 1 or 4 rows
 
-// Blocks of a cluster at most: 8 on every GPU with clusters; 16, a whole GPC, where a GPU of at least 128 multiprocessors can hold such a
-// cluster. The GPU is asked once in a process, when it has a context.
+// The most blocks of a cluster: 8 on every GPU with clusters; 16, a whole GPC, where a GPU of at least 128 multiprocessors can hold such a
+// cluster. The GPU is asked once per process, when it has a context.
 int decode_most_cluster_blocks(const DeviceInfo& device);
 
-// Blocks of a cluster, each of which has one unit. At most two blocks are on a multiprocessor, because clusters cannot use all
-// multiprocessors evenly. 0: num_splits asks for a number of pieces that no cluster has blocks.
+// Blocks of a cluster; a cluster has one unit. There are at most two blocks per multiprocessor, because clusters cannot use all
+// multiprocessors evenly. 0: num_splits asks for a number of pieces for which there is no cluster size.
 inline int decode_cluster_blocks(const AttentionParams& p, const DeviceInfo& device) {
     const int most = decode_most_cluster_blocks(device);
     if (const int wanted = p.cache.num_splits) return wanted > 1 && wanted <= most && !(wanted & (wanted - 1)) ? wanted : 0;
@@ -43,10 +43,10 @@ inline int decode_cluster_blocks(const AttentionParams& p, const DeviceInfo& dev
     return most > 8 && units * most <= device.multiprocessors ? most : cluster;
 }
 
-// decode_lanes_cluster_sm90 is faster than pieces of a unit, measured on an H200 by the bytes of K and V of a block: with one row up to
-// 128 KB. Up to four rows of 16 bits, which tensor cores multiply faster, up to 64 KB, and only where a key is appended, which saves a
-// launch. With 8-bit caches up to as many elements as of 16 bits, but with two blocks to a multiprocessor to a quarter of that: widening
-// them is the bound then.
+// Whether decode_lanes_cluster_sm90 is faster than dividing units into pieces, measured on an H200 by the bytes of K and V per block. One
+// row: up to 128 KB. Up to four rows of 16 bits, which tensor cores multiply faster: up to 64 KB, and only where a key is appended, which
+// saves a launch. 8-bit caches: up to as many elements as of 16 bits, but a quarter of that with two blocks per multiprocessor, where
+// widening the bytes is the bound.
 inline bool decode_lanes_cluster_wins(const AttentionParams& p, const DeviceInfo& device) {
     const int64_t rows = rows_of_key_head(p);
     const bool tensor_cores = rows > 1 && p.dtype != DType::kFloat32;
@@ -54,15 +54,15 @@ inline bool decode_lanes_cluster_wins(const AttentionParams& p, const DeviceInfo
     if (p.cache.num_splits) return true;
     const int64_t units = int64_t(p.deciding_batch()) * p.nheads_k, cluster = decode_cluster_blocks(p, device);
     const int64_t bytes = int64_t(p.deciding_keys()) * (p.headdim + p.headdim_v) * (p.dtype == DType::kFloat32 ? 4 : 2) / cluster;
-    const bool one_round = units <= device.multiprocessors;  // of clusters of two
+    const bool one_round = units <= device.multiprocessors;  // with clusters of two
     const bool two_blocks = units * cluster > device.multiprocessors;
     const int most = tensor_cores ? 64 : has_8bit_cache(p) && two_blocks ? 32 : 128;
     return one_round && (!tensor_cores || rows <= 4) && bytes <= most * 1024;
 }
 
-// decode_cluster_sm90 is faster than decode_ring_sm90 for short caches (H200), because it needs one launch. With more than 256 keys for
-// each block, the copy engine and work for the whole GPU gain more than that. Where there are more units than clusters of four fit, the
-// ring leaves most units whole and needs one launch, too. A batch_invariant call must choose the same for every batch, large ones included.
+// Whether decode_cluster_sm90 is faster than decode_ring_sm90 (H200): it is for short caches, because it needs one launch. With more than
+// 256 keys per block, the copy engine and work for the whole GPU gain more than that. With more units than clusters of four fit, the ring
+// leaves most units whole and needs one launch, too. A batch_invariant call must make the same choice for every batch, large ones included.
 inline bool decode_cluster_wins(const AttentionParams& p, const DeviceInfo& device) {
     const int64_t rows = rows_of_key_head(p);
     const int cluster = decode_cluster_blocks(p, device);
@@ -71,14 +71,14 @@ inline bool decode_cluster_wins(const AttentionParams& p, const DeviceInfo& devi
     return p.cache.num_splits || (!p.cache.batch_invariant && cluster >= 4);
 }
 
-// decode_ring_sm90: keys of a box of the copy engine, in tiles of `keys` keys. Below 16: the pages are too small for boxes.
+// decode_ring_sm90: keys per TMA box, in tiles of `keys` keys. Below 16 the pages are too small for boxes.
 inline int ring_box_rows(const AttentionParams& p, int keys) { return p.cache.block_table ? int(std::gcd(p.cache.page_size, keys)) : keys; }
 
-// decode_split_sm80 has tiles of 64 rows, except for 8-bit keys of head dim 256: there are no registers for both.
+// decode_split_sm80 has tiles of 64 rows, except for 8-bit keys of head dim 256, where registers are too few.
 constexpr bool decode_has_wide(size_t element_bytes, int bucket) { return element_bytes == 2 || bucket <= 128; }
 
 inline int64_t decode_units(const DecodeShape& s, const AttentionParams& p) { return int64_t(p.batch) * p.nheads_k * s.row_tiles; }
-// Tiles of keys of a unit at most.
+// The most tiles of keys of a unit.
 inline int64_t decode_tiles(const DecodeShape& s, const AttentionParams& p) {
     return p.seqlen_k ? (int64_t(p.seqlen_k - 1) >> s.tile_shift) + 1 : 1;
 }
@@ -87,7 +87,7 @@ inline int decode_resident(const DecodeShape& s, const AttentionParams& p, const
     const bool two = s.kernel != DecodeKernel::kRing && (s.row_warps || decode_bucket(p) <= 128);
     return (two ? 2 : 1) * device.multiprocessors;
 }
-// Blocks of the grid, where no cluster shares a unit.
+// Blocks of the grid, for kernels without clusters.
 inline int64_t decode_blocks(const DecodeShape& s, const AttentionParams& p, const DeviceInfo& device) {
     const int64_t work = s.uniform ? decode_units(s, p) * s.pieces : s.pieces, most = decode_resident(s, p, device);
     return work < most ? work : most;
@@ -98,7 +98,7 @@ inline int64_t decode_slots(const DecodeShape& s, const AttentionParams& p) {
 }
 
 inline DecodeShape decode_shape(DecodeKernel kernel, const AttentionParams& p, const DeviceInfo& device) {
-    constexpr int kInvariantPieces = 16, kInvariantTiles = 4;  // batch_invariant: pieces of a unit at most; tiles of a piece at least
+    constexpr int kInvariantPieces = 16, kInvariantTiles = 4;  // batch_invariant: most pieces of a unit; least tiles of a piece
     const int rows = p.seqlen_q * p.group, bucket = decode_bucket(p), splits = p.cache.num_splits;
     DecodeShape s{};
     s.kernel = kernel;
@@ -122,7 +122,7 @@ inline DecodeShape decode_shape(DecodeKernel kernel, const AttentionParams& p, c
     return s;
 }
 
-// Everything but the workspace's pointers, `after_append` and the stages.
+// All parameters except the workspace's pointers, `after_append` and the stages.
 inline DecodeParams decode_params(const DecodeShape& shape, const AttentionParams& p) {
     DecodeParams d{};
     d.attention = p, d.shape = shape, d.scaled_by_key = is_scaled_by_key(p.cache);
@@ -136,10 +136,10 @@ inline DecodeParams decode_params(const DecodeShape& shape, const AttentionParam
 }
 
 cudaError_t decode_split_sm80(const DecodeParams& d, const DeviceInfo& device, cudaStream_t stream);
-cudaError_t decode_split_8bit(const DecodeParams& d, const DeviceInfo& device, cudaStream_t stream);  // the same of 8-bit caches
+cudaError_t decode_split_8bit(const DecodeParams& d, const DeviceInfo& device, cudaStream_t stream);  // decode_split_sm80 for 8-bit caches
 cudaError_t decode_ring_sm90(const DecodeParams& d, const DeviceInfo& device, cudaStream_t stream);
 cudaError_t decode_cluster_sm90(const DecodeParams& d, cudaStream_t stream);
-// decode_lanes_sm80, or with a cluster decode_lanes_cluster_sm90; with `append` the latter also does the work of kvcache_append.
+// decode_lanes_sm80 or, with a cluster, decode_lanes_cluster_sm90. With `append` the latter also does the work of kvcache_append.
 cudaError_t decode_lanes(const DecodeParams& d, const AppendParams* append, const DeviceInfo& device, cudaStream_t stream);
 cudaError_t decode_lanes_8bit(const DecodeParams& d, cudaStream_t stream);
 cudaError_t decode_lanes_16bit(const DecodeParams& d, const AppendParams* append, const DeviceInfo& device, cudaStream_t stream);

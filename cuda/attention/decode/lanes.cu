@@ -1,4 +1,4 @@
-// lanes.cu: the kernel of lanes.cuh on float32, with and without a cluster.
+// lanes.cu: the kernel of lanes.cuh for float32, with and without a cluster.
 #include "attention/decode/lanes.cuh"
 
 #include <atomic>
@@ -6,7 +6,7 @@
 namespace fa {
 namespace {
 
-// Clusters of 16 blocks, one block on a multiprocessor, that the current device holds at a time.
+// Clusters of 16 blocks, one block per multiprocessor, that the current device holds at a time.
 cudaError_t count_wide_clusters(const DeviceInfo& device, int* count) {
     const auto function = reinterpret_cast<const void*>(decode_lanes_cluster_kernel<LanePlan<float, 64, 1>>);
     LaunchOptions options;
@@ -25,8 +25,8 @@ cudaError_t count_wide_clusters(const DeviceInfo& device, int* count) {
 DriverFunction<decltype(cuCtxGetCurrent)> current_context("cuCtxGetCurrent");
 DriverFunction<decltype(cuDevicePrimaryCtxGetState)> context_state("cuDevicePrimaryCtxGetState");
 
-// Whether the GPU can be asked without making a context, which takes memory and lasts as long as the process. Where memory of the GPU is
-// given, there is one. A query may come without.
+// Whether the GPU can be asked without creating a context, which takes memory and lasts as long as the process. Calls that pass GPU memory
+// have a context; a query for the workspace may come without one.
 bool has_context(const DeviceInfo& device, int current) {
     CUcontext context = nullptr;
     if (const auto get = current_context.get(); current == device.index && get && get(&context) == CUDA_SUCCESS && context) return true;
@@ -41,11 +41,11 @@ bool has_context(const DeviceInfo& device, int current) {
 int decode_most_cluster_blocks(const DeviceInfo& device) {
     constexpr int kPortable = 8, kMultiprocessors = 128, kMostDevices = 64;
     if (device.compute < 90 || device.multiprocessors < kMultiprocessors || unsigned(device.index) >= kMostDevices) return kPortable;
-    static std::atomic<int> known[kMostDevices];  // by device: the answer; 0: not asked yet. How a GPU is built does not change
+    static std::atomic<int> known[kMostDevices];  // by device: the answer; 0: not asked yet. The hardware does not change
     if (const int answer = known[device.index].load(std::memory_order_relaxed)) return answer;
     int current = -1, count = 0;
     cudaError_t error = cudaGetDevice(&current);
-    if (error == cudaSuccess && !has_context(device, current)) return kMostCluster;  // what all such GPUs have answered; asked again
+    if (error == cudaSuccess && !has_context(device, current)) return kMostCluster;  // all such GPUs said so; asked again next time
     if (error == cudaSuccess && current != device.index) error = cudaSetDevice(device.index);
     if (error == cudaSuccess) error = count_wide_clusters(device, &count);
     if (current >= 0 && current != device.index) cudaSetDevice(current);

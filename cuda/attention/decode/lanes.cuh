@@ -1,16 +1,16 @@
 // lanes.cuh: few rows of q against few keys, where the time is that of one trip to memory and of the way from there to the result; and
-// float32, which the tensor cores would round. New against split_sm80.cuh:
+// float32, which tensor cores would round. New against split_sm80.cuh:
 //   - CUDA cores: a lane has 16 bytes of a key and of its value, and the same columns of q and O. Lanes that share a key add up its score
-//     by shuffles. Every thread copies what it will use itself (cp.async), into a ring of its own: no barrier, and a short loop.
-//   - Clusters (decode_lanes_cluster_sm90): the keys of a key head are cut into equal pieces for up to 16 blocks, which send their results
-//     to the blocks that finish the rows (st.async). One launch, no workspace. Without clusters (decode_lanes_sm80, float32 on any GPU)
-//     the pieces are those of schedule.h, and combine.cu merges them.
+//     by shuffles. Every thread copies the data that it will use (cp.async) into its own ring: no barrier, and a short loop.
+//   - Clusters (decode_lanes_cluster_sm90): the keys of a key head are divided into equal pieces for up to 16 blocks, which send their
+//     results to the blocks that finish the rows (st.async). One launch, no workspace. Without clusters (decode_lanes_sm80, float32 on any
+//     GPU) the pieces are those of schedule.h, and combine.cu merges them.
 //   - A whole decode step: the blocks rotate q and the new key and value (rotary embedding) and round them. The last block of a
 //     cluster writes the new key and value to the cache and attends to them from shared memory.
-//   - 8-bit caches, for one row, where all keys of a key head have one factor: K's goes into q, V's into the sums.
-//   - With `programmatic` the keys that the cache already holds are on their way before the kernel ahead has ended.
+//   - 8-bit caches, for one row, where all keys of a key head have one factor: K's factor is folded into q, V's into the sums.
+//   - With `programmatic`, the keys already in the cache are in flight before the previous kernel has ended.
 //
-// Bound by latency: parameters and lengths -> keys; and, after the kernel ahead, q -> scores -> result. The code and the parameters are
+// Bound by latency: parameters and lengths -> keys; and, after the previous kernel, q -> scores -> result. The code and the parameters are
 // read from memory on the way, so their lengths matter.
 #pragma once
 
@@ -26,8 +26,8 @@
 namespace fa {
 namespace {
 
-// The block's keys, group by group; kAppends: last, by one warp for each row, the key that joins the cache. The copies of kGroups groups
-// are on their way before `stage` brings q, and the new key and value, to shared memory.
+// Attends to the block's keys, group by group. With kAppends, the key that joins the cache comes last, by one warp for each row. The copies
+// of kGroups groups are in flight before `stage` brings q, and the new key and value, to shared memory.
 template <typename Plan, bool kAppends, typename Stage>
 __device__ __forceinline__ void attend_to_keys(LaneSums<Plan>& sums, const LaneParams& p, const LanePlace<Plan>& place,
                                                const LaneUnit& unit, const LaneKeys& keys, const AddedKey& added, int entry,
@@ -46,7 +46,7 @@ __device__ __forceinline__ void attend_to_keys(LaneSums<Plan>& sums, const LaneP
     for (int g = -Plan::kGroups; g < groups + adds; ++g) {
         if (g >= 0) {
             cp_async_wait_group<Plan::kGroups - 1>();
-            const bool whole = g < groups;  // else the new key alone
+            const bool whole = g < groups;  // else only the new key
             uint32_t k_from = ring + slot * Plan::kGroupBytes, part_step = Plan::kPartBytes;
             if (!whole) k_from = shared_address(added_k) + place.column * kElement, part_step = Plan::kLanes * 16;
             const uint32_t v_from = k_from + (whole ? Plan::kParts * part_step : Plan::kD * kElement);
@@ -70,7 +70,7 @@ __device__ __forceinline__ void attend_to_keys(LaneSums<Plan>& sums, const LaneP
     }
 }
 
-// Calls take(r, c, result) for columns c .. c + 3 of row r of the tile, added up over the block's warps, in one lane.
+// Calls take(r, c, result) for columns c .. c + 3 of row r of the tile, summed over the block's warps; in one lane.
 template <typename Plan, typename Take>
 __device__ __forceinline__ void for_each_quad(const LaneParams& p, const LanePlace<Plan>& place,
                                               const float2 (&stat_of)[kLaneWarps][Plan::kRows], const float* o_tile, const Take& take) {
@@ -85,8 +85,8 @@ __device__ __forceinline__ void for_each_quad(const LaneParams& p, const LanePla
     }
 }
 
-// Stores columns c .. c + 3 of row r of the tile: to out, with the row's lse; or, if the result is of one piece of the keys, to the piece's
-// slot in the workspace.
+// Stores columns c .. c + 3 of row r of the tile. They go to out, with the row's lse; or, if the result is for one piece of the keys, to
+// the piece's slot in the workspace.
 template <typename T>
 __device__ __forceinline__ void store_row(const LaneParams& p, const LaneUnit& unit, int r, int c, const LaneResult& result,
                                           const DecodeParams* d = nullptr, int slot = -1) {
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(Plan::kBoundThreads, Plan::kBoundBlocks)
     constexpr int kD = Plan::kD, kQuads = kD / 4;
     extern __shared__ __align__(16) unsigned char shared[];
     __shared__ float2 stat_of[kLaneWarps][Plan::kRows];                  // maximum and sum of each warp's rows
-    __shared__ float2 sent_of[kLaneWarps * Plan::kRows + kMostCluster];  // of each block's
+    __shared__ float2 sent_of[kLaneWarps * Plan::kRows + kMostCluster];  // maximum and sum of each block's rows
     __shared__ __align__(8) uint64_t received_all;
     const LanePlace<Plan> place(p);
     const int cluster = 1 << p.cluster_log, rank = int(cluster_rank());
@@ -134,15 +134,15 @@ __global__ void __launch_bounds__(Plan::kBoundThreads, Plan::kBoundBlocks)
         const int own = max(p.tile_rows - rank + cluster - 1, 0) >> p.cluster_log;  // rows that this block finishes
         mbarrier_arrive_expect_tx(barrier, (own << p.cluster_log) * (kD * 4 + 8));
     }
-    cluster_arrive();                     // no block sends anything before all have started
-    bool waited = p.added && !p.appends;  // another kernel puts keys into the cache
+    cluster_arrive();                     // no block may send anything before all have started
+    bool waited = p.added && !p.appends;  // another kernel adds keys to the cache
     if (waited) grid_dependency_wait();
 
     LaneUnit unit{0, 0, 0};  // a cluster has all rows of a key head
     const int index = blockIdx.x >> p.cluster_log;
     unit.b = p.units.divide(index), unit.head_k = p.units.remainder(index, unit.b);
     const int before = lane_keys_before(p, unit.b), entry = lane_entry(p, unit.b);
-    float k_factor = 1, v_factor = 1;  // bytes: of all keys; asked for while the length is on its way, without a branch
+    float k_factor = 1, v_factor = 1;  // bytes: factors of all keys; loaded while the length is in flight, without a branch
     if constexpr (Plan::kBytes) {
         const int at = clamp_to(entry, 0, p.entries - 1);
         const auto factor = [&](const CacheScale& s) { return p.seqlen_k > 0 ? s.data[at * s.batch + unit.head_k * s.head] : 1; };
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(Plan::kBoundThreads, Plan::kBoundBlocks)
     constexpr bool kAppends = !Plan::kBytes;
     attend_to_keys<Plan, kAppends>(sums, p, place, unit, keys, added, entry, q_tile, added_k, ring, [&] {
         float scale = p.scale_log2;
-        if (Plan::kBytes) scale *= __int_as_float(opaque(__float_as_int(k_factor)));  // opaque: the copies do not wait for the factor
+        if (Plan::kBytes) scale *= __int_as_float(opaque(__float_as_int(k_factor)));  // opaque: the copies must not wait for the factor
         stage_rows<Plan, kAppends>(p, unit, added, keys.before, scale, q_tile, added_k, waited);
     });
     sums.store(place, o_tile, stat_of[place.warp], v_factor);
@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(Plan::kBoundThreads, Plan::kBoundBlocks)
     }
 }
 
-// ---- decode_lanes_sm80: the work of a block is segments of the schedule ----
+// ---- decode_lanes_sm80: a block works on segments of the schedule ----
 
 struct LaneSegments {
     LaneParams lanes;
@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(Plan::kBoundThreads, Plan::kBoundBlocks)
     constexpr typename Plan::T* kNone = nullptr;
 
     launch_dependents();
-    bool waited = p.added;  // another kernel puts keys into the cache
+    bool waited = p.added;  // another kernel adds keys to the cache
     if (waited) grid_dependency_wait();
     Segments segments(d);
 #pragma unroll 1
@@ -217,7 +217,7 @@ __global__ void __launch_bounds__(Plan::kBoundThreads, Plan::kBoundBlocks)
         });
         __syncthreads();  // q and O may be written again
     }
-    if (!waited) grid_dependency_wait();  // so that this kernel's end implies the end of the one before
+    if (!waited) grid_dependency_wait();  // so the end of this kernel is also the end of the one before
 }
 
 // ---- launches ----
@@ -241,7 +241,7 @@ cudaError_t launch_lanes(const DecodeParams& d, const AppendParams* append, cons
         return launch_kernel(decode_lanes_kernel<Plan>, blocks, kLaneThreads, bytes, stream, LaneSegments{lane_params(d, nullptr), d},
                              d.after_append);
     } else {
-        return cudaErrorInvalidValue;  // 16 bits without a cluster are split_sm80.cuh's
+        return cudaErrorInvalidValue;  // 16 bits without a cluster are served by split_sm80.cuh
     }
 }
 

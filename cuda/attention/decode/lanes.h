@@ -1,5 +1,5 @@
-// lanes.h: the parameters of lanes.cuh and cluster_sm90.cuh: only what these kernels read of a call, in the order in which they read it.
-// Parameters come through a cache that starts cold, and every 64 bytes of them are another trip to memory.
+// lanes.h: the parameters of lanes.cuh and cluster_sm90.cuh: only what these kernels read, in the order in which they read it. Parameters
+// come through a cache that starts cold, and every 64 bytes are another trip to memory.
 #pragma once
 
 #include "attention/decode/decode.h"
@@ -8,28 +8,28 @@ namespace fa {
 
 struct LaneParams {
     // Where the keys are.
-    const int32_t* seqlens;  // as in CacheView, down to `added`
+    const int32_t* seqlens;  // from here to `added` as in CacheView
     const int32_t* batch_idx;
     const int32_t* block_table;
     int64_t table_row;
     int32_t entries, added;
     int32_t seqlen_k, seqlen_q;
     int32_t window_left, window_right;
-    bool top_left, appends;  // appends: the kernel appends the one new key itself
+    bool top_left, appends;  // appends: the kernel itself appends the one new key
     int32_t headdim, headdim_v;
-    int32_t cluster_log, key_warps_log;  // log2 of the blocks of a cluster; of the warps of a block that have keys of their own
-    int32_t tile_rows, rows;             // rows of q of a block; of a key head
+    int32_t cluster_log, key_warps_log;  // log2 of: blocks of a cluster; warps of a block that divide its keys
+    int32_t tile_rows, rows;             // rows of q: of a block; of a key head
     Divisor units, page, group;          // as in DecodeParams
     TensorView k, v;
-    // Where q, and the key and value that join the cache, are.
+    // Where q is, and the key and value that join the cache.
     TensorView q;
     float scale_log2, softcap_log2;       // as in DecodeParams
-    const void *rotary_cos, *rotary_sin;  // as in AppendParams, down to rotary_interleaved; nullptr = off
+    const void *rotary_cos, *rotary_sin;  // from here to rotary_interleaved as in AppendParams; nullptr = off
     int32_t rotary_rows, rotary_dim;
     bool rotary_interleaved, rotary_float32;
     const void *k_new, *v_new;
     int64_t k_new_batch, k_new_head, v_new_batch, v_new_head;
-    CacheScale k_scale, v_scale;  // of 8-bit elements; one line of 64 bytes in lanes.cuh
+    CacheScale k_scale, v_scale;  // of 8-bit elements; in lanes.cuh both lie in one line of 64 bytes
     // Where the result goes.
     TensorView out;
     float* lse;

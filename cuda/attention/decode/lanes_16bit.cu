@@ -1,4 +1,4 @@
-// lanes_16bit.cu: the kernel of lanes.cuh on fp16 and bf16, in clusters.
+// lanes_16bit.cu: the kernel of lanes.cuh for fp16 and bf16, in clusters.
 #include "attention/decode/lanes.cuh"
 
 namespace fa {

@@ -1,4 +1,4 @@
-// lanes_8bit.cu: the kernel of lanes.cuh on 8-bit caches, one row of fp16 or bf16, in clusters.
+// lanes_8bit.cu: the kernel of lanes.cuh for 8-bit caches, with one row of fp16 or bf16, in clusters.
 #include "attention/decode/lanes.cuh"
 
 namespace fa {

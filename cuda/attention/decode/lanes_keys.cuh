@@ -1,4 +1,4 @@
-// lanes_keys.cuh: which keys a block of lanes.cuh attends to, and how they come to shared memory.
+// lanes_keys.cuh: which keys a block of lanes.cuh attends to, and how it loads them into shared memory.
 #pragma once
 
 #include "attention/decode/lanes_plan.cuh"
@@ -12,9 +12,9 @@ struct LaneUnit {
     int b, head_k, row0;
 };
 
-// The keys of a unit, and of them those of the block: [own_begin, own_end) of the cache.
+// The keys of a unit; the block's share of them is [own_begin, own_end) of the cache.
 struct LaneKeys : VisibleKeys {
-    int before;  // keys in the cache before the call's own; below 0: an idle sequence
+    int before;  // keys in the cache before those of the call; below 0: an idle sequence
     int own_begin, own_end;
 };
 __device__ __forceinline__ int lane_keys_before(const LaneParams& p, int b) { return p.seqlens ? p.seqlens[b] : p.seqlen_k - p.added; }
@@ -28,7 +28,7 @@ __device__ __forceinline__ LaneKeys lane_keys(const LaneParams& p, int before) {
     return keys;
 }
 
-// The cache entry of a contiguous cache, not yet clamped; 0 for pages.
+// The entry of a contiguous cache, not range-checked yet; 0 for pages.
 __device__ __forceinline__ int lane_entry(const LaneParams& p, int b) {
     return !p.entries ? b : p.block_table ? 0 : p.batch_idx ? p.batch_idx[b] : b;
 }
@@ -39,7 +39,7 @@ struct AddedKey {
     int entry, row;  // its place in the cache
 };
 
-// A cluster cuts the keys into equal pieces, one for each block. The last block also has the key that joins the cache.
+// Divides the keys into equal pieces, one for each block of a cluster. The last block also gets the key that joins the cache.
 template <typename Plan>
 __device__ __forceinline__ AddedKey cut_for_cluster(const LaneParams& p, int b, int entry, int rank, LaneKeys& keys) {
     AddedKey added{false, entry, keys.before};
@@ -52,26 +52,26 @@ __device__ __forceinline__ AddedKey cut_for_cluster(const LaneParams& p, int b, 
         if (unsigned(added.entry) < unsigned(p.entries)) cached = min(keys.end, keys.before), added.here = rank == (1 << p.cluster_log) - 1;
     }
     const int log = p.key_warps_log + p.cluster_log;
-    const int passes = (max(cached - keys.begin, 0) + (Plan::kKeys << log) - 1) / Plan::kKeys >> log;  // of every warp
+    const int passes = (max(cached - keys.begin, 0) + (Plan::kKeys << log) - 1) / Plan::kKeys >> log;  // passes of every warp
     keys.own_begin = keys.begin + ((rank * passes) << p.key_warps_log) * Plan::kKeys;
     keys.own_end = min(keys.own_begin + (passes << p.key_warps_log) * Plan::kKeys, cached);
     return added;
 }
 
-// A segment of the schedule is whole tiles.
+// A segment of the schedule is a number of whole tiles.
 __device__ __forceinline__ void cut_to_segment(int tile_shift, const Segment& segment, LaneKeys& keys) {
     const int first_tile = keys.begin >> tile_shift;
     keys.own_begin = max((first_tile + segment.begin) << tile_shift, keys.begin);
     keys.own_end = min((first_tile + segment.end) << tile_shift, keys.end);
 }
 
-// A lane copies the columns of K and V that it will use, to places of its own in the ring: no other thread reads them, so none waits.
+// A lane copies the columns of K and V that it will use to its own places in the ring. No other thread reads them, so none waits.
 template <typename Plan>
 struct LaneCopies {
     using E = typename Plan::E;
-    const E *k, *v;              // row 0 of the key head, this lane's column
+    const E *k, *v;              // row 0 of the key head, this lane's first column
     int b, key0, key_step, end;  // this lane's first key, the step to the next pass, the end of the block's keys
-    int page[Plan::kAtOnce];     // of the group that is copied next
+    int page[Plan::kAtOnce];     // pages of the group that is copied next
 
     __device__ __forceinline__ LaneCopies(const LaneParams& p, const LanePlace<Plan>& place, const LaneUnit& unit, const LaneKeys& keys,
                                           int entry)
@@ -89,7 +89,7 @@ struct LaneCopies {
             if (const int own = key(g, i); p.block_table && own < end)
                 page[i] = clamp_to(p.block_table[b * p.table_row + p.page.divide(own)], 0, p.entries - 1);
     }
-    // Group g to `to`, this thread's place in a slot of the ring.
+    // Copies group g to `to`, this thread's place in a slot of the ring.
     __device__ __forceinline__ void copy(const LaneParams& p, int column, int g, uint32_t to) {
 #pragma unroll
         for (int i = 0; i < Plan::kAtOnce; ++i) {

@@ -1,4 +1,4 @@
-// lanes_rows.cuh: how q, and the key and value that join the cache, come to shared memory: rotated (rotary embedding) and rounded.
+// lanes_rows.cuh: how q, and the key and value that join the cache, are rotated (rotary embedding), rounded and stored in shared memory.
 #pragma once
 
 #include "attention/decode/lanes_keys.cuh"
@@ -15,7 +15,7 @@ __device__ __forceinline__ int lane_head(const LaneParams& p, int head_k, int r,
     return head_k * group + r - query * group;
 }
 
-// What the rotary embedding does to one column: x[c] cosine + x[pair] sine.
+// The rotary embedding of one column c: x[c] cosine + x[pair] sine.
 struct LaneRotation {
     int pair;
     float cosine, sine;
@@ -35,10 +35,10 @@ __device__ __forceinline__ LaneRotation lane_rotation(const LaneParams& p, int p
     return rotation;
 }
 
-// Writes q times `scale` to q_tile. kAppends: the block that has the new key writes the key and its value to added_k and to the cache,
-// too.
+// Writes q times `scale` to q_tile. With kAppends, the block that has the new key also writes the key and its value to added_k and to the
+// cache.
 //
-// A thread has every kLaneThreads-th element. Where its first element lies, and how it is rotated, is known before the kernel ahead has
+// A thread has every kLaneThreads-th element. The place of its first element, and its rotation, are known before the previous kernel has
 // ended. `waited`: this thread has waited for that kernel.
 template <typename Plan, bool kAppends>
 __device__ __forceinline__ void stage_rows(const LaneParams& p, const LaneUnit& unit, const AddedKey& added, int before, float scale,

@@ -1,5 +1,5 @@
-// lanes_softmax.cuh: what a warp of lanes.cuh does with a group of keys: scores, softmax, and the sums of P V; and how the lanes of a
-// column add up their sums.
+// lanes_softmax.cuh: the work of a warp of lanes.cuh on a group of keys: scores, softmax, and the sums of P V; and how lanes with the same
+// columns add up their sums.
 #pragma once
 
 #include "attention/common/general_scores.cuh"
@@ -39,7 +39,7 @@ using LaneKeyBits = uint4[Plan::kAtOnce][Plan::kParts];
 template <typename Plan>
 using LaneScores = float[Plan::kAtOnce][Plan::kRows];
 
-// K or V of a group from shared memory. whole: of all passes; else of the first one alone, the others are zeros.
+// K or V of a group from shared memory. whole: all passes; else only the first one, and zeros for the others.
 template <typename Plan>
 __device__ __forceinline__ void load_bits(LaneKeyBits<Plan>& bits, uint32_t at, uint32_t part_step, bool whole) {
 #pragma unroll
@@ -77,7 +77,7 @@ struct LaneQuery {
     }
 };
 
-// S = Q K^T of a group, in all lanes of a key.
+// S = Q K^T of a group; all lanes of a key get the result.
 template <typename Plan>
 __device__ __forceinline__ void multiply_keys(LaneScores<Plan>& S, LaneQuery<Plan>& Q, const LaneKeyBits<Plan>& K,
                                               const LanePlace<Plan>& place, const float* q_tile) {
@@ -106,7 +106,8 @@ __device__ __forceinline__ void multiply_keys(LaneScores<Plan>& S, LaneQuery<Pla
             for (int j = 0; j < Plan::kRows; ++j) S[i][j] += __shfl_xor_sync(~0u, S[i][j], offset);
 }
 
-// Softcap, ALiBi, and -inf for keys that a row does not see. key0 is this lane's key in the first pass; keys from `end` on do not exist.
+// Applies softcap and ALiBi; sets scores of keys that a row does not see to -inf. key0 is this lane's key in the first pass; keys from
+// `end` on do not exist.
 template <typename Plan>
 __device__ __forceinline__ void lane_score_options(LaneScores<Plan>& S, const LaneParams& p, const LanePlace<Plan>& place,
                                                    const LaneUnit& unit, int shift, int key0, int end) {
@@ -185,8 +186,8 @@ struct LaneSums {
                     for (int j = 0; j < Plan::kRows; ++j) O[j][x * Plan::kVec + c] += P[i][j] * part[c];
             }
     }
-    // The lanes of a column add up their shares. O of the warp times `unit` goes to o_tile (warp, row, column), the maximum and the sum of
-    // row j to stat_of[j].
+    // Adds up the shares of the lanes with the same columns. O of the warp, times `unit`, goes to o_tile (warp, row, column); the maximum
+    // and the sum of row j go to stat_of[j].
     __device__ __forceinline__ void store(const LanePlace<Plan>& place, float* o_tile, float2* stat_of, float unit = 1) {
 #pragma unroll
         for (int j = 0; j < Plan::kRows; ++j) {
@@ -215,12 +216,12 @@ struct LaneSums {
     }
 };
 
-// Four columns of a row, added up from several places.
+// Four columns of a row, summed over several sources.
 struct LaneResult {
     float4 o;
     float row_max, row_sum;
 };
-// Eight lanes add up four columns of a row from `count` places: stat(i) is the maximum and the sum there, o(i) points at O.
+// Eight lanes sum four columns of a row over `count` sources: stat(i) is the maximum and the sum of source i, o(i) points at its O.
 template <typename Stat, typename O>
 __device__ __forceinline__ LaneResult gather_results(int lane, int count, const Stat& stat, const O& o) {
     LaneResult all{make_float4(0, 0, 0, 0), -FLT_MAX, 0};

@@ -1,10 +1,10 @@
-// mla_merge.cuh: merges the shares of the keys of a row of mla_sm90:
+// mla_merge.cuh: merges the results of mla_sm90 for the shares of the keys of a row:
 //
 //     lse = log sum exp(lse_i)      out = sum exp(lse_i - lse) O_i
 //
-// A block has one row, a thread four columns. A share without keys has lse -inf and counts as zero.
+// One block per row, four columns per thread. A share without keys has lse -inf and counts as zero.
 //   merge_few_shares_kernel  at most kFewShares shares, and many rows: small blocks, many of them on a multiprocessor
-//   merge_shares_kernel      many shares: groups of threads share them, weights are computed once a block
+//   merge_shares_kernel      many shares: groups of threads divide them; the weights are computed once per block
 // The kernels are launched while mla_sm90 runs and wait for its end.
 #pragma once
 
@@ -16,17 +16,17 @@
 namespace fa {
 
 constexpr int kMlaColumns = 512;  // headdim_v
-constexpr int kMostShares = 256;  // as validation has it
+constexpr int kMostShares = 256;  // the limit that validation enforces
 constexpr int kMergeThreads = kMlaColumns / 4;
 
 struct MlaShares {
     AttentionParams attention;
     int rows, splits;             // rows of a key head, seqlen_q x group; shares of a sequence's keys
-    bool invariant;               // the order of the sum must not depend on `splits`: one kernel, and one number of groups
+    bool invariant;               // the order of the sum must not depend on `splits`: always the same kernel and number of groups
     const float *partial, *lses;  // (batch, nheads_k, splits, rows, headdim_v) and (batch, nheads_k, splits, rows)
 };
 
-// The columns 4 * column .. + 3 of a row, whose heads come one after another in batch and key head.
+// Stores columns 4 * column .. + 3 of a row. `heads` counts key heads over the batch.
 template <typename T>
 __device__ __forceinline__ void store_merged(const AttentionParams& p, int heads, int row, int column, float4 sum, float lse) {
     const int b = heads / p.nheads_k, head = heads % p.nheads_k * p.group + row % p.group;
@@ -36,7 +36,7 @@ __device__ __forceinline__ void store_merged(const AttentionParams& p, int heads
     if (p.lse && column == 0) p.lse[lse_offset(p, s, head) + row / p.group] = lse;
 }
 
-// Every thread reads all lses beside its columns, so that it waits once.
+// Every thread reads all lses together with its columns, so that it waits only once.
 constexpr int kFewShares = 4;
 template <typename T>
 __global__ void __launch_bounds__(kMergeThreads, 12) merge_few_shares_kernel(const __grid_constant__ MlaShares shares) {
@@ -64,7 +64,8 @@ __global__ void __launch_bounds__(kMergeThreads, 12) merge_few_shares_kernel(con
                     l == 0.0f ? -INFINITY : m + __logf(l));
 }
 
-// Up to kMergeLoads shares of a thread are on their way before their weights are known. Many shares are dealt to kMergeGroups groups.
+// Up to kMergeLoads shares of a thread are in flight before their weights are known. Many shares are dealt to kMergeGroups groups of
+// threads.
 constexpr int kMergeGroups = 4, kMergeLoads = 16;
 FA_HOST_DEVICE constexpr int merge_groups(const MlaShares& shares) {
     return shares.invariant || shares.splits > kMergeLoads ? kMergeGroups : 1;
@@ -126,7 +127,7 @@ __global__ void __launch_bounds__(kMergeGroups* kMergeThreads) merge_shares_kern
 template <typename T>
 cudaError_t merge_mla_shares(const MlaShares& shares, cudaStream_t stream) {
     LaunchOptions options;
-    options.programmatic = options.prefers_shared = true;  // the carveout stays as it is
+    options.programmatic = options.prefers_shared = true;  // prefers_shared: keeps the carveout of mla_sm90
     const unsigned rows = unsigned(shares.attention.batch * shares.attention.nheads_k * shares.rows);
     if (shares.splits <= kFewShares && !shares.invariant)
         return launch_kernel(merge_few_shares_kernel<T>, rows, kMergeThreads, 0, stream, shares, options);

@@ -1,22 +1,23 @@
-// mla_sm90.cu: attention over a cache whose values are part of its keys: headdim 576, headdim_v 512, v the first columns of k. That is
+// mla_sm90.cu: attention over a cache whose values are part of its keys: headdim 576, headdim_v 512, v the first 512 columns of k. That is
 // multi-head latent attention with the up-projections absorbed into q and out.   out = softmax(q k^T * softmax_scale) k[:, :512]
-// Values of the same shape in a memory of their own are served, too, in tiles of 32 keys (MlaValues::kOwn).
+// Values of the same shape in separate memory are served, too, in tiles of 32 keys (MlaValues::kOwn).
 //
-// New against wgmma_sm90: one load of a tile serves as K and as V. The heads that share keys are rows of one matrix: row r is head r %
-// group of query r / group. And the keys of a sequence are cut into shares for several blocks where rows alone would not fill the GPU. A
-// block has 64 rows and one share of the keys, in tiles of 64:
+// New against wgmma_sm90: one load of a tile serves as K and as V. The query heads that share keys are rows of one matrix: row r is head r
+// % group of query r / group. And the keys of a sequence are divided into shares for several blocks where rows alone would not fill the
+// GPU. A block has 64 rows and one share of the keys, in tiles of 64:
 //
 //     scores   S = Q K^T of tile i + 1, most of Q in registers        | softmax -> P, o_scale in shared memory | ...
 //     left                    O[:, :256] = o_scale O + P V of tile i  | columns 0 .. 255 of tile i + 3 into its place
 //     right                   O[:, 256:] = o_scale O + P V of tile i  | columns 256 .. 511 of tile i + 3 into its place
 //
-// Three warpgroups, none of which only loads: each half of O fetches what it alone frees, and `left` the keys' last 64 columns. P of tile
-// i waits until the scores of tile i + 1 are nearly done. So one softmax runs beside each P V, and the tensor cores have work all the time.
-// Where memory is the bound and tile i + 1 has not arrived, P of tile i goes at once, so that the place of tile i is free for a load.
-// Two blocks that read the same keys are a cluster: each fetches half of a tile for both.
+// None of the three warpgroups only loads: each half of O loads the memory that only it frees, and `left` also loads the keys' last 64
+// columns. P of tile i is published only when the scores of tile i + 1 are nearly done. So one softmax runs next to each P V, and the
+// tensor cores always have work. Where memory is the bound and tile i + 1 has not arrived, P of tile i is published at once, so that the
+// place of tile i becomes free for a load. Two blocks that read the same keys form a cluster: each loads half of the first 512 columns of a
+// tile for both.
 //
-// Bound by memory below about 64 rows, else by the products. A block of less than 64 rows multiplies zeros. When the keys are cut, every
-// share writes its own normalised O and lse, and a second kernel merges them (mla_merge.cuh).
+// Bound by memory below about 64 rows, else by the products. A block of less than 64 rows multiplies zeros. When the keys are divided,
+// every share writes its own normalised O and lse, and a second kernel merges them (mla_merge.cuh).
 #include <numeric>
 
 #include "attention/common/epilogue.cuh"
@@ -40,8 +41,8 @@ namespace {
 
 constexpr int kD = 576, kDv = kMlaColumns, kRows = 64;
 constexpr int kChunks = kD / kChunkColumns, kHalfChunks = kDv / 2 / kChunkColumns;
-constexpr int kSteps = kD / 16, kRegisterSteps = 31;  // of 16 columns of Q K^T; those whose Q fits in registers
-constexpr int kSlots = 3;                             // tiles of V
+constexpr int kSteps = kD / 16, kRegisterSteps = 31;  // steps of 16 columns of Q K^T; steps whose Q fits in registers
+constexpr int kSlots = 3;                             // tiles of V in shared memory
 constexpr int kThreads = 3 * 128;
 
 enum class MlaValues { kInKeys, kOwn };
@@ -49,41 +50,41 @@ enum class MlaValues { kInKeys, kOwn };
 struct MlaParams {
     CUtensorMap map_k, map_v;
     AttentionParams attention;
-    int rows, row_blocks;   // seqlen_q x group; blocks of 64 of them
+    int rows, row_blocks;   // rows = seqlen_q x group; blocks of 64 rows
     int splits;             // shares of a sequence's keys
-    bool invariant;         // a sequence's shares follow from its own keys; those left over are empty
-    float scale_log2;       // softmax_scale in units of log 2
-    int blocks;             // of a cluster: 2 where row_blocks is even, else 1
-    Divisor page, group;    // by the size of a page, the query heads of a key head
-    int page_rows;          // rows of a box: a divisor of the page and of the tile
-    int pages;              // boxes of page_rows rows that make a tile
-    int boxes_k, boxes_v;   // that a block loads of the keys of a tile, and of half of its values
+    bool invariant;         // the number of shares follows from the sequence's own keys; superfluous shares are empty
+    float scale_log2;       // softmax_scale * log2(e)
+    int blocks;             // blocks of a cluster: 2 if row_blocks is even, else 1
+    Divisor page, group;    // divide by the page size; by the query heads per key head
+    int page_rows;          // rows of a box: a common divisor of the page and the tile
+    int pages;              // boxes of page_rows rows in a tile
+    int boxes_k, boxes_v;   // boxes that a block loads: of the keys of a tile; of half of its values
     float *partial, *lses;  // (batch, nheads_k, splits, rows, headdim_v) and (batch, nheads_k, splits, rows)
 };
 
-// What a block computes: 64 rows of a key head, against one share of the keys that some rows of its cluster see. In shared memory:
-// registers are scarce.
+// The work of a block: 64 rows of a key head, against one share of the keys that some row of its cluster sees. Kept in shared memory
+// because registers are scarce.
 struct MlaWork {
     int b, head_k, split, row0;
     Sequence s;
-    KeyRange top, bottom;  // what the first and the last row of the cluster see
-    int first, count;      // tiles
+    KeyRange top, bottom;  // the keys that the first and the last row of the cluster see
+    int first, count;      // first tile; number of tiles
 };
 
-// v: the first 512 columns of the keys, or the values of their own. k: the columns of the keys that are not in v.
-// At first the last of the slots hold the columns of Q that go to registers.
+// v: the first 512 columns of the keys, or the separate values. k: the columns of the keys that are not in v.
+// At first, the last slots of v hold the columns of Q that go to registers.
 template <typename T, MlaValues kValues>
 struct alignas(1024) MlaSmem {
     static constexpr bool kOwn = kValues == MlaValues::kOwn;
     static constexpr int kKeys = mla_keys(kOwn), kKeySlots = kOwn ? 2 : 1;
     static constexpr int kFirstChunk = kOwn ? 0 : kDv / kChunkColumns;  // of k
-    static constexpr int kFreeSlots = kSlots - kRows / kKeys;           // without Q
+    static constexpr int kFreeSlots = kSlots - kRows / kKeys;           // slots of v that do not hold Q at first
     T v[kSlots][kKeys * kDv];
     T k[kKeySlots][kKeys * (kChunks - kFirstChunk) * kChunkColumns];
-    T p[2][kRows * kChunkColumns];  // kKeys columns
+    T p[2][kRows * kChunkColumns];  // of 64 columns; kKeys are used
     T q[kRows * kChunkColumns];     // the last chunk of Q
-    T q_step[kRows * 16];           // and the step before it, in the 32-byte swizzle
-    float o_scale[2][kRows];        // what O must be multiplied by; at the end 1 / row sum
+    T q_step[kRows * 16];           // the k16 step before that chunk, in the 32-byte swizzle
+    float o_scale[2][kRows];        // the factor for O; at the end, 1 / row sum
     MlaWork work;
     uint64_t v_full[2][kSlots], v_empty[2][kSlots], k_full[kKeySlots], k_empty[kKeySlots], p_full[2], p_empty[2];
 };
@@ -92,13 +93,13 @@ static_assert(sizeof(MlaSmem<__half, MlaValues::kInKeys>) <= 227 * 1024 && sizeo
 
 enum MlaBarrier : int {
     kQueries = 1,  // Q is in shared memory
-    kScores = 2    // the warpgroup of the scores alone
+    kScores = 2    // only the scores warpgroup
 };
 
 template <int kKeys>
 __device__ __forceinline__ MlaWork mla_work(const MlaParams& params, int block) {
     const AttentionParams& p = params.attention;
-    const int rows = block % params.row_blocks, rest = block / params.row_blocks;  // neighbours read the same keys
+    const int rows = block % params.row_blocks, rest = block / params.row_blocks;  // neighbouring blocks read the same keys
     const int heads = rest / params.splits, begin_row = rows / params.blocks * params.blocks * kRows;
     MlaWork w;
     w.b = heads / p.nheads_k, w.head_k = heads % p.nheads_k, w.split = rest % params.splits, w.row0 = rows * kRows;
@@ -112,7 +113,7 @@ __device__ __forceinline__ MlaWork mla_work(const MlaParams& params, int block) 
     return w;
 }
 
-// Q on its way to shared memory, by all threads: a row a warp, in pieces of 16 bytes. Rows that do not exist are zeros.
+// Starts the copies of Q to shared memory, by all threads: one row per warp, in pieces of 16 bytes. Rows that do not exist are zeros.
 template <typename T, MlaValues kValues>
 __device__ __forceinline__ void load_queries(const MlaParams& params, const MlaWork& w, MlaSmem<T, kValues>& smem) {
     constexpr int kPieces = kD / 8, kStepPiece = kRegisterSteps * 2, kLastPiece = kDv / 8;
@@ -137,9 +138,9 @@ __device__ __forceinline__ void load_queries(const MlaParams& params, const MlaW
     }
 }
 
-// ---- copies, by the warpgroups of O ----
+// ---- copies, by the output warpgroups ----
 
-// Where a row of a sequence lies in the cache. Pages that the sequence does not have arrive as zeros.
+// The place of a row of a sequence in the cache. Pages past the sequence arrive as zeros.
 struct MlaPlace {
     int row, page;
 };
@@ -150,18 +151,18 @@ __device__ __forceinline__ MlaPlace mla_place(const MlaParams& params, const Mla
     return {row - index * cache.page_size, row < w.s.seqlen_k ? cache_page(cache, w.b, index) : cache.entries};
 }
 
-// A thread has at most one box of a tile of k, and one of its half of v. A warp takes some 90 cycles to issue one, so neighbouring boxes
-// belong to different warps.
+// A thread has at most one box of a tile of k, and one of its half of v. A warp takes about 90 cycles to issue a box, so consecutive boxes
+// go to different warps.
 struct MlaBox {
-    int row, chunk;  // of the tile; row < 0: there is none
+    int row, chunk;  // of the tile; row < 0: no box
 };
 __device__ __forceinline__ MlaBox mla_box(const MlaParams& params, int boxes, int first_chunk, int warp, int lane) {
     const int box = lane * 4 + warp, chunk = box / params.pages;
     return {box < boxes ? (box - chunk * params.pages) * params.page_rows : -1, first_chunk + chunk};
 }
 
-// The copies of one thread of a warpgroup of O. Of v its half, of which two blocks load a part each for both; the left half also loads k.
-// Tiles count from the first of the share.
+// The copies of one thread of an output warpgroup. The warpgroup loads its half of v; with two blocks, each block loads a part of it for
+// both. The left half also loads k. Tiles count from the first of the share.
 template <typename T, MlaValues kValues>
 struct MlaLoader {
     using Smem = MlaSmem<T, kValues>;
@@ -171,7 +172,7 @@ struct MlaLoader {
     Smem& smem;
     int half, warp, lane;
     MlaBox v, k;
-    MlaPlace next_v, next_k;  // of the tile that is loaded next
+    MlaPlace next_v, next_k;  // place in the tile that is loaded next
 
     __device__ __forceinline__ MlaLoader(const MlaParams& params, const MlaWork& w, Smem& smem, int half, int warp, int lane)
         : params(params), w(w), smem(smem), half(half), warp(warp), lane(lane) {
@@ -187,7 +188,7 @@ struct MlaLoader {
     __device__ __forceinline__ MlaPlace find_values(int i) const { return find(i, v); }
     __device__ __forceinline__ MlaPlace find_keys(int i) const { return find(i, k); }
 
-    __device__ __forceinline__ void load_values(int i) const {  // of next_v
+    __device__ __forceinline__ void load_values(int i) const {  // at next_v
         if (warp >= params.boxes_v || i >= w.count) return;
         const uint32_t slot = i % kSlots, full = shared_address(smem.v_full[half] + slot);
         if (i >= Smem::kFreeSlots) mbarrier_wait(shared_address(smem.v_empty[half] + slot), (i - Smem::kFreeSlots) / kSlots & 1);
@@ -199,7 +200,7 @@ struct MlaLoader {
         }
         __syncwarp();
     }
-    __device__ __forceinline__ void load_keys(int i) {  // of next_k, and finds those behind
+    __device__ __forceinline__ void load_keys(int i) {  // at next_k; then finds the place in the next tile
         if (half != 0 || warp >= params.boxes_k || i >= w.count) return;
         const Ring<Smem::kKeySlots> ring(smem.k_full, smem.k_empty, i);
         ring.wait_empty();
@@ -212,9 +213,9 @@ struct MlaLoader {
         __syncwarp();
     }
 };
-// A warp of O no longer needs a slot of its half: it says so to all blocks that fill it. The warps of the scores read the slot, too, and
-// may zero some of it, but only arrive at p_full: P of a tile is published after its scores are complete, and O waits for P. So what they
-// read and wrote comes before the next copy by way of two barriers, p_full and v_empty. A slot that held Q they release themselves.
+// A warp of O no longer needs a slot of its half: it tells all blocks that fill the slot. The scores' warps also read the slot, and may
+// zero some of it, but arrive only at p_full. P of a tile is published after its scores are complete, and O waits for P. So p_full and
+// v_empty together order their accesses before the next copy. Slots that held Q are released by the scores' warps themselves.
 template <typename T, MlaValues kValues>
 __device__ __forceinline__ void release_values(const MlaParams& params, MlaSmem<T, kValues>& smem, int half, int slot, int lane) {
     const uint32_t empty = shared_address(smem.v_empty[half] + slot);
@@ -223,16 +224,16 @@ __device__ __forceinline__ void release_values(const MlaParams& params, MlaSmem<
         if (arrives(lane)) mbarrier_arrive_cluster(cluster_address(empty, rank));
 }
 
-// Whether a half of tile i is still under way, where memory is the bound. The answer may differ between warps.
+// Whether a half of tile i has not arrived yet, in calls that memory bounds. The answer may differ between warps.
 template <typename T, MlaValues kValues>
 __device__ __forceinline__ bool memory_is_late(const MlaParams& params, MlaSmem<T, kValues>& smem, int half, int i) {
     const Ring<kSlots> ring(smem.v_full[half], smem.v_empty[half], i);
     return params.row_blocks == 1 && __any_sync(~0u, !mbarrier_test(ring.full_barrier(), ring.phase));
 }
 
-// ---- the warpgroup of the scores ----
+// ---- the scores warpgroup ----
 
-// S (+)= steps kBegin .. kEnd - 1 of Q K^T. desc_v, desc_k: of the columns of the keys in v and in k.
+// S (+)= steps kBegin .. kEnd - 1 of Q K^T. desc_v, desc_k: descriptors of the keys' columns that lie in v and in k.
 template <typename T, MlaValues kValues, int kBegin, int kEnd>
 __device__ __forceinline__ void multiply_qk(float (&S)[MlaSmem<T, kValues>::kKeys / 2], const uint32_t (&Q)[kRegisterSteps][4],
                                             uint64_t desc_q_step, uint64_t desc_q, uint64_t desc_v, uint64_t desc_k) {
@@ -247,8 +248,8 @@ __device__ __forceinline__ void multiply_qk(float (&S)[MlaSmem<T, kValues>::kKey
     wgmma_commit();
 }
 
-// Tile i has arrived, or will have: starts its scores. Keys that no row sees have P = 0, but 0 x NaN is NaN: their V is zeroed.
-// Two groups of products, of which the second is short.
+// Starts the scores of tile i, once it arrives. Keys that no row sees have P = 0, but 0 x NaN is NaN: their V is zeroed. At least two
+// groups of products; the last one is short.
 template <typename T, MlaValues kValues>
 __device__ __forceinline__ void start_scores(const MlaWork& w, MlaSmem<T, kValues>& smem, int i, const uint32_t (&Q)[kRegisterSteps][4],
                                              float (&S)[mla_keys(kValues == MlaValues::kOwn) / 2]) {
@@ -283,7 +284,7 @@ __device__ __forceinline__ void start_scores(const MlaWork& w, MlaSmem<T, kValue
     }
     multiply_qk<T, kValues, kRegisterSteps, kSteps>(S, Q, desc_q_step, desc_q, desc_v, desc_k);
 }
-// Scores outside the window of their row become -inf.
+// Sets scores outside the window of their row to -inf.
 template <int kKeys>
 __device__ __forceinline__ void mask_scores(float (&S)[kKeys / 2], const MlaParams& params, const MlaWork& w, int key0) {
     if (key0 >= w.bottom.begin && key0 + kKeys <= w.top.end) return;
@@ -295,7 +296,7 @@ __device__ __forceinline__ void mask_scores(float (&S)[kKeys / 2], const MlaPara
     mask_left(S, r0.begin - at, r1.begin - at);
 }
 
-// What a thread's two rows are to be multiplied by, for the threads that have the same rows of O.
+// Stores the factors of a thread's two rows for the threads that have the same rows of O.
 __device__ __forceinline__ void store_factors(float (&factors)[kRows], const float (&x)[2], int lane) {
     if (lane % 4 == 0)
         for (int r = 0; r < 2; ++r) factors[accumulator_row(threadIdx.x % 128, 2 * r)] = x[r];
@@ -305,12 +306,12 @@ __device__ __forceinline__ float2 load_factors(const float (&factors)[kRows]) {
     return {factors[row], factors[row + 8]};
 }
 
-// P and o_scale of every tile, at the end 1 / row sum, 0 for a row without keys; lse.
+// Computes P and o_scale of every tile; at the end, 1 / row sum (0 for a row without keys) and lse.
 template <typename T, MlaValues kValues>
 __device__ __forceinline__ void compute_scores(const MlaParams& params, const MlaWork& w, MlaSmem<T, kValues>& smem, int warp, int lane) {
     constexpr int kKeys = MlaSmem<T, kValues>::kKeys, kKeySlots = MlaSmem<T, kValues>::kKeySlots;
     const AttentionParams& p = params.attention;
-    // The first 16 bytes that this lane addresses of 64 rows of 64 columns, for ldmatrix and stmatrix.
+    // The offset of the first 16 bytes that this lane addresses for ldmatrix and stmatrix, in 64 rows of 64 columns.
     const uint32_t fragment = swizzled_offset(kRows, warp * 16 + lane % 16, lane / 16);
     uint32_t Q[kRegisterSteps][4];
     const uint32_t staged = shared_address(smem.v[smem.kFreeSlots]) + fragment;
@@ -350,7 +351,7 @@ __device__ __forceinline__ void compute_scores(const MlaParams& params, const Ml
             uint32_t P[4];
 #pragma unroll
             for (int j = 0; j < 4; ++j) P[j] = pack_16<T>(S[8 * x + 2 * j], S[8 * x + 2 * j + 1]);
-            stmatrix_x4(to ^ 32 * x, P);  // two pieces on
+            stmatrix_x4(to ^ 32 * x, P);  // each step of 16 keys is two pieces further
         }
         store_factors(smem.o_scale[ring.slot], o_scale, lane);
         fence_proxy_async();
@@ -388,7 +389,7 @@ __device__ __forceinline__ void compute_scores(const MlaParams& params, const Ml
     publish(w.count);
 }
 
-// ---- the warpgroups of O: all rows, half of the columns ----
+// ---- the output warpgroups: all rows, half of the columns each ----
 
 template <int kCount>
 __device__ __forceinline__ void rescale_output(float (&O)[kCount], float o_scale0, float o_scale1) {
@@ -396,7 +397,7 @@ __device__ __forceinline__ void rescale_output(float (&O)[kCount], float o_scale
     for (int i = 0; i < kCount; ++i) O[i] *= i / 2 % 2 ? o_scale1 : o_scale0;
 }
 
-// inverse: 1 / row sum, 0 for a row without keys.
+// Computes O. inverse: 1 / row sum, 0 for a row without keys.
 template <typename T, MlaValues kValues>
 __device__ __forceinline__ void attend(const MlaParams& params, const MlaWork& w, MlaSmem<T, kValues>& smem, MlaLoader<T, kValues>& loader,
                                        int half, int lane, float (&O)[kDv / 4], float (&inverse)[2]) {
@@ -422,7 +423,7 @@ __device__ __forceinline__ void attend(const MlaParams& params, const MlaWork& w
         for (int x = 0; x < kKeys / 16; ++x)
             wgmma_ss<T, kDv / 2, 0, 1>(O, at_p + descriptor_k_step(x, kRows), at_v + descriptor_row_step(x), 1);
         wgmma_commit();
-        const bool late = memory_is_late(params, smem, half, i + 1);  // keys wait for the scores of tile i + 1, which are not near
+        const bool late = memory_is_late(params, smem, half, i + 1);  // keys wait for the scores of tile i + 1, which are then far off
         if (!late) loader.load_keys(i + 2);
         const MlaPlace ahead = loader.find_values(i + kSlots + 1);
         wgmma_wait<0>(O);
@@ -440,7 +441,7 @@ __device__ __forceinline__ void attend(const MlaParams& params, const MlaWork& w
     inverse[0] = factors.x, inverse[1] = factors.y;
 }
 
-// out, or this share's part of it.
+// Stores out, or this share's partial result.
 template <typename T>
 __device__ __forceinline__ void store_output(const MlaParams& params, const MlaWork& w, const float (&O)[kDv / 4],
                                              const float (&inverse)[2], int half, int warp, int lane) {
@@ -449,7 +450,7 @@ __device__ __forceinline__ void store_output(const MlaParams& params, const MlaW
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int row = w.row0 + warp * 16 + lane / 4 + 8 * r;
-        const bool exists = row < params.rows, empty = inverse[r] == 0.0f;  // no visible key: zero, whatever 0 x V came to
+        const bool exists = row < params.rows, empty = inverse[r] == 0.0f;  // no visible key: stored as zeros, as 0 x V may be NaN
         if (params.splits > 1) {
             const int64_t heads = int64_t(w.b) * p.nheads_k + w.head_k;
             float* to = params.partial + ((heads * params.splits + w.split) * params.rows + row) * kDv + half * (kDv / 2) + 2 * quad;
@@ -504,7 +505,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_mla_kernel(const __grid_co
     launch_dependents();
     const MlaWork& work = smem.work;
     const int half = warp / 4 - 1;
-    const auto join = [] {  // Q is there
+    const auto join = [] {  // waits until all of Q is in shared memory
         cp_async_wait_all();
         fence_proxy_async();
         bar_sync(kQueries, kThreads);
@@ -519,7 +520,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_mla_kernel(const __grid_co
 #pragma unroll 1
         for (int i = 0; i < Smem::kFreeSlots; ++i) {
             loader.load_values(i), loader.next_v = loader.find_values(i + 1);
-            if (i == 0) loader.load_keys(0), load_queries(params, work, smem);  // the rest of the keys behind these
+            if (i == 0) loader.load_keys(0), load_queries(params, work, smem);  // the rest of the keys after these
         }
         join();
         setmaxnreg_dec<160>();

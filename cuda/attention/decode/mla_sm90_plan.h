@@ -1,4 +1,4 @@
-// mla_sm90_plan.h: the tiles of mla_sm90, and into how many shares it cuts the keys of a sequence.
+// mla_sm90_plan.h: the tiles of mla_sm90, and the number of shares into which it divides the keys of a sequence.
 #pragma once
 
 #include <cstdint>
@@ -7,24 +7,24 @@
 
 namespace fa {
 
-// V is the first columns of K, in the same memory. Otherwise V is loaded, too, and a tile has half the keys.
+// Whether V is the first columns of K, in the same memory. If not, V is loaded, too, and a tile has half the keys.
 inline bool mla_v_is_k(const AttentionParams& p) {
     return p.v.data == p.k.data && p.v.batch == p.k.batch && p.v.row == p.k.row && p.v.head == p.k.head;
 }
-FA_HOST_DEVICE constexpr int mla_keys(bool own_v) { return own_v ? 32 : 64; }  // of a tile
+FA_HOST_DEVICE constexpr int mla_keys(bool own_v) { return own_v ? 32 : 64; }  // keys of a tile
 
-constexpr int kMlaMostSplits = 128, kMlaInvariantTiles = 32;  // shares at most; batch_invariant: tiles of a share
+constexpr int kMlaMostSplits = 128, kMlaInvariantTiles = 32;  // most shares; batch_invariant: tiles per share
 
-// batch_invariant: a sequence has a share for every kMlaInvariantTiles of its own tiles, whatever the capacity of the cache.
+// batch_invariant: a sequence has one share per kMlaInvariantTiles of its own tiles, whatever the capacity of the cache.
 inline bool mla_is_invariant(const AttentionParams& p) { return p.cache.batch_invariant && p.cache.num_splits == 0; }
 FA_HOST_DEVICE constexpr int mla_invariant_share(int tiles) {
     const int least = (tiles + kMlaMostSplits - 1) / kMlaMostSplits;
     return least > kMlaInvariantTiles ? least : kMlaInvariantTiles;
 }
 
-// Into how many shares the keys of every sequence are cut: the number with the least time for the whole grid, one block on each
-// multiprocessor, in tiles of `keys` keys. A block costs a few tiles more than its share has. The host knows only the capacity of the
-// cache, which stands for the lengths.
+// The number of shares into which the keys of every sequence are divided. It minimises the time of the whole grid, with one block per
+// multiprocessor, in units of tiles of `keys` keys. A block costs a few tiles more than its share has. The host knows only the capacity of
+// the cache and uses it as the length.
 inline int mla_splits(const AttentionParams& p, int keys, int64_t blocks_per_sequence, int multiprocessors) {
     constexpr int kBlockCost = 6;
     const int64_t tiles = (int64_t(p.seqlen_k) + keys - 1) / keys, most = tiles < kMlaMostSplits ? tiles : kMlaMostSplits;

@@ -1,14 +1,13 @@
-// ring_sm90.cuh: few rows of q against a long cache, on Hopper. New against split_sm80.cuh: one block for each SM. Two of its warps load,
-// one K and one V, through the copy engine into one ring that fills the SM's shared memory; eight warps attend.
-//   - The ring never drains: the loading warps go on to the next unit's keys while the others finish the last one. They find the unit and
-//   its
-//     keys and pass both on with the unit's rows of q, so that the other warps have no integer work of their own.
+// ring_sm90.cuh: few rows of q against a long cache, on Hopper. New against split_sm80.cuh: one block per SM. Two of its warps load, one K
+// and one V, through the copy engine into one ring that fills the SM's shared memory; eight warps attend.
+//   - The ring never drains: the loading warps go on to the next unit's keys while the others finish the last unit. The loading warps find
+//     the unit and its keys and pass both on with the unit's rows of q, so that the other warps have no integer work.
 //   - A tile is four parts of keys. A warp attends to its part of every second tile and meets the other warps only at the end of a segment.
-//   - A page of 16 keys or more is a box of the copy engine, or several boxes. The lanes of a loading warp look up 32 boxes at a time.
-//   - 8-bit caches as in split_sm80.cuh. Factors that differ between the keys arrive by cp.async with their tile. One factor for all
-//     keys goes into the rows' scale and into the result.
+//   - A page of 16 keys or more is one box of the copy engine, or several. The lanes of a loading warp look up 32 boxes at a time.
+//   - 8-bit caches as in split_sm80.cuh. Factors that differ between keys arrive by cp.async with their tile. One factor for all keys is
+//     folded into the rows' scale and into the result.
 //
-// Bound by memory, and at its ends by latency: lengths -> first keys, and last keys -> result.
+// Bound by memory and, at its beginning and end, by latency: lengths -> first keys, and last keys -> result.
 #pragma once
 
 #include "attention/decode/ring_sm90_attend.cuh"
@@ -19,7 +18,7 @@
 namespace fa {
 namespace {
 
-// A lane copies every 32nd factor of a tile's keys from key0 on to `to`. Lane i holds the place of box i: `batch` and `row`.
+// Copies the factors of a tile's keys, from key0 on, to `to`; a lane copies every 32nd. Lane i holds the place of box i: `batch` and `row`.
 template <typename Smem>
 __device__ __forceinline__ void copy_scales(const CacheScale& scale, int head_k, const SequenceKeys& keys, int key0, int box_rows,
                                             int batch, int row, int lane, const float* to) {
@@ -45,7 +44,7 @@ __device__ __forceinline__ void copy_query(const DecodeParams& d, int b, int hea
     }
 }
 
-// A warp that loads: K, or V.
+// The work of a loading warp: it loads K, or V.
 template <typename E, int kD>
 __device__ __forceinline__ void load_ring(const RingParams& params, RingSmem<E, kD>& smem, SegmentsOf<UnitOrder::kEveryNth> segments) {
     using Smem = RingSmem<E, kD>;
@@ -81,9 +80,9 @@ __device__ __forceinline__ void load_ring(const RingParams& params, RingSmem<E, 
         if (Smem::kBytes && !d.scaled_by_key && !values)
             k_factor = cache.k_scale.data[entry * cache.k_scale.batch + head_k * cache.k_scale.head],
             v_factor = cache.v_scale.data[entry * cache.v_scale.batch + head_k * cache.v_scale.head];
-        // When this kernel starts before the one that makes q has ended, the rows of q come last, when the ring is full.
+        // If this kernel starts before the kernel that computes q has ended, the rows of q come last, when the ring is full.
         const int query_tile = d.after_append && n == 0 ? min(first + Smem::kSlots / 2, end) - 1 : first;
-        // The page of box i of the segment. Keys that nobody sees may have no page: a page past the end arrives as zeros.
+        // The page of box i of the segment. Keys that nobody sees may have no page; a page number past the end arrives as zeros.
         const auto find = [&](int i) {
             const int key = first * Smem::kKeys + i * box_rows;
             const bool seen = i < (end - first) * boxes && key < keys.end && key + box_rows > keys.begin;
@@ -129,7 +128,7 @@ __device__ __forceinline__ void load_ring(const RingParams& params, RingSmem<E, 
             }
         }
     }
-    wait_for_append();  // so that this kernel's end implies the end of the one before
+    wait_for_append();  // so the end of this kernel is also the end of the one before
     if (values) return;
     mbarrier_wait(q_empty + 8 * (n & 1), (n / 2 & 1) ^ 1);
     if (lane == 0) smem.work[n & 1].segment.b = -1;
@@ -138,7 +137,7 @@ __device__ __forceinline__ void load_ring(const RingParams& params, RingSmem<E, 
     if (lane == 0) mbarrier_arrive(q_full + 8 * (n & 1));
 }
 
-// E: the cache's elements.
+// E: the cache's element type.
 template <typename E, int kD>
 __global__ void __launch_bounds__(kThreads, 1) decode_ring_kernel(const __grid_constant__ RingParams params) {
     using Smem = RingSmem<E, kD>;
@@ -155,8 +154,8 @@ __global__ void __launch_bounds__(kThreads, 1) decode_ring_kernel(const __grid_c
     }
     const bool loads = threadIdx.x / 32 >= kWarps;
     SegmentsOf<UnitOrder::kEveryNth> segments;
-    if (loads) {  // finds its work while the other warps clear the rows of q
-        // Each by its own address: of one that depends on the warp, ptxas 12.4 forgets where the parameters begin.
+    if (loads) {  // finds its work while the other warps zero the rows of q
+        // Each map by its own address: if the address depends on the warp, ptxas 12.4 computes it from a wrong start of the parameters.
         if (threadIdx.x == 32 * kWarps) prefetch_tensormap(&params.k_map), prefetch_tensormap(&params.v_map);
         segments = SegmentsOf<UnitOrder::kEveryNth>(params.decode);
     } else {
@@ -177,7 +176,7 @@ cudaError_t launch_ring(const DecodeParams& d, const DeviceInfo& device, cudaStr
     params.decode = d;
     params.box_rows = ring_box_rows(p, Smem::kKeys), params.boxes = Smem::kKeys / params.box_rows;
     const int64_t rows = p.cache.block_table ? p.cache.page_size : p.seqlen_k, batch = p.cache.entries ? p.cache.entries : p.batch;
-    // Two bytes are one element of the map.
+    // The map's elements are pairs of bytes.
     const auto encode = [&](const char* name, const TensorView& t, int columns, CUtensorMap* map, int* boxes) {
         return encode_tiles({name, t.data, true, columns * kSize / 2, rows, p.nheads_k, batch, kSize * t.row, kSize * t.head,
                              kSize * t.batch, params.box_rows, Smem::kRowBytes / 2},

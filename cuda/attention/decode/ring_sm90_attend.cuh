@@ -1,4 +1,4 @@
-// ring_sm90_attend.cuh: the shared memory of a block of decode_ring_sm90, and the warps that attend to what is in it.
+// ring_sm90_attend.cuh: the shared memory of a block of decode_ring_sm90, and the warps that attend to the keys in it.
 #pragma once
 
 #include "attention/common/epilogue.cuh"
@@ -14,23 +14,23 @@
 namespace fa {
 namespace {
 
-constexpr int kParts = 4, kGroups = 2;    // parts of a tile; groups of warps, which take the tiles in turn
-constexpr int kWarps = kParts * kGroups;  // that attend; two more load
+constexpr int kParts = 4, kGroups = 2;    // parts of a tile; groups of warps that take tiles in turn
+constexpr int kWarps = kParts * kGroups;  // warps that attend; two more load
 constexpr int kRows = 16, kThreads = 32 * (kWarps + 2);
-constexpr int kAttending = 1;  // the named barrier of the warps that attend
+constexpr int kAttending = 1;  // named barrier of the attending warps
 
 struct RingParams {
     DecodeParams decode;
-    int box_rows, boxes;   // keys of a box of the copy engine: those of a tile, or the common divisor of page and tile; boxes of a tile
-    int k_boxes, v_boxes;  // boxes side by side: 1 for all columns, or one for each 64
+    int box_rows, boxes;   // keys per TMA box, gcd(page, tile); boxes per tile
+    int k_boxes, v_boxes;  // boxes side by side: 1 for all columns, or one per 128 bytes
     CUtensorMap k_map, v_map;
 };
 
-// What the warp that loads K tells the others about a segment, with its rows of q.
+// The data of a segment that the warp that loads K hands to the others, together with the rows of q.
 struct RingWork {
-    Segment segment;  // b < 0: there are no more
+    Segment segment;  // b < 0: no more segments
     SequenceKeys keys;
-    float k_factor, v_factor;  // 8-bit cache, unless the factors differ between the keys
+    float k_factor, v_factor;  // 8-bit caches with one factor for all keys
 };
 
 template <typename E, int kD>
@@ -40,20 +40,20 @@ struct RingSmem {
     static_assert(kRowBytes % 128 == 0, "a row is whole chunks");
     static constexpr int kSlotBytes = kKeys * kRowBytes, kScales = kBytes ? kKeys : 0;
     static constexpr int kRest = 2 * kRows * kD * 2 + kWarps * 8 * kD * 4 + 2 * kWarps * kRows * 4 + 1024;
-    // A multiple of the slots that all groups need for a tile each, so that within a segment a slot always belongs to the same group;
-    // between segments all groups meet. A barrier's parity tells only two phases apart: a group that had missed one phase would take an
-    // older one for its own. The memory that is left is for blocks of combine.cu, which wait on the same SMs.
+    // A multiple of the slots that all groups need for one tile each, so that within a segment a slot always belongs to the same group;
+    // between segments all groups meet. A barrier's parity tells only two phases apart: a group that missed a phase would take an older
+    // phase for the one it waits for. The memory that is left is for blocks of combine.cu, which wait on the same SMs.
     static constexpr int kSlots = ((222 << 10) - kRest) / (kSlotBytes + 4 * kScales) / (2 * kGroups) * (2 * kGroups);
-    alignas(1024) unsigned char slots[kSlots][kSlotBytes];  // K of a tile, its V, K of the next tile ..; chunks of 128 bytes, swizzled
+    alignas(1024) unsigned char slots[kSlots][kSlotBytes];  // K of a tile, its V, K of the next tile, ...; chunks of 128 bytes, swizzled
     float scales[kSlots][kBytes ? kScales : 1];             // bytes: the factors of the keys
-    alignas(128) unsigned char q[2][kRows * kD * 2];        // of this segment and the next
-    alignas(16) float o[kWarps][8 * kD];                    // eight rows of each warp, while the warps add up
+    alignas(128) unsigned char q[2][kRows * kD * 2];        // for this segment and the next
+    alignas(16) float o[kWarps][8 * kD];                    // eight rows of each warp, while the warps' results are added up
     float row_max[kWarps][kRows], row_sum[kWarps][kRows];
     RingWork work[2];
     alignas(8) uint64_t full[kSlots], empty[kSlots], q_full[2], q_empty[2];
 };
 
-// The next slot of the ring and the parity of its phase.
+// A place in the ring: the slot and the parity of its phase.
 template <int kSlots>
 struct RingPlace {
     int slot = 0;
@@ -64,8 +64,8 @@ struct RingPlace {
     }
 };
 
-// Adds up row r of all warps, of which smem.o holds row `row`, and stores it: to out, with lse, or, if the segment is not the whole unit,
-// to its slot in the workspace. A whole warp.
+// Adds up row r of all warps, which is row `row` in smem.o, and stores it: to out, with lse; or, if the segment is not the whole unit, to
+// its slot in the workspace. Called by all 32 lanes.
 template <typename E, int kD>
 __device__ __forceinline__ void store_row(const DecodeParams& d, const RingSmem<E, kD>& smem, const Segment& segment, int r, int lane,
                                           int row) {
@@ -103,7 +103,7 @@ __device__ __forceinline__ void store_row(const DecodeParams& d, const RingSmem<
     }
 }
 
-// A warp that attends.
+// The work of an attending warp.
 template <typename E, int kD>
 __device__ __forceinline__ void attend_ring(const RingParams& params, RingSmem<E, kD>& smem) {
     using Smem = RingSmem<E, kD>;
@@ -118,12 +118,12 @@ __device__ __forceinline__ void attend_ring(const RingParams& params, RingSmem<E
               rows = p.seqlen_q * p.group;
     const uint32_t slots = shared_address(smem.slots), full = shared_address(smem.full), empty = shared_address(smem.empty);
     const uint32_t q_full = shared_address(smem.q_full), q_empty = shared_address(smem.q_empty);
-    // A part lies in boxes of box_rows keys, a box in chunks of 64 columns. Piece x of key r is at chunk x / 8, row r, piece x % 8 ^ r % 8.
+    // A part lies in boxes of box_rows keys, a box in chunks of 128 bytes. Piece x of key r is at chunk x / 8, row r, piece x % 8 ^ r % 8.
     const int chunk_bytes = params.box_rows * 128;
     const uint32_t part_at = part * kPartKeys / params.box_rows * params.box_rows * kRowBytes + part * kPartKeys % params.box_rows * 128;
     const uint32_t k_lane = part_at + (lane % 8 + lane / 16 * 8) * 128 + (lane / 8 % 2 ^ lane % 8) * 16;
     const uint32_t v_lane = part_at + lane % 16 * 128 + (lane / 16 ^ lane % 8) * 16;
-    // The keys of a part follow each other even where they are two boxes of 16 keys, because a part of 32 keys has one chunk.
+    // The keys of a part are contiguous even where they are two boxes of 16 keys, because the rows of a part of 32 keys are one chunk long.
     const auto step_to = [&](uint32_t address, int step) { return (address ^ step % 4 * 32) + step / 4 * chunk_bytes; };
 
     const ScoreOptions options = score_options_of(d);
@@ -136,7 +136,7 @@ __device__ __forceinline__ void attend_ring(const RingParams& params, RingSmem<E
         const RingWork work = smem.work[buffer];
         const int b = work.segment.b, head_k = work.segment.unit;  // the rows of a key head are one tile
         if (b < 0) break;
-        if (n == 0 && d.after_append) grid_dependency_wait();  // that kernel is over: now this thread, too, may write
+        if (n == 0 && d.after_append) grid_dependency_wait();  // that kernel has ended: this thread may now write, too
         const SequenceKeys keys = work.keys;
         const uint32_t q_tile = shared_address(smem.q[buffer]);
         uint32_t Q[kStepsD][4];
@@ -145,8 +145,8 @@ __device__ __forceinline__ void attend_ring(const RingParams& params, RingSmem<E
         if (kBytes && p.dtype == DType::kBFloat16) narrow_rows(Q, row_scale, rows);
         const auto row_of = [&](int half) { return min(lane / 4 + 8 * half, rows - 1); };
         float O[kTilesV][4] = {};
-        float row_max[2] = {-FLT_MAX, -FLT_MAX}, row_sum[2] = {0, 0};  // log2 units; this thread's share
-        float v_unit = 1e-30f;                                         // bytes: O counts in units of V's factor, or of the largest so far
+        float row_max[2] = {-FLT_MAX, -FLT_MAX}, row_sum[2] = {0, 0};  // max: log2 units; sum: this thread's share
+        float v_unit = 1e-30f;                                         // bytes: O is in units of V's factor, or the largest so far
         if (kBytes && !d.scaled_by_key) row_scale[0] *= work.k_factor, row_scale[1] *= work.k_factor, v_unit = work.v_factor;
 
         const int tiles = work.segment.end - work.segment.begin;
@@ -185,7 +185,7 @@ __device__ __forceinline__ void attend_ring(const RingParams& params, RingSmem<E
             mbarrier_wait(full + 8 * ring.slot, ring.phase);
             if (seen) {
                 const uint32_t v_slot = slots + ring.slot * Smem::kSlotBytes, v_part = v_slot + v_lane;
-                if (zeroes) {  // values that nobody sees may be anything, and 0 x NaN is NaN
+                if (zeroes) {  // values that nobody sees may hold anything, and 0 x NaN is NaN
                     for (int x = lane; x < kPartKeys * kRowBytes / 16; x += 32) {
                         const int row = x / (kRowBytes / 16), piece = x % (kRowBytes / 16), key = key0 + row;
                         if (key < keys.begin || key >= keys.end)
@@ -216,7 +216,7 @@ __device__ __forceinline__ void attend_ring(const RingParams& params, RingSmem<E
 #pragma unroll
             for (int i = 0; i < kTilesV; i += 2) put_o<E>(smem.o[warp], lane / 4, i, half, lane, O, v_unit);
             bar_sync(kAttending, 32 * kWarps);
-            const int r = 8 * half + warp;  // each warp finishes a row
+            const int r = 8 * half + warp;  // each warp finishes one row
             if (r < rows) store_row(d, smem, work.segment, r, lane, warp);
             bar_sync(kAttending, 32 * kWarps);
         }

@@ -1,12 +1,12 @@
-// schedule.h: which block of a decode kernel attends to which keys. Blocks find this on the device, from the lengths as they are then.
+// schedule.h: which block of a decode kernel attends to which keys. Blocks compute this on the device, from the lengths at that time.
 //
 // A unit is one tile of rows of one key head of one sequence. Its work is the tiles of keys that some row of the sequence sees.
 //   balanced   The tiles of all units lie on a line, sequence by sequence. The line is cut into equal pieces, one for each block:
 //                  unit   0000000000111111112222222222222333333      A block ends one unit and begins the next. A sequence of any length
 //                  piece  000000011111112222222333333344444445       is shared by as many blocks as it needs.
-//              Units that all have the same length are cut at their ends instead, each into the same number of pieces; or they stay uncut,
-//              where whole units fill the GPU.
-//   uniform    Every unit is cut by itself, into pieces that depend on its own length alone: num_splits and batch_invariant.
+//              If all units have the same length, they are cut at their ends instead, each into the same number of pieces; or they stay
+//              uncut, where whole units fill the GPU.
+//   uniform    Every unit is cut by itself, into pieces that depend only on its own length: num_splits and batch_invariant.
 // A unit in several pieces leaves a partial result of each piece in the workspace, and combine.cu merges them.
 #pragma once
 
@@ -16,12 +16,12 @@
 
 namespace fa {
 
-// balanced: what the host knows of the cut.
+// balanced: the part of the cut that the host computes.
 struct Balance {
-    int units, units_each;  // of the call; of a block where units stay whole
-    bool whole;             // units of one length stay whole: that gives work to nearly all blocks
+    int units, units_each;  // units of the call; units of a block where units stay whole
+    bool whole;             // units of equal length stay whole, because that gives work to nearly all blocks
     Divisor pieces;         // DecodeShape::pieces
-    Divisor of_unit;        // pieces of a unit at most, where units are cut at their ends; 1: there are too many units for that
+    Divisor of_unit;        // most pieces of a unit, where units are cut at their ends; 1: there are too many units for that
 };
 inline Balance balance_of(int units, int pieces) {
     Balance x{};
@@ -32,44 +32,44 @@ inline Balance balance_of(int units, int pieces) {
     return x;
 }
 
-// How a call is cut into work. The host finds it without knowing the lengths.
+// How a call is divided into work. The host computes it without knowing the lengths.
 struct DecodeShape {
-    int rows, row_tiles;  // of a tile of rows; such tiles that cover the seqlen_q * group rows of a key head
-    int tile_shift;       // a tile of keys has 2^tile_shift of them
-    int pieces;           // balanced: of the line at most, one for each block; uniform: of a unit at most
+    int rows, row_tiles;  // rows of a tile of rows; tiles that cover the seqlen_q * group rows of a key head
+    int tile_shift;       // a tile of keys has 2^tile_shift keys
+    int pieces;           // balanced: most pieces of the line, one per block; uniform: most pieces of a unit
     bool uniform;
     bool combines;    // a unit may be in several pieces, which combine.cu merges
-    int least_tiles;  // uniform: tiles of a piece at least
-    int row_warps;    // lanes.cuh: warps that share their keys and divide a tile's rows; 0: the other kernels
+    int least_tiles;  // uniform: least tiles of a piece
+    int row_warps;    // lanes.cuh: warps that share their keys and divide a tile's rows; 0: other kernels
     int cluster;      // blocks of a cluster that share a unit; 0: units are cut into pieces
     DecodeKernel kernel;
 };
 
-// What the decode kernels are given.
+// The parameters of the decode kernels.
 struct DecodeParams {
-    AttentionParams attention;  // its window no wider than all queries and keys together
-    float scale_log2;           // softmax_scale * log2(e): q . k times this is an exponent of 2, as all scores are here
+    AttentionParams attention;  // with the window clamped to all queries and keys together
+    float scale_log2;           // softmax_scale * log2(e): turns q . k into an exponent of 2, the unit of all scores here
     float softcap_log2;         // softcap * log2(e), in the same unit; 0 = off
     DecodeShape shape;
-    int stages;                  // split_sm80.cuh: of the ring in shared memory
-    Divisor page, group, units;  // by the size of a page, the query heads of a key head, the units of a sequence
+    int stages;                  // split_sm80.cuh: stages of the ring in shared memory
+    Divisor page, group, units;  // divide by the page size; the query heads per key head; the units of a sequence
     float* partial;              // (slots, rows, headdim_v): the normalised O of each piece
     float* partial_lse;          // (slots, rows): exponents of 2
-    bool after_append;           // the launch is programmatic: the kernel before may still write q and append to the cache
-    bool scaled_by_key;          // 8-bit cache: the factors may differ between the keys of a head
-    Balance balance;             // not uniform
+    bool after_append;           // the launch is programmatic: the previous kernel may still write q and append to the cache
+    bool scaled_by_key;          // 8-bit caches: the factors may differ between the keys of a head
+    Balance balance;             // unless uniform
 
     FA_HOST_DEVICE int heads() const { return attention.nheads_k * shape.row_tiles; }  // units of a sequence
 };
 
 #if defined(__CUDACC__)
 
-// The keys of a sequence that some row sees. Every block computes this first, so it is short, and in 32 bits. Padding in front of the first
-// key counts as keys that no row sees.
+// The keys of a sequence that some row sees. Every block computes this first, so it is short, and in 32 bits. Padding before the first key
+// counts as keys that no row sees.
 struct VisibleKeys {
     int count;       // keys of the sequence
     int shift;       // row i is aligned with key i + shift
-    int begin, end;  // those that some row sees
+    int begin, end;  // keys that some row sees
 };
 template <typename Params>  // AttentionParams or LaneParams
 __device__ __forceinline__ VisibleKeys visible_keys(const Params& p, int count, int padding = 0) {
@@ -81,7 +81,7 @@ __device__ __forceinline__ VisibleKeys visible_keys(const Params& p, int count, 
     return k;
 }
 
-// And their tiles: at least one, so that some block writes the zeros of a sequence without keys.
+// VisibleKeys and their tiles. There is at least one tile, so that some block writes the zeros of a sequence without keys.
 struct SequenceKeys : VisibleKeys {
     int first_tile, tiles;
 };
@@ -98,18 +98,18 @@ __device__ __forceinline__ int tiles_of(const DecodeParams& d, int b) {
     return b < d.attention.batch ? sequence_keys(d, b).tiles * d.heads() : 0;
 }
 
-// uniform: tiles in each piece of a unit that has so many; the last piece may have fewer.
+// uniform: tiles per piece of a unit with `tiles` tiles; the last piece may have fewer.
 __device__ __forceinline__ int piece_tiles(const DecodeParams& d, int tiles) {
     const int pieces = min((tiles + d.shape.least_tiles - 1) / d.shape.least_tiles, d.shape.pieces);
     return (tiles + pieces - 1) / pieces;
 }
 
-// balanced: where the line is cut. Pieces differ by one tile at most, and the longer ones come first. Units of one length: either several
-// units make a piece, or several pieces make a unit. Whole warps call this, and everything below.
+// balanced: where the line is cut. Pieces differ by at most one tile, and the longer ones come first. For units of equal length, either
+// several units make a piece, or several pieces make a unit. This and everything below is called by whole warps.
 struct Cut {
     unsigned pieces = 0;
     unsigned each = 0, longer = 0;    // tiles of a piece; pieces that have one more
-    unsigned tiles = 0, of_unit = 0;  // units of one length: tiles of each, else 0; pieces of each, 0 where units stay whole
+    unsigned tiles = 0, of_unit = 0;  // units of equal length: tiles of each, else 0; pieces of each, 0 where units stay whole
 
     __device__ __forceinline__ explicit Cut(const DecodeParams& d) {
         if (d.shape.uniform) return;
@@ -129,7 +129,7 @@ struct Cut {
         else if (of_each > 1 && 10 * longest <= 11 * (each + (longer > 0)))
             tiles = most, of_unit = of_each, pieces = balance.units * of_each;
     }
-    // Units of any length: a piece's first tile on the line, and the piece that has tile `place` of the line.
+    // Units of any length: the first tile of a piece on the line, and the piece that has tile `place` of the line.
     __device__ __forceinline__ unsigned begin(unsigned piece) const { return piece * each + min(piece, longer); }
     __device__ __forceinline__ unsigned piece_at(unsigned place) const {
         const unsigned end = longer * (each + 1);
@@ -142,7 +142,7 @@ struct UnitPieces {
     int count;
     int64_t first_slot;
     bool balanced;
-    // balanced: each block has two slots, one for the end of a unit that an earlier block began, one for the beginning of a unit that a
+    // balanced: each block has two slots: one for the end of a unit that an earlier block began, one for the beginning of a unit that a
     // later block ends.
     __device__ __forceinline__ int64_t slot(int i) const { return balanced ? first_slot + 2 * i + (i == 0) : first_slot + i; }
 };
@@ -162,17 +162,17 @@ __device__ __forceinline__ UnitPieces pieces_of(const DecodeParams& d, const Cut
     return {int(last - first) + 1, 2 * int64_t(first), true};
 }
 
-// What a block does at a time: tiles begin .. end - 1 of a unit, counted from the first tile that some row sees.
+// A block's work at one time: tiles begin .. end - 1 of a unit, counted from the first tile that some row sees.
 struct Segment {
     int b, unit, begin, end;
     int slot;  // of its partial result; below 0: the segment is the whole unit
 };
 
-// When all units are equal and uncut, a block takes every n-th unit (kEveryNth); otherwise consecutive units. With every n-th the blocks
-// read all heads of a few sequences at a time, whose rows are neighbours in memory: on an H200 up to 2 % faster.
+// When all units are equal and uncut, a block takes every n-th unit (kEveryNth), else consecutive units. With every n-th, the blocks read
+// all heads of a few sequences at a time, whose rows are neighbours in memory: up to 2 % faster on an H200.
 enum class UnitOrder { kConsecutive, kEveryNth };
 
-// The segments of this block, one after another.
+// Iterates over the segments of this block.
 template <UnitOrder kOrder>
 class SegmentsOf {
     static constexpr bool kEveryNth = kOrder == UnitOrder::kEveryNth;
@@ -199,7 +199,7 @@ public:
         }
     }
 
-    // Sets the next segment; false when there is none left.
+    // Sets the next segment; returns false when there is none left.
     __device__ __forceinline__ bool next(const DecodeParams& d, Segment& segment) {
         if (equal_) {
             if (at_ >= end_) return false;
@@ -249,9 +249,9 @@ public:
 private:
     unsigned at_ = 0, end_ = 0;  // tiles of the line; uniform: slots; equal units: units, or pieces of units
     unsigned equal_ = 0;         // equal units: tiles of each
-    int first_ = -32;            // of the 32 sequences that the warp looks at
+    int first_ = -32;            // first of the 32 sequences that the warp looks at
     unsigned before_ = 0;        // where they begin on the line
-    unsigned length_ = 0;        // their tiles; equal units, kEveryNth: the step from one unit to the next
+    unsigned length_ = 0;        // their tiles; equal units with kEveryNth: the step from one unit to the next
     unsigned place_ = 0;         // where this lane's sequence ends, counted from before_
 };
 using Segments = SegmentsOf<UnitOrder::kConsecutive>;

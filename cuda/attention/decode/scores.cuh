@@ -1,5 +1,5 @@
-// scores.cuh: what the decode kernels on tensor cores do between the copies and the result: products, the options of a score, softmax. A
-// warp has 16 rows of a tile of keys. Element e of S[n] is row lane / 4 + 8 (e / 2), key 8 n + mma_column(lane, e) of the part
+// scores.cuh: the steps of the decode kernels on tensor cores between the copies and the result: products, the options of a score, softmax.
+// A warp has 16 rows of a tile of keys. Element e of S[n] is row lane / 4 + 8 (e / 2), key 8 n + mma_column(lane, e) of the part
 // (mma.m16n8k16). Row r of the seqlen_q * group rows that share a key head is head r % group of query r / group.
 #pragma once
 
@@ -26,8 +26,8 @@ __device__ __forceinline__ ScoreOptions score_options_of(const DecodeParams& d) 
     return {d.softcap_log2, p.alibi_slopes, p.seqlen_q, p.group, p.window_left, p.window_right};
 }
 
-// Softcap, ALiBi, and -inf for keys that a row does not see. S holds exponents of 2. row_of(half): the thread's row. slopes(): the place of
-// the key head's first ALiBi slope.
+// Applies softcap and ALiBi; sets scores of keys that a row does not see to -inf. S holds exponents of 2. row_of(half): the thread's row.
+// slopes(): index of the key head's first ALiBi slope.
 template <int kTilesN, typename RowOf, typename Slopes>
 __device__ __forceinline__ void score_options(const ScoreOptions& p, const VisibleKeys& keys, int key0, int lane, const RowOf& row_of,
                                               const Slopes& slopes, float (&S)[kTilesN][4]) {
@@ -100,7 +100,7 @@ __device__ __forceinline__ void softmax_step(float (&S)[kTilesN][4], float (&O)[
         }
 }
 
-// Fragments of rows of q become fp16 instead of bf16. A row is divided by the power of two below its largest magnitude, so that nothing
+// Converts fragments of rows of q from bf16 to fp16. A row is divided by the power of two below its largest magnitude, so that nothing
 // overflows, and what underflows is below 2^-24 of that magnitude. The power goes into the row's scale. Rows from `rows` on are zeros.
 template <int kSteps>
 __device__ __forceinline__ void narrow_rows(uint32_t (&Q)[kSteps][4], float (&row_scale)[2], int rows) {
@@ -128,8 +128,8 @@ __device__ __forceinline__ void narrow_rows(uint32_t (&Q)[kSteps][4], float (&ro
     }
 }
 
-// The rows of q, 16-bit values in shared memory, as A fragments. With keys of bytes, which become fp16, a lane has columns 4 (lane % 4) ..
-// + 3 of a step, as widen_neighbours gives those of K.
+// Loads the rows of q, 16-bit values in shared memory, as A fragments. With 8-bit keys, which become fp16, a lane has columns 4 (lane % 4)
+// .. + 3 of a step, the order in which widen_neighbours gives those of K.
 template <bool kBytes, typename TileQ, int kSteps>
 __device__ __forceinline__ void load_query(uint32_t (&Q)[kSteps][4], uint32_t q_tile, int lane) {
     if constexpr (kBytes) {
@@ -171,7 +171,7 @@ __device__ __forceinline__ void multiply_keys(float (&S)[kTilesN][4], const uint
     }
 }
 
-// 8-bit keys whose factors differ: multiplies S by the factors of its keys, floats at `scales`.
+// 8-bit keys whose factors differ: multiplies S by the factors of its keys, which are floats at `scales`.
 template <int kTilesN>
 __device__ __forceinline__ void scale_keys(float (&S)[kTilesN][4], uint32_t scales, int lane) {
 #pragma unroll
@@ -183,11 +183,11 @@ __device__ __forceinline__ void scale_keys(float (&S)[kTilesN][4], uint32_t scal
         }
 }
 
-// 8-bit values: O counts in units of v_unit. If the largest factor of a part is larger, it becomes the unit.
+// 8-bit values: O is in units of v_unit. If the largest factor of a part is larger, it becomes the unit.
 template <int kTilesV>
 __device__ __forceinline__ void raise_unit(float largest, float& v_unit, float (&O)[kTilesV][4]) {
     largest = quad_max(largest);
-    if (largest > v_unit) {  // the same in all lanes: a quad has the part's keys
+    if (largest > v_unit) {  // the same in all lanes: every quad covers all keys of the part
         const float factor = v_unit / largest;
 #pragma unroll
         for (int n = 0; n < kTilesV; ++n)
@@ -216,8 +216,8 @@ __device__ __forceinline__ void scale_values(float (&P)[kTilesN][4], uint32_t sc
         for (int e = 0; e < 4; ++e) P[i][e] *= v_scale[i][e % 2] * inverse;
 }
 
-// O += P V. at(step, i) is this lane's address for ldmatrix: keys from 16 step on, pieces 2 i and 2 i + 1 of a row. With bytes, tiles 2 j
-// and 2 j + 1 of O have the even and the odd columns of 16.
+// O += P V. at(step, i) is this lane's address for ldmatrix: keys from 16 step on, pieces 2 i and 2 i + 1 of a row. With 8-bit values,
+// tiles 2 j and 2 j + 1 of O have the even and the odd columns of 16.
 template <typename E, typename Mma, int kTilesN, int kTilesV, typename At>
 __device__ __forceinline__ void add_values(float (&O)[kTilesV][4], const float (&P)[kTilesN][4], const At& at) {
     constexpr bool kBytes = sizeof(E) == 1;
@@ -248,12 +248,12 @@ __device__ __forceinline__ void add_values(float (&O)[kTilesV][4], const float (
     }
 }
 
-// Where four neighbouring columns of a row of O lie in shared memory: the swizzle spreads the rows of a store over the banks.
+// The index in shared memory of four neighbouring columns of a row of O. The swizzle spreads the rows of a store over the banks.
 template <int kD>
 __device__ __forceinline__ int o_place(int row, int column) {
     return row * kD + (column ^ row % 4 * 8);
 }
-// Stores tiles n and n + 1 of one half of a warp's rows to row `row` there.
+// Stores tiles n and n + 1 of one half of a warp's rows as row `row` of `to`.
 template <typename E, int kTilesV>
 __device__ __forceinline__ void put_o(float* to, int row, int n, int half, int lane, const float (&O)[kTilesV][4], float unit) {
     constexpr int kD = 8 * kTilesV;
@@ -267,7 +267,7 @@ __device__ __forceinline__ void put_o(float* to, int row, int n, int half, int l
     }
 }
 
-// Four neighbouring columns of a row of out: fp16, or bf16.
+// Packs four neighbouring columns of a row of out: fp16 (`half`) or bf16.
 __device__ __forceinline__ uint2 pack_row(float4 x, bool half) {
     return half ? make_uint2(pack_16<__half>(x.x, x.y), pack_16<__half>(x.z, x.w))
                 : make_uint2(pack_16<__nv_bfloat16>(x.x, x.y), pack_16<__nv_bfloat16>(x.z, x.w));

@@ -1,4 +1,4 @@
-// split_sm80.cu: the decode kernel of split_sm80.cuh on fp16 and bf16 caches.
+// split_sm80.cu: the decode kernel of split_sm80.cuh for fp16 and bf16 caches.
 #include "attention/decode/split_sm80.cuh"
 
 namespace fa {

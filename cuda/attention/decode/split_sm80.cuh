@@ -1,17 +1,16 @@
-// split_sm80.cuh: few rows of q against a long cache. Only the memory's speed limits this, so every byte of K and V is read once.
+// split_sm80.cuh: few rows of q against a long cache. Only memory bandwidth limits this, so every byte of K and V is read once.
 //
-// The seqlen_q * group rows that share a key head are one tile of 16 or 64 rows, or several tiles. Its keys are cut into pieces for as many
-// blocks as the GPU holds (schedule.h), and combine.cu merges what the pieces leave. New against attention/forward/mma_sm80.cuh:
-//   - A tile of keys is four parts. With 16 rows each of the four warps owns a part: it loads the part, multiplies it and waits for nobody.
-//   A
-//     warp's ring of stages keeps 16 KB and more in flight, and an SM has eight warps. The warps add up O only at the end of a segment.
+// The seqlen_q * group rows that share a key head are one tile of 16 or 64 rows, or several tiles. Their keys are divided into pieces for
+// as many blocks as the GPU holds (schedule.h), and combine.cu merges the partial results. New against attention/forward/mma_sm80.cuh:
+//   - A tile of keys is four parts. With 16 rows, each of the four warps owns a part: it loads and multiplies it and waits for nobody.
+//     A warp's ring of stages keeps at least 16 KB in flight, and an SM has eight warps. The warps add up O only at the end of a segment.
 //     With 64 rows the warps share the parts instead, and each has 16 rows.
-//   - Pages: a lane looks up the page of one key of its warp's part, a tile ahead, and tells the address to the lanes that copy.
-//   - 8-bit caches arrive as bytes and become fp16 in registers (device/widen.cuh). ldmatrix takes two neighbouring bytes for one 16-bit
+//   - Pages: a lane looks up the page of one key of its warp's part, a tile ahead, and passes the address to the lanes that copy.
+//   - 8-bit caches arrive as bytes and become fp16 in registers (device/widen.cuh). ldmatrix treats two neighbouring bytes as one 16-bit
 //     value, so the columns of Q and O are permuted instead of the data. K's factor multiplies the score, V's multiplies P.
 //
-// Bound by memory. A call of few keys is bound by the chain lengths -> first keys -> result, and by the code that is read from memory on
-// the way: there the integer work before the first copy and the length of the code matter, not the arithmetic.
+// Bound by memory. A call with few keys is bound by the chain lengths -> first keys -> result, and by the code that is read from memory on
+// the way: there the integer work before the first copy and the size of the code matter, not the arithmetic.
 #pragma once
 
 #include "attention/decode/split_sm80_attend.cuh"
@@ -85,7 +84,7 @@ __global__ void __launch_bounds__(kDecodeThreads, Plan::kBlocksPerSm) decode_spl
         store_results(d, place, done, shared, stats);
         __syncthreads();  // stage 0 may be filled again
     }
-    wait_for_append();  // so that this kernel's end implies the end of the one before
+    wait_for_append();  // so the end of this kernel is also the end of the one before
 }
 
 template <typename Plan>

@@ -1,4 +1,4 @@
-// split_sm80_8bit.cu: the decode kernel of split_sm80.cuh on e4m3 and int8 caches.
+// split_sm80_8bit.cu: the decode kernel of split_sm80.cuh for e4m3 and int8 caches.
 #include "attention/decode/split_sm80.cuh"
 
 namespace fa {

@@ -1,4 +1,4 @@
-// split_sm80_attend.cuh: what a warp of decode_split_sm80 does with a part of the keys, and how the warps add up their results.
+// split_sm80_attend.cuh: the work of a warp of decode_split_sm80 on a part of the keys, and how the warps add up their results.
 #pragma once
 
 #include "attention/common/epilogue.cuh"
@@ -20,12 +20,13 @@ struct SplitRows {
     using TileQ = typename Plan::TileQ;
 
     uint32_t Q[Plan::kQueryInRegisters ? kStepsD : 1][4];
-    float row_scale[2];  // q . k times this is an exponent of 2
+    float row_scale[2];  // turns q . k into an exponent of 2
     float O[kTilesV][4] = {};
-    float row_max[2] = {-FLT_MAX, -FLT_MAX}, row_sum[2] = {0, 0};  // exponents of 2; this thread's share
-    float v_unit = 1e-30f;                                         // bytes: O counts in units of the largest factor of V so far
+    float row_max[2] = {-FLT_MAX, -FLT_MAX}, row_sum[2] = {0, 0};  // max: exponents of 2; sum: this thread's share
+    float v_unit = 1e-30f;                                         // bytes: O is in units of the largest factor of V so far
 
-    // Step `step` of the rows of q as A operand. bytes: columns 4 (lane % 4) .. + 3 are a lane's, as widen_neighbours gives those of K.
+    // Loads step `step` of the rows of q as A operand. With 8-bit keys a lane has columns 4 (lane % 4) .. + 3, as widen_neighbours gives
+    // those of K.
     __device__ __forceinline__ static void load_query(uint32_t (&A)[4], const SplitPlace<Plan>& place, int step) {
         const int lane = place.lane;
         if constexpr (kBytes) {
@@ -40,7 +41,7 @@ struct SplitRows {
         }
     }
 
-    // Once the rows of q are in shared memory: the whole block.
+    // Called by the whole block once the rows of q are in shared memory.
     __device__ __forceinline__ void prepare(const DecodeParams& d, const SplitPlace<Plan>& place, float* row_factor) {
         const bool narrows = kBytes && d.attention.dtype == DType::kBFloat16;
         if (narrows) {
@@ -132,12 +133,12 @@ struct SplitRows {
     }
 };
 
-// What the warps leave of their rows for each other.
+// The maxima and sums of each warp's rows, for the other warps.
 struct SplitStats {
     float row_max[kDecodeWarps][16], row_sum[kDecodeWarps][16];
 };
 
-// A warp's O to its part of stage 0, and its row_max and row_sum.
+// Stores a warp's O to its part of stage 0, and its row_max and row_sum to `stats`.
 template <typename Plan>
 __device__ __forceinline__ void leave_results(const SplitRows<Plan>& rows, const SplitPlace<Plan>& place, unsigned char* stage0,
                                               SplitStats& stats) {
@@ -157,7 +158,8 @@ __device__ __forceinline__ void leave_results(const SplitRows<Plan>& rows, const
     else __syncthreads();
 }
 
-// The results of all warps with keys of a row: to out, with lse, or, if the segment is not the whole unit, to its slot in the workspace.
+// Adds up the results of all warps that have keys of a row, and stores them: to out, with lse; or, if the segment is not the whole unit, to
+// its slot in the workspace.
 template <typename Plan>
 __device__ __forceinline__ void store_results(const DecodeParams& d, const SplitPlace<Plan>& place, const Segment& segment,
                                               const unsigned char* stage0, const SplitStats& stats) {

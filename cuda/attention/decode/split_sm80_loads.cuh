@@ -1,4 +1,4 @@
-// split_sm80_loads.cuh: how the keys, values and rows of q of decode_split_sm80 come to shared memory.
+// split_sm80_loads.cuh: how decode_split_sm80 loads keys, values and rows of q into shared memory.
 #pragma once
 
 #include "attention/decode/split_sm80_plan.cuh"
@@ -18,7 +18,7 @@ __device__ __forceinline__ void wait_for_oldest(int stages) {
     }
 }
 
-// A warp copies its own part of each tile.
+// A warp's copies of its own part of each tile.
 template <typename Plan>
 class SplitCopies {
     using E = typename Plan::E;
@@ -47,7 +47,7 @@ public:
         if (key0 + kPartKeys > keys.count - cache.added) wait_for_append();
         const uint32_t to_k = place.part(slot, place.warp), to_v = to_k + kPartKeys * Tile::kPitch;
         int entry = entry_of, at = own_key(place, tile);
-        if (cache.block_table) {  // each lane knows the page of one key, and tells the lanes that copy this key
+        if (cache.block_table) {  // each lane knows the page of one key and passes it to the lanes that copy this key
             entry = page_, at %= cache.page_size;
             page_ = page_of(cache, place, work, keys, tile + 1);
             const int64_t k_own = entry * p.k.batch + at * p.k.row, v_own = entry * p.v.batch + at * p.v.row;
@@ -93,10 +93,10 @@ private:
         const int key = own_key(place, tile);
         return tile < work.end_tile() && seen(keys, key) ? cache_page(cache, work.b(), key / cache.page_size) : 0;
     }
-    int page_;  // of this lane's key in the tile that is copied next
+    int page_;  // page of this lane's key in the tile that is copied next
 };
 
-// The tile's rows of q. Row r of the seqlen_q * group rows of a key head is head r % group of query r / group.
+// Copies the tile's rows of q. Row r of the seqlen_q * group rows of a key head is head r % group of query r / group.
 template <typename Plan>
 __device__ __forceinline__ void copy_query(const AttentionParams& p, const SplitPlace<Plan>& place, const SplitWorkAt<Plan>& work) {
     using TileQ = typename Plan::TileQ;
@@ -111,8 +111,8 @@ __device__ __forceinline__ void copy_query(const AttentionParams& p, const Split
     }
 }
 
-// Rows of q as bf16 in shared memory become fp16 in place: divided by the power of two below the row's largest magnitude, so that none
-// overflows and what underflows is below 2^-24 of that. The power goes to row_factor.
+// Converts rows of q in shared memory from bf16 to fp16, in place. A row is divided by the power of two below its largest magnitude, so
+// that nothing overflows, and what underflows is below 2^-24 of that magnitude. The power goes to row_factor.
 template <int kRows, int kD>
 __device__ __forceinline__ void narrow_rows(uint32_t q, float* row_factor) {
     using Tile = SharedTile<__half, kD>;

@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kDecodeWarps = 4, kDecodeThreads = 32 * kDecodeWarps, kMaxStages = 6;
 
-// Element: of the cache. kColumns: the bucket of the head dim. kTileRows: rows of q of a tile, 16 or 64.
+// Element: the cache's type. kColumns: the bucket of the head dim. kTileRows: rows of q per tile, 16 or 64.
 template <typename Element, int kColumns, int kTileRows>
 struct SplitPlan {
     using E = Element;
@@ -22,22 +22,22 @@ struct SplitPlan {
     using TileQ = SharedTile<__half, kColumns>;  // of 16-bit values
     static constexpr int kD = kColumns, kRows = kTileRows;
     static_assert(kRows == 16 || kRows == 64, "a warp has 16 rows: all of the tile, or a quarter");
-    // A tile of keys is a part for each warp. With 16 rows a warp attends to its own part; with 64 every warp attends to all parts.
+    // A tile of keys has one part per warp. With 16 rows a warp attends to its own part; with 64 every warp attends to all parts.
     static constexpr bool kSharedParts = kRows == 64;
     static constexpr int kPartKeys = kBytes || kD <= 64 ? 32 : 16, kKeys = kDecodeWarps * kPartKeys;
-    static constexpr int kSources = kSharedParts ? 1 : kDecodeWarps;  // warps whose O of a row are added up
+    static constexpr int kSources = kSharedParts ? 1 : kDecodeWarps;  // warps whose O of a row is added up
     // Tiles of the products: 8 keys, 8 columns of V, 16 columns of K.
     static constexpr int kTilesN = kPartKeys / 8, kTilesV = kD / 8, kStepsD = kD / 16;
     static constexpr bool kQueryInRegisters = kD <= 128;
-    // O fills the registers: what is needed only before and after the tiles waits in shared memory.
+    // O fills the registers: data needed only before and after the tiles waits in shared memory.
     static constexpr bool kRegistersFull = kD > 128;
 
     static constexpr int kPartBytes = 2 * kPartKeys * Tile::kPitch;     // K, then V
-    static constexpr int kScaleBytes = kBytes ? 2 * kPartKeys * 4 : 0;  // of K's keys, then of V's
+    static constexpr int kScaleBytes = kBytes ? 2 * kPartKeys * 4 : 0;  // factors of K's keys, then of V's
     static constexpr int kStageBytes = kDecodeWarps * (kPartBytes + kScaleBytes);
     static constexpr int kQueryBytes = kRows * kD * 2;
     static_assert(16 * kD * 4 <= kPartBytes, "O of a warp fits in its part of a stage");
-    // As many stages as fit beside another block, or alone, on an SM of 228 KB.
+    // As many stages as fit on an SM of 228 KB, next to another block or alone.
     static constexpr int kBlocksPerSm = kD <= 128 ? 2 : 1, kMostBytes = (kBlocksPerSm == 2 ? 112 : 225) << 10;
     static int stages(size_t shared_memory) {
         const int room = (shared_memory - 1024 < size_t(kMostBytes) ? int(shared_memory) - 1024 : kMostBytes) - kQueryBytes;
@@ -48,7 +48,7 @@ struct SplitPlan {
 
 // A thread's place, and the block's shared memory:
 //     stages x (4 parts x (K part_keys x d | V part_keys x d) | 4 x the factors of their keys) | Q rows x d
-// At the end of a segment O of each warp lies in its part of stage 0.
+// At the end of a segment, O of each warp lies in its part of stage 0.
 template <typename Plan>
 struct SplitPlace {
     int lane, warp;
@@ -63,7 +63,7 @@ struct SplitPlace {
     __device__ __forceinline__ uint32_t scales(int slot, int part) const {
         return ring + slot * uint32_t(Plan::kStageBytes) + kDecodeWarps * Plan::kPartBytes + part * uint32_t(Plan::kScaleBytes);
     }
-    // The warps that read a part wait for each other.
+    // Lets the warps that read a part wait for each other.
     __device__ __forceinline__ void meet() const {
         if (Plan::kSharedParts) __syncthreads();
         else __syncwarp();
@@ -77,11 +77,11 @@ struct SplitWork {
     int head_k, row_tile0;  // the key head; the first of its rows in this tile
 };
 
-// The same, found again whenever it is needed: in registers, or where these are full in shared memory.
+// SplitWork, read again whenever it is needed: from registers or, where these are full, from shared memory.
 template <typename Plan>
 class SplitWorkAt {
 public:
-    // `kept`: a place in shared memory for each warp.
+    // `kept`: shared memory for one SplitWork per warp.
     __device__ __forceinline__ SplitWorkAt(const SplitPlace<Plan>& place, const SplitWork& work, SplitWork* kept)
         : work_(work), kept_(kept), warp_(place.warp) {
         if (!Plan::kRegistersFull) return;

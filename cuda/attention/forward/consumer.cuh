@@ -1,4 +1,4 @@
-// consumer.cuh: a consumer thread of the Hopper forward kernels, and its Q as A operand.
+// consumer.cuh: the position of a consumer thread in the Hopper forward kernels, and its Q as A operand.
 #pragma once
 
 #include "device/mma.cuh"
@@ -7,16 +7,17 @@
 
 namespace fa {
 
-// Which thread of the consumers this is. Rows g and g + 8 of the warp's sixteen are its own, lane = 4 g + quad.
+// A consumer thread's position. It has rows g and g + 8 of its warp's sixteen, lane = 4 g + quad.
 struct Consumer {
     int wg, warp, lane;
 
     __device__ __forceinline__ int quad() const { return lane % 4; }
-    __device__ __forceinline__ int row() const { return wg * 64 + warp * 16 + lane / 4; }  // g, counted from the block's first
+    __device__ __forceinline__ int row() const { return wg * 64 + warp * 16 + lane / 4; }  // row g, counted from the block's first row
+    // For code that few tiles run: the compiler cannot hoist addresses built from this copy out of the main loop.
     __device__ __forceinline__ Consumer rare() const { return {wg, warp, opaque(lane)}; }
 };
 
-// Q's 64 rows as A operand, from shared memory.
+// Loads Q's 64 rows from shared memory as A operand.
 template <int kCount>
 __device__ __forceinline__ void load_q_fragment(uint32_t (&q_fragment)[kCount], uint32_t slab, const Consumer& me) {
 #pragma unroll

@@ -1,7 +1,7 @@
-// cute_sm90.cu: the loop of wgmma_sm90.cuh in the language of CuTe.   out = softmax(q k^T * softmax_scale) v,   fp16 and bf16.
+// cute_sm90.cu: the loop of wgmma_sm90.cuh written with CuTe.   out = softmax(q k^T * softmax_scale) v,   fp16 and bf16.
 //
-// New against wgmma_sm90.cuh: not the algorithm but its words. Nothing here computes a swizzle, a descriptor, the place of an accumulator
-// or the box of a copy. Shapes and layouts are types, and the rest is derived from them when the file is compiled:
+// New against wgmma_sm90.cuh: not the algorithm but the notation. Nothing here computes a swizzle, a descriptor, the position of an
+// accumulator or the box of a copy. Shapes and layouts are types, and the rest is derived from them at compile time:
 //
 //     wgmma_sm90.cuh                          here
 //     swizzled_offset, descriptor_k_step      SmemQ, SmemK, SmemV: a swizzled atom of 1 KB, repeated to the shape of a tile
@@ -10,7 +10,7 @@
 //     encode_tiles, load_tile                 make_tma_copy(tensor, layout of a tile); copy(load.with(barrier), from, to)
 //     Ring                                    PipelineState, and a barrier pair for each stage
 //
-// A block computes 128 query rows of one head and walks over their keys once, the last first:
+// A block computes 128 query rows of one head and walks over their keys once, from the last to the first:
 //
 //     producer, one thread    Q -> q;   K, V tiles -> rings k, v, K one tile ahead of V
 //     two consumers, 64 rows  S(n) = Q K(n)^T  and  O += P(n+1) V(n+1)   in one turn of the ping-pong: under them the other consumer
@@ -18,9 +18,9 @@
 //                             softmax(n) -> P(n);  O *= o_scale when the maximum rose
 //                             after the last tile  O / row_sum -> q -> out, by the copy engine; lse
 //
-// It is there to be read beside the other: the same roles, barriers and ping-pong, but a block for every work item, one plan for each head
-// dim, and of the options only the causal mask. What wgmma_sm90 gains by persistent blocks, by Q in registers and by the speculative
-// maximum is missing. Long sequences are bound by the products and the softmax in turn, short ones by what an item costs before its first
+// It is meant to be read side by side with wgmma_sm90.cuh: the same roles, barriers and ping-pong, but one block per work item, one plan
+// per head dim, and only the causal mask of the options. It lacks what wgmma_sm90 gains by persistent blocks, by Q in registers and by the
+// speculative maximum. Long sequences are bound by the products and the softmax in turn, short ones by the cost of an item before its first
 // product and after its last.
 #include <cute/tensor.hpp>
 
@@ -58,13 +58,13 @@ struct CuteTile {
     using BlockM = Int<kBlockM>;
     using BlockN = Int<kBlockN>;
     using HeadDim = Int<kHeadDim>;
-    using ShapeQ = Shape<BlockM, HeadDim>;  // and out
+    using ShapeQ = Shape<BlockM, HeadDim>;  // also the shape of out
     using ShapeK = Shape<BlockN, HeadDim>;
-    using ShapeV = Shape<HeadDim, BlockN>;  // V^T, as P V wants its B operand; nothing is moved for it
-    using ShapeS = Shape<BlockM, BlockN>;   // and P
+    using ShapeV = Shape<HeadDim, BlockN>;  // V^T, as P V needs its B operand; nothing is moved for it
+    using ShapeS = Shape<BlockM, BlockN>;   // also the shape of P
 
-    // An atom is 8 rows of 128 bytes under the 128-byte swizzle. It is repeated along the rows first, so that a box of the copy engine, 64
-    // columns of all rows, is contiguous.
+    // An atom is 8 rows of 128 bytes under the 128-byte swizzle. It is repeated along the rows first, so that a TMA box, 64 columns of all
+    // rows, is contiguous.
     using SmemQ = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, ShapeQ{}));
     using SmemK = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, Shape<BlockN, HeadDim, Int<kStages>>{}));
     using SmemV =
@@ -104,11 +104,11 @@ struct CuteCall {
 struct CuteItem {
     int m, head, batch;
     int row0;
-    int tiles;   // of keys: at least one, so that rows without keys need no path of their own
-    int masked;  // tiles from here on hide keys from some row
+    int tiles;   // key tiles: at least one, so that rows without keys need no code path
+    int masked;  // tiles from this one on hide keys from some row
 };
 
-// The blocks of a head follow each other, the longest first, and find K and V in L2.
+// The blocks of a head are consecutive, the longest first, so that they find K and V in L2.
 template <int kBlockM, int kBlockN>
 FA_HOST_DEVICE CuteItem cute_item(const CuteCall& call, int index) {
     CuteItem item;
@@ -124,7 +124,7 @@ FA_HOST_DEVICE CuteItem cute_item(const CuteCall& call, int index) {
 
 // ---- fragments ----
 
-// The accumulators of a thread, ((2 neighbours, 2 rows, columns / 8), 1, 1), as (row, column).
+// A thread's accumulators, ((2 neighbours, 2 rows, columns / 8), 1, 1), viewed as (row, column).
 template <class Tensor>
 FA_HOST_DEVICE constexpr auto rows_of(Tensor&& fragment) {
     const auto layout = fragment.layout();
@@ -133,7 +133,7 @@ FA_HOST_DEVICE constexpr auto rows_of(Tensor&& fragment) {
     return make_tensor(fragment.data(), make_layout(get<0, 1>(layout), make_layout(get<0, 0>(layout), get<0, 2>(layout))));
 }
 
-// A thread's two rows of its block and its first key of a tile, as the coordinates of its accumulators say.
+// A thread's two rows and its first key of a tile, from the coordinates of its accumulators.
 struct CutePlace {
     int row[2], key;
 };
@@ -143,8 +143,8 @@ FA_HOST_DEVICE CutePlace cute_place(const CuteItem& item, int thread) {
     return {{item.row0 + int(get<0>(place(0, 0))), item.row0 + int(get<0>(place(1, 0)))}, int(get<1>(place(0, 0)))};
 }
 
-// Sets the scores S (row, column) of tile n that their row does not see to -inf. Counted from the thread's first key the columns are
-// constants, those of thread 0.
+// Sets scores S (row, column) of tile n that their row does not see to -inf. Relative to the thread's first key, the columns are
+// compile-time constants: those of thread 0.
 template <class Tile, class Scores>
 FA_HOST_DEVICE void mask_scores(Scores&& S, const CuteCall& call, const CutePlace& place, int n) {
     const auto columns = rows_of(typename Tile::MmaQK{}.get_slice(_0{}).partition_C(make_identity_tensor(typename Tile::ShapeS{})));
@@ -157,7 +157,7 @@ FA_HOST_DEVICE void mask_scores(Scores&& S, const CuteCall& call, const CutePlac
     }
 }
 
-// `to` becomes `from` rounded to its 16-bit type, element by element in the order of the registers.
+// Rounds `from` to the 16-bit type of `to`, element by element in register order.
 template <class From, class To>
 __device__ __forceinline__ void round_to(const From& from, To& to) {
     using Element = std::conditional_t<std::is_same_v<typename To::value_type, cutlass::half_t>, __half, __nv_bfloat16>;
@@ -167,7 +167,7 @@ __device__ __forceinline__ void round_to(const From& from, To& to) {
     for (int i = 0; i < size(pairs); ++i) pairs(i) = pack_16<Element>(from(2 * i), from(2 * i + 1));
 }
 
-// C = A B or C += A B, as `first` says; issued, not waited for. A is registers or, like B, descriptors of shared memory.
+// C = A B or C += A B, as `first` says; issued without waiting. A is in registers or, like B, given by shared-memory descriptors.
 template <class Mma, class A, class B, class C>
 __device__ __forceinline__ void multiply(Mma mma, A& a, const B& b, C& c, GMMA::ScaleOut first) {
     warpgroup_fence_operand(c);
@@ -182,7 +182,7 @@ __device__ __forceinline__ void multiply(Mma mma, A& a, const B& b, C& c, GMMA::
     warpgroup_commit_batch();
 }
 
-// Until at most kPending of the newest products are running; `c` may then be read.
+// Waits until at most kPending of the newest products are running; `c` may then be read.
 template <int kPending, class C>
 __device__ __forceinline__ void wait_for(C& c) {
     warpgroup_wait<kPending>();
@@ -192,9 +192,9 @@ __device__ __forceinline__ void wait_for(C& c) {
 // ---- softmax of the thread's two rows ----
 
 struct CuteRows {
-    float max[2] = {-INFINITY, -INFINITY};  // of scale_log2 S: what the exponentials subtract
+    float max[2] = {-INFINITY, -INFINITY};  // of scale_log2 S: subtracted in the exponentials
     float sum[2] = {};                      // this thread's share
-    float o_scale[2];                       // after a step that returned true: what O must be multiplied by
+    float o_scale[2];                       // after a step that returned true: the factor for O
 };
 
 // S (row, column) of a tile becomes P, under the lazy maximum. Returns whether O must be multiplied by o_scale.
@@ -227,7 +227,8 @@ __device__ __forceinline__ bool softmax_step(Scores&& S, float scale_log2, CuteR
 
 // ---- roles ----
 
-// The copy engine is told coordinates: the tensors of a map hold them instead of data. Past the end of a sequence it delivers zeros.
+// The copy engine takes coordinates, so the tensors of a map hold coordinates instead of data. Past the end of a sequence it delivers
+// zeros.
 template <class Tile, class LoadQ, class LoadK, class LoadV>
 __device__ __forceinline__ void produce(const LoadQ& load_q, const LoadK& load_k, const LoadV& load_v, const CuteCall& call,
                                         const CuteItem& item, typename Tile::Smem& smem) {
@@ -240,7 +241,7 @@ __device__ __forceinline__ void produce(const LoadQ& load_q, const LoadK& load_k
     const Tensor tiles_k = local_tile(k(_, _, head_k, item.batch), typename Tile::ShapeK{}, make_coord(_, _0{}));
     const Tensor tiles_v = local_tile(v(_, _, head_k, item.batch), typename Tile::ShapeV{}, make_coord(_0{}, _));
 
-    // As the copies see them: ((elements of a box, boxes), 1, 1[, tile or stage]).
+    // The same tensors as the copies see them: ((elements of a box, boxes), 1, 1[, tile or stage]).
     const Tensor from_q = load_q.get_slice(_0{}).partition_S(tile_q);
     const Tensor from_k = load_k.get_slice(_0{}).partition_S(tiles_k);
     const Tensor from_v = load_v.get_slice(_0{}).partition_S(tiles_v);
@@ -248,7 +249,7 @@ __device__ __forceinline__ void produce(const LoadQ& load_q, const LoadK& load_k
     Tensor to_k = load_k.get_slice(_0{}).partition_D(make_tensor(make_smem_ptr(smem.k), typename Tile::SmemK{}));
     Tensor to_v = load_v.get_slice(_0{}).partition_D(make_tensor(make_smem_ptr(smem.v), typename Tile::SmemV{}));
 
-    // Fresh barriers count the phase before their first as complete: the first wait for an empty stage, of phase 1, returns at once.
+    // A fresh barrier counts the phase before its first as complete, so the first wait for an empty stage, with phase 1, returns at once.
     cutlass::PipelineState<Tile::kStages> k_at(0, 1, 0), v_at(0, 1, 0);
     const auto copy_tile = [](const auto& load, Barrier& full, uint32_t bytes, const auto& from, auto&& to) {
         full.arrive_and_expect_tx(bytes);
@@ -282,7 +283,7 @@ __device__ __forceinline__ void consume(const StoreO& store_o, const CuteCall& c
     typename Tile::MmaQK mma_qk;
     typename Tile::MmaPV mma_pv;
 
-    // Descriptors are the warpgroup's. Its first thread stands for it: a number that is the same in all lanes keeps them in uniform
+    // Descriptors belong to a warpgroup. They are built for its first thread: a number that is the same in all lanes stays in uniform
     // registers.
     const Tensor smem_q = make_tensor(make_smem_ptr(smem.q), typename Tile::SmemQ{});
     const Tensor smem_k = make_tensor(make_smem_ptr(smem.k), typename Tile::SmemK{});
@@ -293,7 +294,7 @@ __device__ __forceinline__ void consume(const StoreO& store_o, const CuteCall& c
     const Tensor k = warpgroup_qk.partition_fragment_B(smem_k);  // (1, 1, headdim / 16, stages)
     const Tensor v = warpgroup_pv.partition_fragment_B(smem_v);  // (1, 1, keys / 16, stages)
 
-    // The registers of a thread. Element i of P is element i of S: both are the same row and key, so rounding is all that P takes.
+    // The registers of a thread. Element i of P has the row and key of element i of S, so P is just S rounded.
     Tensor S = partition_fragment_C(mma_qk, ShapeS{});
     Tensor P = make_tensor<Element>(partition_shape_A(mma_pv, ShapeS{}));
     Tensor O = partition_fragment_C(mma_pv, ShapeQ{});
@@ -302,7 +303,7 @@ __device__ __forceinline__ void consume(const StoreO& store_o, const CuteCall& c
     const CutePlace place = cute_place<Tile>(item, thread);
 
     cutlass::PipelineState<Tile::kStages> k_at, v_at;
-    const auto release = [&](const Barrier& empty) {  // once a warp's products have read the stage
+    const auto release = [&](const Barrier& empty) {  // after a warp's products have read the stage
         if (arrives(thread % 32)) empty.arrive();
     };
 
@@ -342,7 +343,7 @@ __device__ __forceinline__ void consume(const StoreO& store_o, const CuteCall& c
     multiply(mma_pv, P, v(_, _, _, v_at.index()), O, GMMA::ScaleOut::One);
     wait_for<0>(O);
 
-    // out = O / row_sum; lse. A row that has seen no key is zero, whatever 0 x V came to.
+    // out = O / row_sum; lse. A row that has seen no key is stored as zeros, because 0 x V may have given NaN.
     Tensor sums = rows_of(O);
     float* lse = call.lse + (int64_t(item.batch) * call.nheads + item.head) * call.seqlen_q;
     CUTE_UNROLL
@@ -354,13 +355,13 @@ __device__ __forceinline__ void consume(const StoreO& store_o, const CuteCall& c
         for (int c = 0; c < size<1>(sums); ++c) sums(r, c) = row_sum == 0.0f ? 0.0f : sums(r, c) * end.inverse;
     }
 
-    // Through q, of whose rows a warpgroup reads its own alone: by stmatrix into shared memory, from there by the copy engine, which leaves
-    // out the rows past the sequence.
+    // out goes through q, in which each warpgroup has read only its own rows: stmatrix writes it to shared memory and the copy engine from
+    // there to global memory, leaving out the rows past the sequence.
     Tensor rounded = make_tensor_like<Element>(O);
     round_to(O, rounded);
     const auto copy_o = make_tiled_copy_C(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, mma_pv).get_slice(thread);
     Tensor smem_o = as_position_independent_swizzle_tensor(make_tensor(make_smem_ptr(smem.q), typename Tile::SmemQ{}));
-    bar_sync(kWarpgroup + warpgroup, 128);  // all its warps have read Q
+    bar_sync(kWarpgroup + warpgroup, 128);  // all warps of the warpgroup have read Q
     copy(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, copy_o.retile_S(rounded), copy_o.partition_D(smem_o));
     fence_proxy_async();
     bar_sync(kConsumers, Tile::kConsumerThreads);
@@ -369,7 +370,7 @@ __device__ __forceinline__ void consume(const StoreO& store_o, const CuteCall& c
         const Tensor tile_o = local_tile(out(_, _, item.head, item.batch), ShapeQ{}, make_coord(item.m, _0{}));
         copy(store_o, store_o.get_slice(_0{}).partition_S(smem_q), store_o.get_slice(_0{}).partition_D(tile_o));
         tma_store_arrive();
-        tma_store_wait<0>();  // the block's shared memory must last until it has been read
+        tma_store_wait<0>();  // the block's shared memory must live until the store has read it
     }
 }
 
@@ -379,11 +380,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
                         const __grid_constant__ StoreO store_o, const __grid_constant__ CuteCall call) {
     extern __shared__ __align__(1024) unsigned char shared[];
     auto& smem = *reinterpret_cast<typename Tile::Smem*>(shared);
-    const int warpgroup = cutlass::canonical_warp_group_idx();  // by a shuffle, which tells the compiler that it is uniform
+    const int warpgroup = cutlass::canonical_warp_group_idx();  // the shuffle tells the compiler that it is uniform
     if (threadIdx.x == 0) {
         prefetch_tma_descriptor(load_q.get_tma_descriptor()), prefetch_tma_descriptor(load_k.get_tma_descriptor());
         prefetch_tma_descriptor(load_v.get_tma_descriptor()), prefetch_tma_descriptor(store_o.get_tma_descriptor());
-        constexpr int kArrivals = Tile::kConsumerThreads / 32 * kWarpArrivals;  // one of each consumer warp
+        constexpr int kArrivals = Tile::kConsumerThreads / 32 * kWarpArrivals;  // one per consumer warp
         smem.q_full.init(1);
         for (int i = 0; i < Tile::kStages; ++i) {
             smem.k_full[i].init(1), smem.k_empty[i].init(kArrivals);
@@ -394,7 +395,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     __syncthreads();
     const CuteItem item = cute_item<Tile::kBlockM, Tile::kBlockN>(call, blockIdx.x);
     if (warpgroup == 0) {
-        cutlass::arch::warpgroup_reg_dealloc<40>();  // 40 + 2 x 232 = 3 x 168, what the block was launched with
+        cutlass::arch::warpgroup_reg_dealloc<40>();  // 40 + 2 x 232 = 3 x 168, the registers at launch
         if (threadIdx.x == 0) produce<Tile>(load_q, load_k, load_v, call, item, smem);
     } else {
         cutlass::arch::warpgroup_reg_alloc<232>();
@@ -409,12 +410,12 @@ inline CuteCall cute_call(const AttentionParams& p, int block_m) {
     const int64_t shift = p.top_left ? 0 : int64_t(p.seqlen_k) - p.seqlen_q;
     const int64_t right = p.window_right < 0 ? p.seqlen_k : shift + p.window_right;
     call.right = int(right < p.seqlen_k ? right : p.seqlen_k);
-    // The keys end with the last one that a row sees. What follows arrives as zeros: a row of V that nobody sees is never multiplied.
+    // The keys end with the last one that any row sees. Later keys arrive as zeros, so a row of V that nobody sees is never multiplied.
     if (p.seqlen_q + right < p.seqlen_k) call.keys = int(p.seqlen_q + right);
     return call;
 }
 
-// The copies of Q, K, V and out as the copy engine's maps describe them: (row, column, head, sequence), V (column, row, head, sequence).
+// The copies of Q, K, V and out, from tensor maps over (row, column, head, sequence); V is (column, row, head, sequence).
 template <class Tile>
 auto cute_copies(const AttentionParams& p, const CuteCall& call) {
     using HeadDim = typename Tile::HeadDim;

@@ -1,9 +1,9 @@
-// float32_sm80.cu: real float32 arithmetic at the speed of the CUDA cores.   out = softmax(q k^T * softmax_scale) v,   fp32.
+// float32_sm80.cu: true float32 arithmetic at the speed of the CUDA cores.   out = softmax(q k^T * softmax_scale) v,   fp32.
 //
 // The loop of flash_attn_minimal.cu. New against that rung:
-//   - A thread owns 8 rows instead of 4. A product of 8 x 4 scores needs 12 reads of 16 bytes for 128 multiply-adds, 10.7 each instead of
-//   8;
-//     of 8 x 8, 16. An SM reads 128 bytes of shared memory and makes 128 multiply-adds a cycle, so that 8 was the bound of `minimal`.
+//   - A thread owns 8 rows instead of 4. A product of 8 x 4 scores needs 12 reads of 16 bytes for 128 multiply-adds, which is 10.7 per
+//     read; 8 x 8 scores give 16, the 4 x 4 of flash_attn_minimal.cu only 8. In one cycle an SM reads 128 bytes of shared memory (8 such
+//     reads) and makes 128 multiply-adds, so those 8 per read were the bound of flash_attn_minimal.cu.
 //   - cp.async: K of the next tile arrives during the softmax and O += P V, V during S = Q K^T. No thread waits for memory.
 //   - Q stays in shared memory with all its columns, and a tile costs two barriers instead of two for each 64 columns.
 //
@@ -11,9 +11,10 @@
 //     CUDA cores | S = Q K(n)^T        | softmax        O += P V(n)       |
 //
 // 256 threads are 16 x 16: thread (tx, ty) has rows ty + 16 r, keys tx + 16 c of a tile, and columns 64 chunk + 4 tx .. + 3 of O. A warp
-// has two neighbouring ty, so that its rows of P are its own. Rows are padded by 4 floats: 8 neighbouring rows lie in different banks.
+// has two neighbouring ty, so no other warp reads its rows of P. Rows are padded by 4 floats, so 8 neighbouring rows lie in different
+// banks.
 //
-// Bound by fp32 multiply-adds and the reads of shared memory beside them. Results do not depend on timing.
+// Bound by fp32 multiply-adds and the shared-memory reads for them. Results do not depend on timing.
 #include "attention/common/epilogue.cuh"
 #include "attention/common/mask.h"
 #include "attention/common/online_softmax.cuh"
@@ -27,13 +28,13 @@
 namespace fa {
 namespace {
 
-constexpr int kLanes = 16, kThreads = kLanes * kLanes, kChunk = 4 * kLanes;  // kChunk: columns that 16 lanes have, 4 each
+constexpr int kLanes = 16, kThreads = kLanes * kLanes, kChunk = 4 * kLanes;  // kChunk: columns of 16 lanes, 4 each
 
 struct Float32Tile {
     int columns;           // of q, k, v and out: the head dim, padded with zeros
-    int block_m, block_n;  // query rows of a block, keys of a tile
+    int block_m, block_n;  // query rows per block, keys per tile
 };
-// Shared memory of the two rows of tiles: 170, 169 and 218 KB; 69, 76 and 143 KB.
+// Shared memory for 64, 128 and 256 columns: large tiles 170, 169 and 218 KB; small tiles 69, 76 and 143 KB.
 constexpr Float32Tile large_tile(int columns) { return {columns, 128, columns == 64 ? 128 : columns == 128 ? 64 : 32}; }
 constexpr Float32Tile small_tile(int columns) { return {columns, 64, columns == 64 ? 64 : 32}; }
 
@@ -45,7 +46,7 @@ struct alignas(16) Smem {
     float p[kBlockM][kBlockN + 4];  // a row is written and read by the same warp
 };
 
-// tile[r] = the row r of `from`, for r in begin .. end - 1; the others, and columns from `columns` on, are zeros.
+// tile[r] = row r of `from`, for r in begin .. end - 1; other rows, and columns from `columns` on, are zeros.
 template <int kRows, int kPitch, int kColumns>
 __device__ __forceinline__ void load_rows(float (&tile)[kRows][kPitch], const float* from, int64_t stride, int begin, int end,
                                           int columns) {
@@ -67,7 +68,7 @@ __device__ __forceinline__ float4 four(const float* at) { return *reinterpret_ca
 
 struct Float32Params {
     AttentionParams attention;
-    int tiles;    // of query rows of a head
+    int tiles;    // query tiles per head
     int section;  // heads whose K and V share L2, tiles_mma_sm80.h
 };
 
@@ -80,12 +81,13 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
     }
 #endif
     constexpr int kRows = kBlockM / kLanes, kKeys = kBlockN / kLanes, kChunks = kColumns / kChunk;
-    constexpr int kUnroll = kRows * kKeys + kRows * kColumns / kLanes >= 96 ? 1 : 2;  // where S and O leave registers for it
+    constexpr int kUnroll = kRows * kKeys + kRows * kColumns / kLanes >= 96 ? 1 : 2;  // unroll where S and O leave registers for it
     extern __shared__ __align__(16) unsigned char shared[];
     auto& smem = *reinterpret_cast<Smem<kColumns, kBlockM, kBlockN>*>(shared);
     const AttentionParams& p = params.attention;
 
-    // Blocks start in order of their index: section by section, in a section the last rows of every head first, which see most keys.
+    // Blocks start in order of their index: section by section and, in a section, the last rows of every head first, which see the most
+    // keys.
     const int before = blockIdx.x / (params.section * params.tiles) * params.section, index = blockIdx.x - before * params.tiles;
     const int heads = min(params.section, p.nheads * p.batch - before), at = before + index % heads;
     const int b = at / p.nheads, head = at % p.nheads, row0 = (params.tiles - 1 - index / heads) * kBlockM;

@@ -1,4 +1,4 @@
-// fp8_sm90.cu: the entry of the fp8 kernel, fp8_sm90.cuh, and its instantiations.
+// fp8_sm90.cu: the entry point of the fp8 kernel, fp8_sm90.cuh, and its instantiations.
 #include "attention/forward/fp8_sm90.cuh"
 
 namespace fa {

@@ -1,33 +1,33 @@
-// fp8_sm90.cuh: attention on 8-bit floats.   out = softmax(q k^T * softmax_scale) v,   q, k, v e4m3 with a factor for every head.
+// fp8_sm90.cuh: attention on 8-bit floats.   out = softmax(q k^T * softmax_scale) v,   q, k, v e4m3 with one factor per head.
 //
-// New against wgmma_sm90.cuh, whose roles, rings and loop it has:
+// New against wgmma_sm90.cuh (roles, rings and loop are the same):
 //
-//     producer, warp 0      Q -> q;  K tiles -> ring k;  V tiles -> ring v, as memory has them: a row for each key
-//     transposer, warps 1-3 ring v -> ring vt: a row for each head dim, keys along it, the only order that 8-bit products take
+//     producer, warp 0      Q -> q;  K tiles -> ring k;  V tiles -> ring v, as in memory: one row per key
+//     transposer, warps 1-3 ring v -> ring vt: one row per head dim, keys along it, the only order that 8-bit products take
 //     consumers             S(n) = Q K(n)^T, O += P(n+1) V(n+1), softmax(n) -> P(n) in e4m3; now and then O -> sums in float
 //
 //     v_full: the copy has landed     v_empty, vt_full: one arrival per transposer warp     vt_empty, k_empty: one per consumer warp
 //
-// The transposer moves pairs of bytes. ldmatrix.trans brings a lane two keys of two neighbouring head dims, prmt separates the two head
-// dims, stmatrix writes sixteen keys of each. The keys come out in the order in which accumulators leave P (wgmma_fp8.cuh), so P needs no
-// shuffle. The head dims come out even ones first, which the epilogue undoes while it packs.
+// The transposer moves pairs of bytes. ldmatrix.trans gives a lane two keys of two neighbouring head dims, prmt separates the two head
+// dims, and stmatrix writes sixteen keys of each. The keys come out in the order in which accumulators hold P (wgmma_fp8.cuh), so P needs
+// no shuffle. The head dims come out with even ones first; the epilogue undoes this while it packs.
 //
-// The range of P. e4m3 ends at 448, and below 2^-9 there is nothing. The lazy maximum therefore stands 2^6 below the largest score of the
-// first tile: P reaches 64, a row may rise by 2^2.75 before O is rescaled, and 2^-16 of the maximum still counts. The largest P is then no
-// power of two, and rounding it would tilt rows that one key dominates. So out = O / (sum of P as rounded). That sum comes with P V: below
-// its head dims V^T has eight more rows of constants. lse has the sum before rounding, which costs 3 .. 7 %: calls without lse skip it. The
-// factors of q and k belong to the scale of the exponential, that of v to the last division.
+// The range of P. e4m3 ends at 448, and below 2^-9 everything rounds to zero. The lazy maximum is therefore set 2^6 below the largest score
+// of the first tile: P reaches 64, a row may rise by 2^2.75 before O is rescaled, and 2^-16 of the maximum still counts. The largest P is
+// then no power of two, and its rounding error would bias rows that one key dominates. So out = O / (sum of the rounded P). That sum comes
+// out of P V: V^T has eight more rows, of constants, below its head dims. lse needs the sum before rounding, which costs 3 .. 7 %; calls
+// without lse skip it. The factors of q and k are folded into the scale of the exponential, that of v into the last division.
 //
-// The length of sums. The tensor cores cut every product off at 2^-13 of the sum it joins. Summed there, out falls short of a mean of V by
-// 8 % at 4k keys and by up to 43 % at 16k (measured). So by default a sum grows over at most 1024 keys and is then promoted to additions in
-// float, in the way that the plan has room for (Fp8Sum). A sum of 1024 keys loses 1.5 %, depending on how many bits its products have. The
-// constants in V^T are 1 and 1.375, few bits and many: the mean of the two sums of P loses about as much as the mean of V does. out = O /
-// that mean is off by up to 0.6 % of V's mean at any length, with 512 keys by 0.2 % (measured, scores' spread 0.0 to 3.0); rounding out to
-// bfloat16 takes up to 0.4 %. With fast_accum O stays in the tensor cores for all keys and the sums of P alone are promoted: right for
-// values of either sign, but a mean of V fades.
+// The length of sums. The tensor cores truncate every product at 2^-13 of the sum that it is added to. If all keys were summed there, out
+// would fall short of a mean of V by 8 % at 4k keys and by up to 43 % at 16k (measured). So by default a sum takes at most 1024 keys and is
+// then promoted to additions in float, in the way that the plan has room for (Fp8Sum). A sum of 1024 keys loses 1.5 %, depending on how
+// many bits its products have. V^T's rows of constants hold 1, with few bits, and 1.375, with many: the mean of the two sums of P loses
+// about as much as a mean of V does. out = O / that mean is off by up to 0.6 % of V's mean at any length, with sums of 512 keys by 0.2 %
+// (measured, scores' spread 0.0 to 3.0); rounding out to bfloat16 adds up to 0.4 %. With fast_accum, O stays in the tensor cores for all
+// keys and only the sums of P are promoted: right for values of either sign, but a mean of V fades.
 //
-// Bound by the softmax at head dim 64, where the exponentials alone take twice the tensor cores' time, and at 128, where they take as long;
-// at 256 by the tensor cores and shared memory.
+// Bound by the softmax at head dim 64, where the exponentials alone take twice the time of the tensor cores, and at 128, where they take as
+// long; at 256 by the tensor cores and shared memory.
 #pragma once
 
 #include "attention/common/epilogue.cuh"
@@ -58,7 +58,7 @@ struct Fp8Work : ForwardWork {
 };
 
 template <Fp8PlanId kId>
-constexpr int kVtRows = fp8_plan(kId).headdim + 8;  // the last eight sum P
+constexpr int kVtRows = fp8_plan(kId).headdim + 8;  // the last eight rows sum P
 
 template <Fp8PlanId kId>
 struct alignas(1024) Fp8Smem {
@@ -68,7 +68,7 @@ struct alignas(1024) Fp8Smem {
     uint8_t k[kPlan.k_stages][kPlan.block_n * kPlan.columns()];
     uint8_t v[kPlan.v_stages][kPlan.block_n * kPlan.columns()];
     uint8_t vt[kPlan.v_stages][kVtRows<kId> * kPlan.keys()];
-    float4 o[kPlan.warpgroups][kShared ? kPlan.headdim / 8 : 1][kShared ? 128 : 1];  // a thread's registers are 2 KiB apart
+    float4 o[kPlan.warpgroups][kShared ? kPlan.headdim / 8 : 1][kShared ? 128 : 1];  // a thread's float4s are 2 KiB apart
     uint64_t q_full[1], q_empty[1];
     uint64_t k_full[kPlan.k_stages], k_empty[kPlan.k_stages], v_full[kPlan.v_stages], v_empty[kPlan.v_stages];
     uint64_t vt_full[kPlan.v_stages], vt_empty[kPlan.v_stages];
@@ -78,10 +78,10 @@ struct alignas(1024) Fp8Smem {
 };
 
 constexpr int kTransposerWarps = 3;
-constexpr uint32_t kEvenRow = 0x38383838, kOddRow = 0x3B3B3B3B;  // of V^T's last eight: four times 1.0 and 1.375 in e4m3
+constexpr uint32_t kEvenRow = 0x38383838, kOddRow = 0x3B3B3B3B;  // V^T's last eight rows: four times 1.0 and four times 1.375 in e4m3
 
-// One tile of V to V^T, by warps 0 .. kTransposerWarps - 1: a warp takes every third of the 16-byte pieces of the keys' rows.
-template <int kHeadDim, int kBlockN, int kBatch>  // kBatch: steps of 32 keys on their way at a time
+// Transposes one tile of V to V^T, by warps 0 .. kTransposerWarps - 1: a warp takes every third 16-byte piece of the keys' rows.
+template <int kHeadDim, int kBlockN, int kBatch>  // kBatch: steps of 32 keys in flight at a time
 struct Transposer {
     static_assert(kBlockN / 32 % kBatch == 0, "whole batches");
     static constexpr int kPieces = kHeadDim / 16, kSteps = kBlockN / 32;
@@ -90,7 +90,7 @@ struct Transposer {
     __device__ __forceinline__ Transposer(uint32_t v, uint32_t vt, int lane)
         : from(v + lane * kChunkRowBytes), to(vt + (lane / 8 % 2 * 8 + lane % 8) * kChunkRowBytes + ((lane / 16 ^ lane % 8) << 4)) {}
 
-    // x[h / 2][h % 2]: keys 32 i + 8 h + 2 quad and the next, head dims 16 piece + 2 g and the next
+    // x[h / 2][h % 2]: keys 32 i + 8 h + 2 quad and + 1, head dims 16 piece + 2 g and + 1
     __device__ __forceinline__ void load_step(uint32_t (&x)[2][2], int piece, int lane, int i) const {
         ldmatrix_x4_trans(x, from + piece / 8 * kBlockN * kChunkRowBytes + ((piece ^ lane) % 8 << 4) + i * 32 * kChunkRowBytes);
     }
@@ -112,7 +112,7 @@ struct Transposer {
             }
         }
     }
-    // The same for the tile that holds the last visible key: later ones become zeros, for 0 x NaN is NaN.
+    // The same for the tile with the last visible key: later keys become zeros, because 0 x NaN is NaN.
     __device__ __forceinline__ void part(int warp, int lane, int visible) const {
 #pragma unroll 1
         for (int unit = warp; unit < kPieces * kSteps; unit += kTransposerWarps) {
@@ -145,7 +145,8 @@ __device__ __forceinline__ void init_barriers(Fp8Smem<kId>& smem) {
     fence_mbarrier_init();
 }
 
-// The rows of V^T that sum P. All threads of the block; the swizzle stays within a row.
+// Writes the rows of V^T that sum P. Called by all threads of the block. The rows are constant, so the swizzle within a row does not
+// matter.
 template <Fp8PlanId kId>
 __device__ __forceinline__ void write_sum_rows(Fp8Smem<kId>& smem) {
     constexpr Fp8Plan kPlan = fp8_plan(kId);
@@ -171,7 +172,7 @@ __device__ __forceinline__ void produce(const CUtensorMap& map_q, const CUtensor
                                         const AttentionParams& p, const Fp8Schedule& schedule, Fp8Smem<kId>& smem) {
     constexpr Fp8Plan kPlan = fp8_plan(kId);
     constexpr int kBlockN = kPlan.block_n;
-    uint32_t tile = 0;  // of K and V, of all items: registers are scarce here
+    uint32_t tile = 0;  // tiles of K and V so far, over all items: one count saves the registers of several rings
     const auto prepare = [&](Fp8Work& w) {
         const auto descale = [&](const DescaleView& d, int head) { return d.data[w.batch * d.batch + head * d.head]; };
         w.scale_log2 = p.scale * kLog2e * descale(p.q_descale, w.head) * descale(p.k_descale, w.head / p.group);
@@ -215,7 +216,7 @@ __device__ __forceinline__ void transpose_values(Fp8Smem<kId>& smem, int warp, i
     constexpr Fp8Plan kPlan = fp8_plan(kId);
     constexpr int kBlockN = kPlan.block_n, kBatch = kPlan.producer_registers() < 32 ? 2 : kBlockN / 32;
     Ring<Fp8Smem<kId>::kWorkSlots> work(smem.work_full, smem.work_empty);
-    Ring<kPlan.v_stages> v(smem.v_full, smem.v_empty), vt(smem.vt_full, smem.vt_empty);  // at the same slot
+    Ring<kPlan.v_stages> v(smem.v_full, smem.v_empty), vt(smem.vt_full, smem.vt_empty);  // both at the same slot
     for (;;) {
         work.wait_full();
         const Fp8Work& w = smem.work[work.slot];
@@ -242,8 +243,8 @@ __device__ __forceinline__ void transpose_values(Fp8Smem<kId>& smem, int warp, i
 
 // ---- consumers ----
 
-// What a consumer thread has of O. Row g + 8 r of the warp's sixteen: elements with i / 2 % 2 = r. The last four are the sums of P that
-// came with the products.
+// A consumer thread's part of O. Elements with i / 2 % 2 = r belong to row g + 8 r of the warp's sixteen. The last four are the sums of P
+// from the products.
 template <Fp8PlanId kId>
 struct Fp8Output {
     static constexpr Fp8Plan kPlan = fp8_plan(kId);
@@ -252,9 +253,9 @@ struct Fp8Output {
     static constexpr int kPiece = kInPieces ? 64 : kD < 128 ? kD : 128, kPieces = kD / kPiece;  // head dims of one product
     float o[kRegisters];
     float sum[2];                                   // of P, in float
-    float part[2][kInPieces ? kPiece / 2 + 4 : 1];  // kInPieces: P V on its way to O
-    int carried;                                    // tiles in the sums that o holds; kInPieces: 0
-    bool stored;                                    // kShared: shared memory holds the earlier tiles of O
+    float part[2][kInPieces ? kPiece / 2 + 4 : 1];  // kInPieces: P V before it is added to O
+    int carried;                                    // tiles summed in o so far; kInPieces: 0
+    bool stored;                                    // kShared: shared memory holds earlier tiles of O
 };
 
 template <Fp8PlanId kId, int kScores, int kQ>
@@ -270,7 +271,7 @@ __device__ __forceinline__ void multiply_qk(float (&S)[kScores], const uint32_t 
     wgmma_commit();
 }
 
-// Head dims kPiece * piece and following of P V, the last piece with the sums of P, on top of the tiles carried.
+// Head dims from kPiece * piece on of P V, added to the tiles carried in d; the last piece includes the sums of P.
 template <Fp8PlanId kId, int kProbabilities>
 __device__ __forceinline__ void multiply_piece(Fp8Output<kId>& out, const uint32_t (&P)[kProbabilities], uint64_t desc_vt, int piece) {
     using Output = Fp8Output<kId>;
@@ -298,7 +299,7 @@ __device__ __forceinline__ void add_piece(Fp8Output<kId>& out, int piece) {
     for (int i = 0; i < (piece == Output::kPieces - 1 ? Output::kPiece / 2 + 4 : Output::kPiece / 2); ++i)
         out.o[piece * Output::kPiece / 2 + i] += out.part[piece % 2][i];
 }
-// Fp8Sum::kPieces: one piece is added to O while the next is multiplied. The last one is complete, but the caller adds it.
+// Fp8Sum::kPieces: adds one piece to O while the next is multiplied. The last piece is complete on return, but the caller adds it.
 template <Fp8PlanId kId, int kProbabilities>
 __device__ __forceinline__ void multiply_pv_in_pieces(Fp8Output<kId>& out, const uint32_t (&P)[kProbabilities], uint64_t desc_vt) {
     constexpr int kPieces = Fp8Output<kId>::kPieces;
@@ -317,7 +318,7 @@ __device__ __forceinline__ void multiply_pv_in_pieces(Fp8Output<kId>& out, const
     }
 }
 
-// The sums of P in the last four registers, to `sum`: half of the mean from each constant.
+// Adds the sums of P in the last four registers to `sum`: half of the mean from each constant.
 template <Fp8PlanId kId>
 __device__ __forceinline__ void add_sums(Fp8Output<kId>& out) {
     constexpr float kEvenShare = 0.5f, kOddShare = 0.5f / 1.375f;
@@ -335,7 +336,8 @@ __device__ __forceinline__ void add_stored(Fp8Output<kId>& out, const float4* ke
         out.o[4 * i] += x.x, out.o[4 * i + 1] += x.y, out.o[4 * i + 2] += x.z, out.o[4 * i + 3] += x.w;
     }
 }
-// The sums in the tensor cores have kFp8Promotion keys: they start afresh. With fast_accum those of P alone.
+// Called when the sums in the tensor cores have reached kFp8Promotion keys: they start afresh. With fast_accum only the sums of P are
+// promoted.
 template <Fp8PlanId kId>
 __device__ __forceinline__ void promote(Fp8Output<kId>& out, float4* kept, bool fast_accum) {
     using Output = Fp8Output<kId>;
@@ -367,9 +369,9 @@ __device__ __forceinline__ void rescale_output(Fp8Output<kId>& out, float4* kept
     }
 }
 
-// S becomes P; the maximum stands kOffset above. Returns whether O must be multiplied by o_scale. Without lse row_sum is 0; leaving it out
-// altogether makes ptxas spill.
-constexpr float kOffset = 6.0f, kRise = 2.75f;  // of log2: 2^8.75 = 431
+// S becomes P. row_max stands kOffset below the true maximum. Returns whether O must be multiplied by o_scale. Without lse, row_sum is 0
+// (leaving it out altogether makes ptxas spill).
+constexpr float kOffset = 6.0f, kRise = 2.75f;  // in log2: P reaches at most 2^8.75 = 431
 template <bool kLse, int kScores>
 __device__ __forceinline__ bool softmax(float (&S)[kScores], bool first, float scale_log2, float (&row_max)[2], float (&row_sum)[2],
                                         float (&o_scale)[2]) {
@@ -391,11 +393,11 @@ __device__ __forceinline__ void pack_probabilities(uint32_t (&P)[kScores / 4], c
     for (int i = 0; i < kScores / 16; ++i) pack_p(S, i, reinterpret_cast<uint32_t(&)[4]>(P[4 * i]));
 }
 
-// out = O / sum of P, lse = log of row_sum. The thread's two rows.
+// out = O / sum of P, lse = log of row_sum, for the thread's two rows.
 template <Fp8PlanId kId>
 __device__ __forceinline__ void finish_rows(const AttentionParams& p, const Fp8Work& w, const Fp8Output<kId>& out,
                                             const float (&row_max)[2], const float (&row_sum)[2], const Consumer& me) {
-    // opaque: the row is worked out here instead of being kept through the loop. At head dim 256 no register is free for it.
+    // opaque: the row is computed here instead of being kept through the loop. At head dim 256 no register is free for it.
     const int row0 = w.row0 + opaque(me.wg) * 64 + me.warp * 16 + me.lane / 4;
     const bool varlen = p.cu_seqlens_q, half = p.out_dtype == DType::kFloat16, odd = me.quad() & 1;
     const int64_t lse_row = (int64_t(varlen ? 0 : w.batch) * p.nheads + w.head) * (varlen ? p.total_q : p.seqlen_q) + w.q_row;
@@ -409,8 +411,8 @@ __device__ __forceinline__ void finish_rows(const AttentionParams& p, const Fp8W
             if (me.quad() == 0 && i < w.seqlen_q) p.lse[lse_row + i] = end.lse * kLn2;
         }
         const float inverse = out.sum[r] == 0.0f ? 0.0f : w.v_descale / out.sum[r];
-        // Of the sixteen head dims of column groups 2 j and 2 j + 1 the lane has 4 quad .. 4 quad + 3. Even lanes complete theirs to eight
-        // with those of their neighbour, odd lanes do so for the next sixteen.
+        // Of the sixteen head dims of column groups 2 j and 2 j + 1, the lane has 4 quad .. 4 quad + 3. Even lanes complete their four to
+        // eight with those of their neighbour; odd lanes do so for the next sixteen.
         uint16_t* row = rows + i * p.out.row;
 #pragma unroll
         for (int j = 0; j < fp8_plan(kId).headdim / 16; j += 2) {
@@ -425,10 +427,11 @@ __device__ __forceinline__ void finish_rows(const AttentionParams& p, const Fp8W
     }
 }
 
-// How many of the block's last tiles the causal mask hides from all rows of warpgroup wg. It passes them by. One without rows passes none.
+// The number of the block's last tiles that the causal mask hides from all rows of warpgroup wg. The warpgroup skips them. A warpgroup
+// without rows skips none.
 //
-// No deadlock: each ring holds all of them, so the warpgroup comes past them however far the others are. It hands on the turns that it
-// would have taken at them as soon as its first product is on its way.
+// No deadlock: each ring holds all of these tiles, so a warpgroup can skip them however far the others lag. It hands on the turns of the
+// skipped tiles as soon as its first product is issued.
 template <Fp8PlanId kId>
 __device__ __forceinline__ int hidden_tiles(const Fp8Work& w, int wg) {
     constexpr Fp8Plan kPlan = fp8_plan(kId);
@@ -443,7 +446,7 @@ __device__ __forceinline__ void pass_by(Ring<kSlots>& ring, int tiles, int lane)
 #pragma unroll 1
     for (; tiles > 0; --tiles) {
         ring.wait_full();
-        __syncwarp();  // all lanes have seen that the buffer is full, before it may be filled again
+        __syncwarp();  // all lanes have seen that the buffer is full before it may be filled again
         ring.release(lane);
     }
 }
@@ -456,7 +459,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, Fp8Smem<kId>& 
     constexpr bool kQInRegisters = kPlan.q_in_registers, kInPieces = Output::kInPieces;
     float S[kBlockN / 2];                                        // row g + 8 r of the warp's 16: elements with i / 2 % 2 = r
     uint32_t P[kBlockN / 8];                                     // as A operand
-    uint32_t q_fragment[kQInRegisters ? kPlan.headdim / 8 : 1];  // likewise
+    uint32_t q_fragment[kQInRegisters ? kPlan.headdim / 8 : 1];  // as A operand
     Output out;
     float row_max[2], row_sum[2], o_scale[2];  // row_sum: this thread's share
     Ring<1> q(smem.q_full, smem.q_empty);
@@ -603,7 +606,7 @@ cudaError_t launch_fp8(const AttentionParams& p, int multiprocessors, cudaStream
     schedule.list = forward_work_list(p, kPlan.block_m(), multiprocessors);
 
     CUtensorMap map_q, map_k, map_v;
-    // Pairs of bytes, half as many, are what these maps describe.
+    // The maps describe pairs of bytes as 16-bit elements, half as many.
     const auto encode = [&](const char* name, const TensorView& x, int columns, int64_t rows, int heads, int box_rows, CUtensorMap* map,
                             int* loads) {
         return encode_tiles(
@@ -612,7 +615,7 @@ cudaError_t launch_fp8(const AttentionParams& p, int multiprocessors, cudaStream
     };
     const int64_t rows_q = varlen ? p.total_q : p.seqlen_q, rows_k = varlen ? p.total_k : p.seqlen_k;
     if (cudaError_t error = encode("q", p.q, p.headdim, rows_q, p.nheads, 64, &map_q, &schedule.q_loads)) return error;
-    // Without keys every one that is loaded is hidden: any memory will do.
+    // Without keys, everything that is loaded is hidden: any memory will do.
     const bool keys = rows_k > 0;
     if (cudaError_t error = encode("k", keys ? p.k : p.q, p.headdim, keys ? rows_k : rows_q, keys ? p.nheads_k : p.nheads, kPlan.block_n,
                                    &map_k, &schedule.k_loads))

@@ -1,10 +1,10 @@
-// key_sums.cu: for each key the sum of its probabilities over the query rows; any head dim, dtype, mask, option and stride. It follows a
-// kernel of the forward pass, which leaves the lse of the rows.
+// key_sums.cu: for each key, the sum of its probabilities over the query rows; any head dim, dtype, mask, option and stride. It runs after
+// a forward kernel and uses the lse that this has left.
 //
 //     key_sums_j = sum_i exp(S_ij - lse_i)
 //
 // A block owns 64 keys of one query head and walks over the queries that see them, 64 at a time, in one fixed order: no atomics, and the
-// same bits every time. CUDA cores and fp32 arithmetic, as in flash_attn_minimal.cu, with the same bound. key_sums_sm80.cu does it on
+// same bits every time. CUDA cores and fp32 arithmetic, with the same bound as flash_attn_minimal.cu. key_sums_sm80.cu does the same on
 // tensor cores.
 #include <algorithm>
 
@@ -24,7 +24,7 @@ struct Smem {
     float part[kThreads / 16][kTile];
 };
 
-// The RowBase of every row, a warp each: 0 and lse, or what large_rows.cuh finds. To the workspace, laid out like lse.
+// Writes the RowBase of every row to the workspace, laid out like lse: 0 and lse, or what large_rows.cuh finds. One warp per row.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) bases_kernel(const __grid_constant__ AttentionParams p) {
     const int64_t rows = int64_t(p.batch) * p.nheads * p.seqlen_q, first = int64_t(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
@@ -43,7 +43,7 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads, 2) key_sums_kernel(const __grid_constant__ AttentionParams p) {
     extern __shared__ __align__(16) unsigned char shared[];
     Smem& smem = *reinterpret_cast<Smem*>(shared);
-    // Under a causal mask the first keys have the longest walk, so they come first.
+    // Under a causal mask the first keys are seen by the most queries, so they come first.
     const int heads = p.nheads * p.batch, key0 = blockIdx.x / heads * kTile;
     const int head = blockIdx.x % p.nheads, b = blockIdx.x / p.nheads % p.batch;
     const Sequence s = sequence_of(p, b);

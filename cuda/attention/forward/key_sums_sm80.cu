@@ -1,16 +1,16 @@
-// key_sums_sm80.cu: for each key the sum of its probabilities over the query rows, on tensor cores; fp16 and bf16, head dims up to 256,
-// every option, every GPU from sm_80 on. It follows a kernel of the forward pass, which leaves the lse of the rows: P = exp(S - lse) is
-// only known once a row is done, so S is computed a second time.
+// key_sums_sm80.cu: for each key, the sum of its probabilities over the query rows, on tensor cores; fp16 and bf16, head dims up to 256,
+// every option, every GPU from sm_80 on. It runs after a forward kernel and uses its lse: P = exp(S - lse) is only known once a row is
+// complete, so S is computed a second time.
 //
 //     S^T = K Q^T            P^T = exp(S^T - lse)            key_sums = P^T 1
 //
 // A block owns 128 keys of one query head and walks over the queries that see them, 64 at a time. Each of its four warps owns 32 keys:
-//   - Their K stays in registers as A fragments for the whole walk, so shared memory has only Q to give: 128 bytes for each mma.
-//   - S is transposed, so that the sum of a key is a sum within a thread, and in the end over the four lanes of a quad. No other warp and
-//     no other block has a share of it: no atomics, and the same bits every time.
-//   - cp.async copies the next tile of queries while this one is computed. K comes in through the same buffers before the first.
+//   - The K of a warp stays in registers as A fragments for the whole walk, so shared memory has to deliver only Q: 128 bytes per mma.
+//   - S is transposed, so the sum of a key is a sum within a thread and, at the end, over the four lanes of a quad. No other warp or block
+//     contributes to it: no atomics, and the same bits every time.
+//   - cp.async copies the next tile of queries while this one is computed. Before the first tile, K arrives through the same buffers.
 //
-// Bound by the tensor cores at head dims from 128 on, and by the exponentials below. Half the products of the forward pass.
+// Bound by the tensor cores at head dims from 128 on, and by the exponentials below that. It makes half the products of the forward pass.
 #include "attention/common/general_scores.cuh"
 #include "attention/common/large_rows.cuh"
 #include "attention/common/mask.h"
@@ -26,7 +26,7 @@ namespace fa {
 namespace {
 
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
-constexpr int kWarpKeys = 32, kMmas = kWarpKeys / 16;  // of a warp
+constexpr int kWarpKeys = 32, kMmas = kWarpKeys / 16;  // keys of a warp
 constexpr int kBlockN = kWarps * kWarpKeys;            // keys of a block
 constexpr int kBlockM = 64;                            // queries of a tile
 constexpr unsigned kFullWarp = 0xFFFFFFFFu;
@@ -36,7 +36,7 @@ enum class Scores { kPlain, kGeneral };  // kGeneral: every option, and rows tha
 struct KeySumsParams {
     AttentionParams attention;
     int tiles;    // of keys, of one head
-    int section;  // heads whose blocks run side by side and share their Q in L2
+    int section;  // heads whose blocks run side by side and share Q in L2
     float scale_log2;
     CallStatistics statistics;
     bool aligned_q, aligned_k;
@@ -44,14 +44,14 @@ struct KeySumsParams {
 
 template <typename T, int kD>
 struct Smem {
-    alignas(128) T q[2][kBlockM * kD];  // first of all both hold K
-    // In units of log2, or kLargeRow (large_rows.cuh); +inf for rows that see no key, and for those that do not exist: P is 0 there.
+    alignas(128) T q[2][kBlockM * kD];  // before the first tile, both together hold K
+    // In units of log2, or kLargeRow (large_rows.cuh). +inf for rows that see no key or do not exist: their P is 0.
     float lse[2][kBlockM];
 };
 static_assert(2 * kBlockM == kBlockN, "K takes the place of two tiles of Q");
 
-// The options of a score for a tile of S^T, -inf where mask or bias hides the pair. Element e of S[m][n] is key + 16 m + 8 (e / 2), row +
-// 8 n + e % 2. The same arithmetic as transform_fragment.
+// Applies the options of a score to a tile of S^T: -inf where mask or bias hides the pair. Element e of S[m][n] is key + 16 m + 8 (e / 2),
+// row + 8 n + e % 2. The arithmetic is that of transform_fragment.
 template <typename T, int kTiles>
 __device__ __forceinline__ void transform_scores(const AttentionParams& p, const Sequence& s, int b, int head, int row, int key,
                                                  float (&S)[kMmas][kTiles][4]) {
@@ -103,8 +103,8 @@ __global__ void __launch_bounds__(kThreads, (kD == 64 || kD == 128) && kScores =
     auto& smem = *reinterpret_cast<Smem<T, kD>*>(shared);
     const AttentionParams& p = params.attention;
 
-    // Blocks start in order of their index: section by section, in a section the first keys of every head first, because under a causal
-    // mask most rows see them.
+    // Blocks start in order of their index: section by section and, in a section, the first keys of every head first, because under a
+    // causal mask the most rows see them.
     const int first_head = blockIdx.x / (params.section * params.tiles) * params.section,
               index = blockIdx.x % (params.section * params.tiles);
     const int heads = min(params.section, p.nheads * p.batch - first_head), sequence_head = first_head + index % heads;
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kThreads, (kD == 64 || kD == 128) && kScores =
         load_tile<kBlockM, kD, kThreads, kGeneral>(smem.q[stage], q + row0 * p.q.row, p.q.row, begin - row0, end - row0, p.headdim,
                                                    params.aligned_q);
     };
-    const auto lse_of = [&](int tile) {  // of this thread's row of the tile
+    const auto lse_of = [&](int tile) {  // the lse of this thread's row of the tile
         const int i = tile * kBlockM + threadIdx.x;
         return threadIdx.x < kBlockM && i >= begin && i < end ? lse[i] : INFINITY;
     };
@@ -153,15 +153,16 @@ __global__ void __launch_bounds__(kThreads, (kD == 64 || kD == 128) && kScores =
 #pragma unroll 1
     for (int tile = first_tile; tile <= last_tile; ++tile, stage ^= 1) {
         cp_async_wait_all();
-        __syncthreads();  // Q and lse of this tile are here; nobody reads the tile before it any more
+        __syncthreads();  // Q and lse of this tile are here; nobody reads the previous tile any more
         const int row0 = tile * kBlockM;
-        // Rows behind the last are zeros, and 0 x NaN of a key that a mask hides is NaN: only then are they cut off.
+        // Rows past the last are zeros with lse = +inf, so their P is 0 unless a key is NaN. That matters only for keys that a mask hides,
+        // so only general scores cut these rows off.
         const bool more = tile < last_tile,
                    cut = row0 < last_sees.begin || (kGeneral ? row0 + kBlockM : min(row0 + kBlockM, end)) > first_sees.end;
         float next_lse = 0;
         if (more) load_q(tile + 1, stage ^ 1), next_lse = lse_of(tile + 1);
 
-        float part[kMmas][2] = {};  // of the tile: long sums of short ones keep more digits
+        float part[kMmas][2] = {};  // of this tile: summing short sums keeps more digits
 #pragma unroll
         for (int column = 0; column < kBlockM; column += kColumns) {
             const uint32_t q_columns = q_lane + stage * uint32_t(sizeof smem.q[0]) + column * Tile::kPitch;
@@ -179,7 +180,7 @@ __global__ void __launch_bounds__(kThreads, (kD == 64 || kD == 128) && kScores =
                     }
                 }
 
-            const int here = opaque(lane);  // what few tiles need of this lane is computed where it is used
+            const int here = opaque(lane);  // values that few tiles need are computed where they are used
             const int row = row0 + column + mma_column(here, 0), key = key0 + warp * kWarpKeys + mma_row(here, 0);
             if constexpr (kGeneral) transform_scores<T>(p, s, b, head, row, key, S);
             const float unit = kGeneral ? kLog2e : params.scale_log2;

@@ -1,5 +1,5 @@
-// max_score.cu: sets max_score to -inf, from where the kernels of the forward pass raise it (max_score.cuh). The next kernel of the stream
-// may start meanwhile, if it is launched programmatically and waits before it touches what this one writes.
+// max_score.cu: sets max_score to -inf; the forward kernels then raise it (max_score.cuh). The next kernel of the stream may start
+// meanwhile if it is launched programmatically and waits before it touches what this kernel writes.
 #include "attention/common/params.h"
 #include "attention/kernels.h"
 #include "device/launch.h"
@@ -13,7 +13,7 @@ constexpr int kThreads = 256;
 struct ClearParams {
     float* max_score;
     int64_t count;
-    int* counter;  // of dynamic scheduling, which has to be zero, too; nullptr = none
+    int* counter;  // of dynamic scheduling, set to zero; nullptr = none
 };
 
 __global__ void __launch_bounds__(kThreads) clear_kernel(const __grid_constant__ ClearParams p) {

@@ -1,4 +1,4 @@
-// merge.cu: two attention results over disjoint keys become the result over their union. One warp a row; bound by memory.
+// merge.cu: merges two attention results over disjoint keys into the result over their union. One warp per row; bound by memory.
 #include "attention/kernels.h"
 #include "common/element.cuh"
 #include "device/launch.h"
@@ -10,7 +10,7 @@ constexpr int kThreads = 128, kWarp = 32;
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__ MergeParams p) {
-    const int64_t row = int64_t(blockIdx.x) * (kThreads / kWarp) + threadIdx.x / kWarp;  // (b, head, i) flattened, as lse is
+    const int64_t row = int64_t(blockIdx.x) * (kThreads / kWarp) + threadIdx.x / kWarp;  // (b, head, i) flattened like lse
     const int lane = threadIdx.x % kWarp, i = int(row % p.seqlen), head = int(row / p.seqlen % p.nheads);
     const int64_t b = row / p.seqlen / p.nheads;
     if (b >= p.batch) return;
@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
         if (lse_b != -INFINITY) value = fmaf(weight_b, to_float(c[d]), value);
         out[d] = from_float<T>(value);
     }
-    __syncwarp();  // lse may be lse_a or lse_b: every lane has read before one writes
+    __syncwarp();  // `lse` may alias lse_a or lse_b: all lanes have read before one writes
     if (lane == 0) p.lse[row] = empty ? -INFINITY : max + logf(sum);
 }
 

@@ -1,13 +1,13 @@
-// mma_sm80.cuh: FlashAttention-2 on tensor cores, for every GPU from sm_80 on; every option. T is fp16 or bf16 (mma_sm80.cu, head dims up
-// to 512) or float, whose products are tf32 (mma_tf32_sm80.cu, head dims up to 256).
+// mma_sm80.cuh: FlashAttention-2 on tensor cores, for every GPU from sm_80 on, with every option. T is fp16 or bf16 (mma_sm80.cu, head dims
+// up to 512) or float with products in tf32 (mma_tf32_sm80.cu, head dims up to 256).
 //
 // One block of 2 to 8 warps computes 32 to 128 query rows of one head, as in flash_attn_minimal.cu. New against that rung:
-//   - mma.sync computes S = Q K^T and O += P V. A warp owns 16 or 32 whole rows, so a softmax needs no other warp: a row lies in the
-//     four lanes of a quad.
+//   - mma.sync computes S = Q K^T and O += P V. A warp owns 16 or 32 whole rows, and a row lies in the four lanes of a quad, so no softmax
+//     needs another warp.
 //   - P never leaves the registers: one or two accumulator tiles, rounded to T, are an A fragment (device/mma.cuh).
 //   - cp.async copies the next K and V while this tile is computed; rows and columns that do not exist arrive as zeros.
 //   - Shared memory is swizzled (SharedTile), so neither ldmatrix nor the copies have bank conflicts.
-//   - exp2 with the scale folded in; masks only on tiles that cut; tiles that no row of a warp sees are skipped by that warp.
+//   - exp2 with the scale folded in; masks only on tiles that a window or diagonal cuts; a warp skips tiles that none of its rows see.
 //
 // One tile of keys, two stages (|: block barrier)          and with one stage, in half the memory
 //
@@ -15,16 +15,17 @@
 //     tensor   |  S = Q K^T          O += P V      |       tensor   |  S = Q K^T  |            O += P V      |
 //     ALU      |           max   exp2 exp2 exp2    |       ALU      |             |  max   exp2 exp2 exp2    |
 //
-// The exponentials of 16 keys stand between the products of the 16 before them; the second block of an SM, or other warps, fill the rest.
+// The exponentials of the next 16 keys are interleaved with the products of the current 16. A second block on the SM, or other warps, fill
+// the remaining gaps.
 //
 // Shared memory (Smem)      Q block_m x d | K stages x block_n x d | V stages x block_n x dv | what each warp sees | visible keys
 //
-// Above head dim 256 the 16 rows of a warp no longer have registers for all columns of O. There a block computes one part of them, at most
-// 256 columns, and every part computes S again: half as many products again at head dim 512.
+// Above head dim 256, the 16 rows of a warp do not leave registers for all columns of O. There a block computes one part of the columns, at
+// most 256, and every part computes S again: half as many products again at head dim 512.
 //
-// Bound, at head dims 128 and less, by how much of the softmax the products of other warps cover, and at 256, where a warp has 16 rows, by
-// the bytes that ldmatrix reads: tensor cores about 54, 65, 55 % busy and shared memory 42, 55, 81 % at 64, 128, 256 (bf16, 4096 keys,
-// H200). tiles_mma_sm80.h chooses the tiles. fp32 sums and statistics; results do not depend on timing.
+// At head dims up to 128 the bound is how much of the softmax the products of other warps cover. At 256, where a warp has 16 rows, it is
+// the bytes that ldmatrix reads. At 64, 128 and 256, tensor cores are about 54, 65 and 55 % busy and shared memory 42, 55 and 81 % (bf16,
+// 4096 keys, H200). tiles_mma_sm80.h chooses the tiles. fp32 sums and statistics; results do not depend on timing.
 #pragma once
 
 #include "attention/common/epilogue.cuh"
@@ -44,8 +45,8 @@
 namespace fa {
 namespace {
 
-// A row keeps its maximum until a new one is 2^8 times larger, so O and row_sum are rarely rescaled. This is exact: both refer to the
-// same maximum, whichever it is, and probabilities stay below 2^8, far from the limits of fp16.
+// A row keeps its maximum until a new one is 2^8 times larger, so O and row_sum are rarely rescaled. This is exact: both refer to the same
+// maximum, whatever it is, and probabilities stay below 2^8, far from the limits of fp16.
 constexpr float kRescaleThreshold = 8;
 constexpr unsigned kFullWarp = 0xFFFFFFFFu;
 
@@ -53,7 +54,7 @@ struct MmaParams {
     AttentionParams attention;
     int tiles;                                          // query tiles of one head
     int section;                                        // heads per section, see tiles_mma_sm80.h
-    int parts;                                          // of the columns of V and the output, kDv each; above 1 for kD > 256 alone
+    int parts;                                          // of the columns of V and out, kDv each; > 1 only for kD > 256
     bool aligned_q, aligned_k, aligned_v, aligned_out;  // rows start on 16 bytes and are a multiple of them
 };
 
@@ -62,12 +63,12 @@ struct Smem {
     alignas(128) T q[kTile.block_m * kD];
     alignas(128) T k[kTile.stages][kTile.block_n * kD];
     alignas(128) T v[kTile.stages][kTile.block_n * kDv];
-    KeyRange some[kTile.warps], every[kTile.warps];  // keys that some row of a warp sees, that every row sees
+    KeyRange some[kTile.warps], every[kTile.warps];  // keys that some row of a warp sees; keys that every row sees
     int visible[kTile.block_n];                      // general scores: does any row of this block see this key?
-    float greatest[kTile.block_m];                   // for max_score: of a row's maxima so far; here it takes no register of the loop
+    float greatest[kTile.block_m];                   // for max_score: each row's greatest maximum so far; kept here to save registers
 };
 
-// Rounds fp32 to tf32 in place, once for all warps: every thread the pieces that it loaded itself, so no barrier stands between.
+// Rounds fp32 to tf32 in place, once for all warps. Each thread rounds what it loaded, so no barrier is needed.
 template <int kRows, int kColumns, int kThreads>
 __device__ __forceinline__ void round_tile(const float* tile) {
     using Tile = SharedTile<float, kColumns>;
@@ -83,13 +84,13 @@ __device__ __forceinline__ void round_tile(const float* tile) {
     }
 }
 template <int kRows, int kColumns, int kThreads, typename T>
-__device__ __forceinline__ void round_tile(const T*) {}  // 16-bit values are what the tensor cores multiply
+__device__ __forceinline__ void round_tile(const T*) {}  // 16-bit values need no rounding
 
-// Scores outside the window of their row become -inf.
+// Sets scores outside the window of their row to -inf.
 template <int kMmas, int kTilesN>
 __device__ __forceinline__ void apply_window(float (&S)[kMmas][kTilesN][4], const AttentionParams& p, const Sequence& s, int row0, int key0,
                                              int lane) {
-    lane = opaque(lane);  // keeps the limits of the rows out of the main loop's registers: they are needed on few tiles
+    lane = opaque(lane);  // keeps the limits of the rows, needed on few tiles, out of the main loop's registers
 #pragma unroll
     for (int m = 0; m < kMmas; ++m)
 #pragma unroll
@@ -122,8 +123,8 @@ struct Work {
     int b, head, query_tile;
 };
 
-// Blocks start in order of their index: section by section, in a section the last query tile of every head first, because with a causal
-// mask it has most keys. Heads that share K and V are neighbours.
+// Blocks start in order of their index: section by section and, in a section, the last query tile of every head first, because under a
+// causal mask it has the most keys. Heads that share K and V are neighbours.
 __device__ __forceinline__ Work work_of(const MmaParams& params, int block) {
     const AttentionParams& p = params.attention;
     const int first = block / (params.section * params.tiles) * params.section, index = block % (params.section * params.tiles);
@@ -134,8 +135,8 @@ __device__ __forceinline__ Work work_of(const MmaParams& params, int block) {
 template <typename T, int kD, int kDv, MmaSm kSm>
 inline constexpr MmaTile kTileOf = sizeof(T) == 2 ? mma_tile(kD, kDv, kSm) : mma_tile_tf32(kD, kDv, kSm);
 
-enum class Options { kNone, kAll };         // of scores: the general instantiation serves all of them, and any scale
-enum class KeyRows { kStrided, kInPages };  // where the rows of K and V are: a stride apart, or in the pages of a cache
+enum class Options { kNone, kAll };         // kAll: every option of scores, and any scale
+enum class KeyRows { kStrided, kInPages };  // rows of K and V at a fixed stride, or in the pages of a cache
 
 template <typename T, int kD, int kDv, MmaSm kSm, Options kOptions, KeyRows kKeyRows>
 __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T, kD, kDv, kSm>.blocks_per_sm)
@@ -150,10 +151,10 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
     constexpr bool kGeneral = kOptions == Options::kAll, kPaged = kKeyRows == KeyRows::kInPages;
     constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kThreads = kTile.warps * 32, kStages = kTile.stages;
     constexpr int kWarpRows = kBlockM / kTile.warps, kMmas = kWarpRows / 16, kRows = 2 * kMmas;  // a thread has kRows rows of S and O
-    constexpr int kTilesN = kBlockN / 8, kTilesV = kDv / 8, kStep = 32 / int(sizeof(T));  // of an mma: columns of Q and K, keys of P and V
+    constexpr int kTilesN = kBlockN / 8, kTilesV = kDv / 8, kStep = 32 / int(sizeof(T));         // of an mma: columns of Q, K; keys of P, V
     constexpr int kStepsD = kD / kStep, kStepsN = kBlockN / kStep, kStepTiles = kStep / 8, kStepPairs = 2 * kStepTiles * kMmas;
     constexpr bool kAnyAlignment = kSm == MmaSm::kAny;
-    constexpr bool kFull = kMmas * kTilesN * 4 >= 128;  // S fills the registers: nothing that can be read again is kept beside it
+    constexpr bool kFull = kMmas * kTilesN * 4 >= 128;  // S fills the registers: what can be read again is not kept in registers
     static_assert(kWarpRows == 16 || kWarpRows == 32, "one or two m16 tiles a warp");
     constexpr bool kInParts = kD > 256;
     static_assert(!kPaged || sizeof(T) == 2, "pages hold 16-bit values here");
@@ -163,7 +164,7 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
     auto& smem = *reinterpret_cast<Smem<T, kTileOf<T, kD, kDv, kSm>, kD, kDv>*>(shared);
     const AttentionParams& p = params.attention;
 
-    // Parts of the same rows are neighbours: they read the same K.
+    // Parts of the same rows are neighbours, because they read the same K.
     const auto part_of = [&](int block) { return kInParts ? block % params.parts : 0; };
     const auto work_at = [&](int block) { return work_of(params, kInParts ? block / params.parts : block); };
     const Work work = work_at(blockIdx.x);
@@ -178,7 +179,7 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
     const int first_key = key_range(p, s, row0).begin, end_key = key_range(p, s, min(row0 + kBlockM, s.seqlen_q) - 1).end;
     const int first_tile = first_key / kBlockN, last_tile = end_key > first_key ? (end_key - 1) / kBlockN : first_tile - 1;
 
-    const int lane = threadIdx.x % 32, warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);  // the same in all lanes, and the compiler knows
+    const int lane = threadIdx.x % 32, warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);  // the shuffle makes it known as uniform
     const int warp_row = row0 + warp * kWarpRows;
     if (!kPaged && p.max_score && threadIdx.x < kBlockM) smem.greatest[threadIdx.x] = -FLT_MAX;
     if (lane == 0) {
@@ -188,7 +189,7 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
     }
     __syncwarp();
 
-    // Of the tile to be loaded next. Where V is narrower than K, its rows are other lanes' business.
+    // Row places in the tile to be loaded next. Where V is narrower than K, other lanes load V's rows.
     constexpr bool kRowsOfV = kPaged && kD != kDv;
     [[maybe_unused]] std::conditional_t<kPaged, PagedRows<kBlockN, kD, kThreads, T>, int> rows;
     [[maybe_unused]] std::conditional_t<kRowsOfV, PagedRows<kBlockN, kDv, kThreads, T>, int> rows_v;
@@ -215,24 +216,24 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
         if constexpr (kRowsOfV) rows_v.find(p, b, key0, first_key - key0, end_key - key0);
     };
 
-    // Addresses of this lane's rows. For ldmatrix: A and V^T take 16 rows x 32 bytes, K 16 keys x 32 bytes with the halves exchanged. fp32
-    // V, which ldmatrix cannot transpose: keys 2 q and 2 q + 1, four columns of each.
+    // Addresses of this lane's rows. For ldmatrix, A and V^T take 16 rows x 32 bytes, K takes 16 keys x 32 bytes with the middle two 8 x 8
+    // matrices swapped. ldmatrix cannot transpose fp32 V: there a lane loads keys 2 q and 2 q + 1, four columns of each.
     const uint32_t q_lane = shared_address(smem.q) + TileQK::offset(warp * kWarpRows + lane % 16, lane / 16);
     const uint32_t k_lane = shared_address(smem.k) + TileQK::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
     const uint32_t v_lane =
         shared_address(smem.v) + (sizeof(T) == 2 ? TileV::offset(lane % 16, lane / 16) : TileV::offset(lane % 4 * 2, lane / 4));
 
-    // Row maxima are in units of log2, so that scale and subtraction are one multiply-add; general scores are scaled already and stay in
-    // natural units, where a mask written as a bias of -FLT_MAX does not overflow. -FLT_MAX, not -inf, is the maximum of a row that has
-    // seen nothing: no difference of maxima is then a NaN, and 2^(-inf + FLT_MAX) is zero.
+    // Row maxima are in units of log2, so that scale and subtraction are one multiply-add. General scores are scaled already and stay in
+    // natural units, where a mask written as a bias of -FLT_MAX does not overflow. The maximum of a row that has seen nothing is -FLT_MAX,
+    // not -inf: no difference of maxima is then NaN, and 2^(-inf + FLT_MAX) is zero.
     const float scale = p.scale * kLog2e;
     constexpr float kThreshold = kGeneral ? kRescaleThreshold * kLn2 : kRescaleThreshold;
     const auto exponential = [&](float score, float max) {
         return exp2_approx(kGeneral ? (score - max) * kLog2e : fmaf(score, scale, -max));
     };
-    const bool hides = p.mask.data || p.bias.data || p.tree.rows;  // may remove keys within the window
+    const bool hides = p.mask.data || p.bias.data || p.tree.rows;  // may hide keys inside the window
     float O[kMmas][kTilesV][4] = {};
-    float row_max[kRows], row_sum[kRows];  // the row's; this thread's share of the row's
+    float row_max[kRows], row_sum[kRows];  // row_max: of the whole row; row_sum: this thread's share
 #pragma unroll
     for (int r = 0; r < kRows; ++r) row_max[r] = -FLT_MAX, row_sum[r] = 0;
     uint32_t Q[kTile.q_in_registers ? kStepsD : 1][kMmas][4];
@@ -260,7 +261,7 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
     }
 
     const auto place = [&](int m, int key0) {
-        const int here = opaque(lane);  // what an option needs for this lane is computed where it is used
+        const int here = opaque(lane);  // values that few options need are computed where they are used
         return FragmentPlace{b, head, warp_row + 16 * m + mma_row(here, 0), key0 + mma_column(here, 0), s.seqlen_q, s.seqlen_k, s.shift};
     };
 
@@ -271,14 +272,14 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
         if (kFull) stage = kStages == 2 ? (last_tile - tile) & 1 : 0;
         if (kGeneral && threadIdx.x < kBlockN) smem.visible[threadIdx.x] = 0;
         const KeyRange some = smem.some[warp], every = smem.every[warp];
-        if (kStages == 1 && tile == last_tile) cp_async_wait_group<1>();  // the first V is on its way since the start
+        if (kStages == 1 && tile == last_tile) cp_async_wait_group<1>();  // the first V has been in flight since the start
         else cp_async_wait_all();
         if (sizeof(T) == 4) {
             if (tile == last_tile) round_tile<kBlockM, kD, kThreads>(smem.q);
             round_tile<kBlockN, kD, kThreads>(smem.k[stage]);
             if (kStages == 2) round_tile<kBlockN, kDv, kThreads>(smem.v[stage]);
         }
-        __syncthreads();  // K (and with two stages V) of this tile is here; nobody reads the tile before it any more
+        __syncthreads();  // K (with two stages also V) of this tile is here; nobody reads the previous tile any more
         const bool sees = key0 < some.end && key0 + kBlockN > some.begin, cut = key0 < every.begin || key0 + kBlockN > every.end;
         if (kStages == 1 && tile < last_tile) {
             load_v(tile, 0);
@@ -337,7 +338,7 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
             if (tile > first_tile) load_k(tile - 1, 0);
         }
         if (kGeneral && hides) {
-            // A key nobody sees has P = 0, but 0 x NaN is NaN: its V must not be read. Keys past the window are zeros already.
+            // A key that nobody sees has P = 0, but 0 x NaN is NaN: its V is zeroed. Keys past the window are zeros already.
             __syncthreads();
 #pragma unroll 1
             for (int x = opaque(threadIdx.x); x < kBlockN * TileV::kPieces; x += kThreads)
@@ -345,7 +346,7 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
             __syncthreads();
         }
         if (sees) {
-            // ---- the maximum of each row; O and row_sum follow it when it has moved far ----
+            // ---- the maximum of each row; O and row_sum are rescaled when it has moved far ----
             float new_max[kRows];
             bool moved = false;
 #pragma unroll
@@ -356,7 +357,7 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
                 new_max[r] = fmaxf(row_max[r], kGeneral ? quad_max(x) : quad_max(x) * scale);
                 moved |= new_max[r] - row_max[r] > kThreshold;
             }
-            if (!kPaged && p.max_score) {  // a call with a cache does not want it
+            if (!kPaged && p.max_score) {  // calls with a cache never want it
                 const int thread = opaque(threadIdx.x);
                 float* const greatest = smem.greatest + thread / 32 * kWarpRows + mma_row(thread % 32, 0);
 #pragma unroll
@@ -375,8 +376,8 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
                 }
             }
 
-            // ---- P = 2^(S - row_max), O += P V: the exponentials of the next step's keys between the products of these ----
-            // A thread's pairs of neighbouring keys among those of a step.
+            // ---- P = 2^(S - row_max), O += P V: the exponentials of the next step run between the products of this step ----
+            // Exponentiates this thread's pairs of neighbouring keys [begin, end) of a step.
             const auto exponentials = [&](int step, int begin, int end) {
 #pragma unroll
                 for (int x = begin; x < end; ++x) {
@@ -425,11 +426,11 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
     }
 
     // ---- out = O / row_sum, in 16-byte pieces; lse ----
-    // What follows is found again rather than kept in registers through the loop.
+    // What is needed from here on is computed again instead of being kept in registers through the loop.
     const Work done = kGeneral ? work : work_at(opaque(blockIdx.x));
     const int part = part_of(opaque(blockIdx.x));
     const int last_lane = opaque(threadIdx.x) % 32, last_warp = opaque(threadIdx.x) / 32;
-    const Sequence done_s = kGeneral && kInParts ? s : sequence_of(p, opaque(done.b));  // there a second one would spill
+    const Sequence done_s = kGeneral && kInParts ? s : sequence_of(p, opaque(done.b));  // a second Sequence would spill in the first case
     const int end_row = done.query_tile * kBlockM + last_warp * kWarpRows;
     T* out = static_cast<T*>(p.out.data) + done_s.out + done.head * p.out.head + part * kDv;
     const float sink = sink_of(p.sinks, done.head);
@@ -461,7 +462,7 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
                 if constexpr (sizeof(T) == 2) word[0][x] = pack_16<T>(value(x, 0), value(x, 1));
                 else word[0][x] = __float_as_uint(value(x, 0)), word[1][x] = __float_as_uint(value(x, 1));
             }
-            if (sizeof(T) == 2) transpose_quad(word[0], last_lane % 4);  // from two columns of each tile to the eight columns of one
+            if (sizeof(T) == 2) transpose_quad(word[0], last_lane % 4);  // from two columns of each tile to eight columns of one tile
 #pragma unroll
             for (int piece = 0; piece < kPieces; ++piece) {
                 const int column = 8 * (n + last_lane % 4) + kPieceColumns * piece;
@@ -491,7 +492,7 @@ MmaParams mma_params(const AttentionParams& p) {
     params.aligned_k = aligned_rows<T>(p, p.k, p.nheads_k, p.headdim), params.aligned_v = aligned_rows<T>(p, p.v, p.nheads_k, p.headdim_v);
     return params;
 }
-// The maximum of the products is the maximum of the scores for scale > 0 alone.
+// Only for scale > 0 is the maximum of the products also the maximum of the scores.
 inline bool mma_needs_general(const AttentionParams& p) { return p.general_scores() || !(p.scale > 0); }
 
 template <typename T, int kD, int kDv, MmaSm kSm, Options kOptions, KeyRows kKeyRows>

@@ -1,4 +1,4 @@
-// mma_sm80_paged.cu: the tensor-core kernel of mma_sm80.cuh on the pages of a cache, of any size: every row is looked up.
+// mma_sm80_paged.cu: the tensor-core kernel of mma_sm80.cuh on a paged cache. Pages may have any size: every row is looked up.
 #include "attention/forward/mma_sm80.cuh"
 #include "attention/kernels.h"
 

@@ -1,5 +1,5 @@
-// mma_sm80_wide.cu: the tensor-core kernel of mma_sm80.cuh for head dims above 256, up to 512, on strided rows and on pages. A block has a
-// part of the columns of V. Options and rows that do not start on 16 bytes share one tile, which keeps this file small.
+// mma_sm80_wide.cu: the tensor-core kernel of mma_sm80.cuh for head dims above 256, up to 512, on strided rows and on pages. A block
+// computes a part of V's columns. Options and rows that do not start on 16 bytes share one tile, which keeps this file small.
 #include "attention/forward/mma_sm80.cuh"
 #include "attention/kernels.h"
 

@@ -1,12 +1,11 @@
-// naive.cu: standard attention in three steps, S whole in memory. Rung one, and the yardstick of every speed-up.
+// naive.cu: standard attention in three steps, with all of S in memory. The first rung, and the baseline of every speed-up.
 //
-//     S = scores of q k^T      one thread a score
-//     P = softmax(S)           one warp a row, in place; key_sums, where wanted, and dropout follow in steps of their own
-//     out = P v                one thread an output element
+//     S = scores of q k^T      one thread per score
+//     P = softmax(S)           one warp per row, in place; key_sums, where wanted, and dropout are separate kernels after it
+//     out = P v                one thread per output element
 //
-// The workspace holds (batch, nheads, seqlen_q, seqlen_k) float32. Bound by its trips to memory: S is written once, read and
-// written by the softmax, and read again; and each thread fetches its own operands, so every K and V byte comes from cache
-// once per query row.
+// The workspace holds (batch, nheads, seqlen_q, seqlen_k) float32. Bound by memory traffic: S is written once, read and written by the
+// softmax, and read again. Each thread loads its own operands, so every byte of K and V comes from cache once per query row.
 #include "attention/common/dropout.h"
 #include "attention/common/epilogue.cuh"
 #include "attention/common/key_rows.cuh"
@@ -80,7 +79,7 @@ __global__ void __launch_bounds__(kThreads) softmax_kernel(const __grid_constant
     if (p.max_score) raise_max_score(p, b, head, softmax.max);
 }
 
-// One thread a key, before dropout.
+// One thread per key, before dropout.
 __global__ void __launch_bounds__(kThreads) key_sums_kernel(const __grid_constant__ AttentionParams p) {
     const int64_t index = int64_t(blockIdx.x) * kThreads + threadIdx.x;
     const int j = int(index % p.seqlen_k), head = int(index / p.seqlen_k % p.nheads), b = int(index / p.seqlen_k / p.nheads);

@@ -1,7 +1,7 @@
-// quantize_fp8.cu: fp32, fp16 or bf16 to e4m3 with a factor for every head. One warp a row; bound by memory: x is read twice.
+// quantize_fp8.cu: fp32, fp16 or bf16 to e4m3 with one factor per head. One warp per row; bound by memory: x is read twice.
 //
-// Three launches: the largest magnitude of every head collects in descale (as bits, whose order is that of positive floats), the rows
-// are scaled and rounded, and descale becomes what its name says.
+// Three launches: the first collects the largest magnitude of every head in descale (as bits, which order like positive floats), the second
+// scales and rounds the rows, the third turns descale into the factor.
 #include <cuda_fp8.h>
 
 #include "attention/common/quantize_fp8.h"
@@ -14,13 +14,13 @@ namespace {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps, kRowsPerBlock = 64;
 
-// kWrite: the second pass, which rounds and stores; else the first, which finds the largest magnitude.
+// kWrite: the second pass, which rounds and stores; otherwise the first, which finds the largest magnitude.
 template <typename T, bool kWrite>
 __global__ void __launch_bounds__(kThreads) quantize_kernel(const __grid_constant__ QuantizeParams p) {
     __shared__ float rows[kWarps][kMaxQuantizedHeadDim];
     __shared__ uint32_t signs[kMaxQuantizedHeadDim / 32];
     const int chunks = (p.seqlen + kRowsPerBlock - 1) / kRowsPerBlock, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int64_t head_index = blockIdx.x / chunks;  // (batch, head) flattened, as descale is
+    const int64_t head_index = blockIdx.x / chunks;  // (batch, head) flattened like descale
     const int b = int(head_index / p.nheads), head = int(head_index % p.nheads), row0 = int(blockIdx.x % chunks) * kRowsPerBlock;
     const T* x = static_cast<const T*>(p.x.data) + b * p.x.batch + head * p.x.head;
     if (p.hadamard) {
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kThreads) quantize_kernel(const __grid_constan
             if (kWrite)
                 static_cast<uint8_t*>(p.out.data)[b * p.out.batch + i * p.out.row + head * p.out.head + d] =
                     __nv_cvt_float_to_fp8(value * scale, __NV_SATFINITE, __NV_E4M3);
-            else largest = fmaxf(largest, fabsf(value));  // NaN does not count
+            else largest = fmaxf(largest, fabsf(value));  // ignores NaN
         }
         __syncwarp();
     }

@@ -1,4 +1,4 @@
-// roles_sm90.cuh: how the warpgroups of a block of the Hopper forward kernels wait for each other. Warpgroup 0 produces, the others
+// roles_sm90.cuh: how the warpgroups of a block of the Hopper forward kernels wait for each other. Warpgroup 0 produces; the others
 // consume.
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace fa {
 
-// Named barriers; 0 is __syncthreads.
+// Named barriers. 0 is __syncthreads.
 enum RoleBarrier : int {
     kTurn = 1,       // 1, 2, 3: a consumer warpgroup's turn to issue products
     kWarpgroup = 4,  // 4, 5, 6: the threads of one consumer warpgroup
@@ -14,8 +14,8 @@ enum RoleBarrier : int {
     kProducer = 8    // the producer's warpgroup
 };
 
-// The consumer warpgroups issue their products in turn, so that the softmax of one runs under the products of the others. Each ends its
-// turn by arriving at the barrier of the next; the last one gives the first turn to warpgroup 0.
+// The consumer warpgroups take turns to issue their products, so that the softmax of one runs under the products of the others. Each ends
+// its turn by arriving at the barrier of the next; the last one arrives at that of warpgroup 0.
 template <bool kPingPong>
 __device__ __forceinline__ void take_turn(int wg) {
     if (kPingPong) bar_sync(kTurn + wg, 256);

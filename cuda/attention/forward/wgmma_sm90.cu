@@ -1,5 +1,5 @@
-// wgmma_sm90.cu: the entry of the Hopper kernel. Chooses the instantiation; wgmma_sm90.cuh is the kernel, and one
-// small file per head dim compiles it.
+// wgmma_sm90.cu: the entry point of the Hopper kernel. It chooses the instantiation; wgmma_sm90.cuh is the kernel, and one small file per
+// head dim compiles it.
 #include "attention/forward/wgmma_sm90_plan.h"
 #include "attention/forward/work_list.h"
 #include "attention/kernels.h"

@@ -1,7 +1,7 @@
 // wgmma_sm90.cuh: attention at Hopper's speed.   out = softmax(q k^T * softmax_scale + ...) v,   fp16 and bf16.
 //
-// New against mma_sm80.cuh: whole tiles arrive by TMA while others are computed on, wgmma reads them straight from swizzled shared memory,
-// and the warps have roles. A block stays on its multiprocessor and takes one work item after another: 64 query rows of one head for each
+// New against mma_sm80.cuh: TMA copies whole tiles while others are in use, wgmma reads them straight from swizzled shared memory, and
+// warps have roles. A block stays on its multiprocessor and takes one work item after another. An item is 64 query rows of one head per
 // consumer warpgroup.
 //
 //     producer, one thread     work items -> work ring;  Q -> q;  K, V tiles -> rings k, v     last keys first, K one tile ahead of V
@@ -16,14 +16,14 @@
 //
 //     full:  arrives when the copy has landed      empty: one arrival per consumer warp once its wgmmas have read the buffer
 //
-// P goes from accumulators to the A operand in registers: the two layouts agree, so a pack is all it takes. The running maximum is lazy or
-// speculative (wgmma_sm90_plan.h): 2^(S - m) is as good with any m as long as nothing overflows, so most tiles compute no maximum.
+// P goes from accumulators to the A operand in registers: the two layouts agree, so packing to 16 bits is all it takes. The running maximum
+// is lazy or speculative (wgmma_sm90_plan.h): 2^(S - m) is right for any m as long as nothing overflows, so most tiles compute no maximum.
 //
-// Long sequences are bound by the energy of the tensor cores and of reading K and V from L2, at the card's power limit. Short ones are
-// bound by what an item costs before its first and after its last product.
+// Long sequences are bound by energy: that of the tensor cores and of reading K and V from L2, at the card's power limit. Short ones are
+// bound by the cost of an item before its first and after its last product.
 //
-// The parts: wgmma_sm90_plan.h, the shapes; work_list.h, the items; wgmma_sm90_block.cuh, shared memory and barriers;
-// wgmma_sm90_produce.cuh; wgmma_sm90_consume.cuh, the steps of the loop below.
+// The parts: wgmma_sm90_plan.h: the shapes; work_list.h: the items; wgmma_sm90_block.cuh: shared memory and barriers;
+// wgmma_sm90_produce.cuh: the copies; wgmma_sm90_consume.cuh: the steps of the loop below.
 #pragma once
 
 #include <numeric>
@@ -48,13 +48,13 @@ __device__ __forceinline__ void consume(const AttentionParams& p, WgmmaSmem<T, k
     constexpr int kBlockN = kPlan.block_n, kWarpgroups = kPlan.warpgroups;
     constexpr bool kGeneral = kPlan.general, kSpeculative = kPlan.speculative(), kEarlyPack = kPlan.early_pack;
     constexpr bool kExactMasked = kPlan.maximum == RowMaximum::kSpeculativeUnmasked;
-    // With Q in registers an item's first product is issued before the previous item's epilogue and runs under it.
+    // With Q in registers, an item's first product is issued before the epilogue of the previous item and runs under it.
     constexpr bool kQInRegisters = kPlan.q_in_registers, kAhead = kQInRegisters;
     const uint64_t k_step = descriptor_step(sizeof smem.k[0]), v_step = descriptor_step(sizeof smem.v[0]);
 
     float S[kBlockN / 2], O[kPlan.headdim_v / 2];                // row g + 8 r of the warp's 16: elements with i / 2 % 2 = r
     uint32_t P[kBlockN / 4];                                     // as A operand
-    uint32_t q_fragment[kQInRegisters ? kPlan.headdim / 4 : 1];  // likewise
+    uint32_t q_fragment[kQInRegisters ? kPlan.headdim / 4 : 1];  // as A operand
     RowStatistics rows;
     Ring<1> q(smem.q_full, smem.q_empty);
     Ring<kPlan.stages> k(smem.k_full, smem.k_empty), v(smem.v_full, smem.v_empty);
@@ -73,7 +73,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, WgmmaSmem<T, k
         work.wait_full();
         return smem.work[work.slot].state != WorkState::kEnd;
     };
-    const auto first_product = [&] {  // S of the item's last tile, which comes first
+    const auto first_product = [&] {  // S of the item's last tile, which is computed first
         q.wait_full();
         if constexpr (kQInRegisters) {
             load_q_fragment(q_fragment, slab, me);
@@ -98,7 +98,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, WgmmaSmem<T, k
         const MaskedTiles masked = masked_tiles<kId>(w, me.wg);
         int n = w.last_tile;
 
-        // Options and masks of the scores of tile n.
+        // Applies options and masks to the scores of tile n.
         const auto prepare_scores = [&] {
             if constexpr (kGeneral)
                 if (wgmma_scores_are_natural(p)) transform_fragment<T>(p, place_of<kId>(w, n, me), S);
@@ -191,7 +191,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, WgmmaSmem<T, k
             if (more) first_product();
             else
                 multiply_qk<T, kId>(S, q_fragment, desc_q,
-                                    desc_k + k.slot * k_step);  // of any K: both paths then wait for one product more
+                                    desc_k + k.slot * k_step);  // any K will do: both paths now wait for one more product
             trace(TraceEvent::kWaitProduct, first_tile);
             wgmma_wait<1>(O);
         } else {
@@ -212,9 +212,9 @@ __device__ __forceinline__ void consume(const AttentionParams& p, WgmmaSmem<T, k
     }
 }
 
-// How K and V are loaded. Boxes are compiled separately: sharing one kernel with the other loaders makes the compiler reschedule them.
+// How K and V are loaded. Page boxes are a kernel of their own: in one kernel with the other loaders, the compiler schedules those worse.
 enum class KeyLoads {
-    kTilesOrRows,  // in whole tiles, or row by row
+    kTilesOrRows,  // as whole tiles, or row by row
     kPageBoxes     // in boxes of schedule.page_boxes rows
 };
 
@@ -271,7 +271,7 @@ cudaError_t launch_wgmma(const AttentionParams& p, const ForwardWorkList& list, 
     schedule.list = list;
     CUtensorMap map_q, map_k, map_v;
     const bool paged = p.cache.block_table;
-    const int common = paged ? std::gcd(p.cache.page_size, kPlan.block_n) : kPlan.block_n;  // rows that a tile and a page are made of
+    const int common = paged ? std::gcd(p.cache.page_size, kPlan.block_n) : kPlan.block_n;  // gcd of the rows of page and tile
     if (paged && common % 8 == 0 && (common < kPlan.block_n || !kPlan.pages())) schedule.page_boxes = common;
     schedule.page_copies = common < kPlan.block_n && !schedule.page_boxes;
     const auto encode = [&](const char* name, const TensorView& x, int columns, int64_t batch, int64_t rows, int heads, int box_rows,
@@ -294,7 +294,7 @@ cudaError_t launch_wgmma(const AttentionParams& p, const ForwardWorkList& list, 
         return error;
 
     LaunchOptions options;
-    if (p.max_score) {  // what is set before is set by one kernel, under which this one starts
+    if (p.max_score) {  // clear_max_score also zeroes the counter; this kernel may start while it runs
         options.programmatic = true;
         if (cudaError_t error = clear_max_score(p, schedule.list.counter, stream)) return error;
     } else if (schedule.list.counter) {

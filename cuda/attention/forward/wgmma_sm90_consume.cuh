@@ -1,6 +1,7 @@
-// wgmma_sm90_consume.cuh: what a consumer of wgmma_sm90 does with one tile: products, scores, softmax, and rows of V that nobody may see.
+// wgmma_sm90_consume.cuh: the steps of a consumer of wgmma_sm90 on one tile: products, scores, softmax, and zeroing of hidden rows of V.
 //
-// Code for rare paths reads the work item again and takes the lane through opaque(): what it needs is not carried through the main loop.
+// Code on rare paths reads the work item again and takes the lane through opaque(), so that its operands are not carried through the main
+// loop.
 #pragma once
 
 #include <type_traits>
@@ -21,7 +22,7 @@ namespace fa {
 
 // ---- products ----
 
-// S = Q K^T. Q from registers or from shared memory, as the plan has it.
+// S = Q K^T, with Q from registers or from shared memory, depending on the plan.
 template <typename T, WgmmaPlanId kId, int kScores, int kQ>
 __device__ __forceinline__ void multiply_qk(float (&S)[kScores], const uint32_t (&q_fragment)[kQ], uint64_t desc_q, uint64_t desc_k) {
     constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
@@ -44,7 +45,7 @@ __device__ __forceinline__ void multiply_pv(float (&O)[kOutputs], const uint32_t
     wgmma_commit();
 }
 
-// S of this warp alone once more, with mma.sync: rare, and no other warp has to take part. `slab`, `k_tile`: shared addresses.
+// Computes S of this warp again, with mma.sync: it is rare, and no other warp has to take part. `slab`, `k_tile`: shared addresses.
 template <typename T, WgmmaPlanId kId, int kScores, int kQ>
 __device__ __forceinline__ void recompute_scores(float (&S)[kScores], const uint32_t (&q_fragment)[kQ], uint32_t slab, uint32_t k_tile,
                                                  const Consumer& me) {
@@ -76,7 +77,7 @@ __device__ __forceinline__ void recompute_scores(float (&S)[kScores], const uint
     }
 }
 
-// P, the A operand of P V: pairs of neighbouring accumulators, rounded to T.
+// P as the A operand of P V: pairs of neighbouring accumulators, rounded to T.
 template <typename T, int kScores>
 __device__ __forceinline__ void pack_probabilities(uint32_t (&P)[kScores / 2], const float (&S)[kScores]) {
 #pragma unroll
@@ -85,7 +86,7 @@ __device__ __forceinline__ void pack_probabilities(uint32_t (&P)[kScores / 2], c
 
 // ---- scores ----
 
-// The tiles of an item that a warpgroup must mask: from right_tile on the right edge, before left_tile the left one.
+// The tiles of an item that a warpgroup must mask: the right edge in tiles >= right_tile, the left edge in tiles < left_tile.
 struct MaskedTiles {
     int right_tile, left_tile;
 };
@@ -98,7 +99,7 @@ __device__ __forceinline__ MaskedTiles masked_tiles(const ForwardWork& w, int wg
     if (kPlan.general) tiles.left_tile = (clamp_to(w.row0 + wg * 64 + 63 + w.left, 0, w.seqlen_k) + kPlan.block_n - 1) / kPlan.block_n;
     return tiles;
 }
-// Sets scores of tile n outside the window of their row to -inf.
+// Sets the scores of tile n that lie outside the window of their row to -inf.
 template <WgmmaPlanId kId, int kScores>
 __device__ __forceinline__ void mask_scores(float (&S)[kScores], const ForwardWork& w, const MaskedTiles& masked, int n,
                                             const Consumer& me) {
@@ -118,12 +119,12 @@ __device__ __forceinline__ FragmentPlace place_of(const ForwardWork& w, int n, c
 
 // ---- softmax; the arithmetic is in score_fragment.cuh ----
 
-// Of the thread's two rows.
+// Softmax state of this thread's two query rows.
 struct RowStatistics {
-    float row_max[2];  // of scale S (Exponent): what the exponentials subtract
+    float row_max[2];  // of scale S (see Exponent): subtracted in the exponentials
     float row_sum[2];  // this thread's share
-    float o_scale[2];  // after a step that returned true: what O must be multiplied by
-    // For max_score. Plans that find maxima, speculative ones: this thread's greatest P. The others: the row's greatest S.
+    float o_scale[2];  // after a step that returned true: the factor for O
+    // For max_score. In speculative plans that find maxima: this thread's greatest P. In lazy plans: the row's greatest S.
     float greatest[2];
 };
 
@@ -166,12 +167,12 @@ __device__ __forceinline__ bool softmax_lazy(float (&S)[kScores], const Exponent
     return moved;
 }
 
-// A later tile, under the maximum there is. Returns false when P or its sums came too near to overflow, or to NaN, or when a row has no
-// maximum yet: then S is lost and must be computed again. `after_exponentials` runs before the test.
+// A later tile, under the current maximum. Returns false when P or its sums come close to overflow or are NaN, or when a row has no maximum
+// yet: S is then lost and must be computed again. `after_exponentials` runs before the test.
 template <typename T, WgmmaPlanId kId, int kScores, typename After>
 __device__ __forceinline__ bool softmax_speculative(float (&S)[kScores], const Exponent& exponent, RowStatistics& rows,
                                                     const After& after_exponentials) {
-    constexpr float kLimit = std::is_same_v<T, __half> ? 0x1p15f : 0x1p60f;  // P below 65504 in fp16; O and the sums far from 2^127 in fp32
+    constexpr float kLimit = std::is_same_v<T, __half> ? 0x1p15f : 0x1p60f;  // P fits fp16 (65504); fp32 sums stay far from 2^127
     float sum[2], greatest[2];
     exponentials(S, exponent, rows.row_max, sum);
     if (kWgmmaPlan<kId>.finds_maximum) greatest_probabilities(S, greatest);
@@ -185,9 +186,9 @@ __device__ __forceinline__ bool softmax_speculative(float (&S)[kScores], const E
     return true;
 }
 
-// ---- rows of V that nobody may see have P = 0, but 0 x NaN is NaN: they are zeroed in shared memory before the product ----
+// ---- hidden rows of V have P = 0, but 0 x NaN is NaN: they are zeroed in shared memory before the product ----
 
-// Zeroes the rows j of a tile of V for which hidden(j). Every warpgroup may do it: they write the same zeros.
+// Zeroes the rows j of a tile of V for which hidden(j). Several warpgroups may zero the same tile: they write the same zeros.
 template <int kBlockN, typename T, int kCount, typename Hidden>
 __device__ __forceinline__ void zero_values(T (&tile)[kCount], const Hidden& hidden) {
     uint4* pieces = reinterpret_cast<uint4*>(tile);
@@ -195,8 +196,8 @@ __device__ __forceinline__ void zero_values(T (&tile)[kCount], const Hidden& hid
         if (hidden(i / 8 % kBlockN)) pieces[i] = make_uint4(0, 0, 0, 0);
     fence_proxy_async();
 }
-// Keys that the window hides from all rows of the sequence. Past the end of a dense tensor the copy engine wrote zeros, but in a varlen
-// call the next sequence follows, and a cache may hold anything.
+// Zeroes keys that the window hides from all rows of the sequence. Past the end of a dense tensor the copy engine has written zeros, but in
+// a varlen call the next sequence follows, and a cache may hold anything.
 template <int kBlockN, typename T, int kStages, int kCount>
 __device__ __forceinline__ void zero_values_outside(const AttentionParams& p, const ForwardWork& w, int n, T (&tiles)[kStages][kCount],
                                                     const Ring<kStages>& v, int wg) {
@@ -208,8 +209,8 @@ __device__ __forceinline__ void zero_values_outside(const AttentionParams& p, co
     bar_sync(kWarpgroup + wg, 128);
 }
 
-// General plans: a boolean mask or a bias may hide a key from all rows of the block. The warps mark in seen[slot] the keys of a tile that
-// they see.
+// General plans: a boolean mask or a bias may hide a key from all rows of the block. Each warp marks the keys of a tile that it sees in
+// seen[slot].
 template <int kScores>
 __device__ __forceinline__ void mark_seen(const float (&S)[kScores], const FragmentPlace& at, uint8_t* seen, const Consumer& me) {
     seen += 2 * me.rare().quad();
@@ -217,7 +218,7 @@ __device__ __forceinline__ void mark_seen(const float (&S)[kScores], const Fragm
     for (int i = 0; i < kScores; ++i)
         if (S[i] != -INFINITY && at.row + i / 2 % 2 * 8 < at.seqlen_q) seen[i / 4 * 8 + i % 2] = 1;
 }
-// Zeroes the keys of a tile of V that no warp has marked, and clears the other slot for the next tile. All consumers.
+// Zeroes the keys of a tile of V that no warp has marked, and clears the other slot for the next tile. Called by all consumers.
 template <int kBlockN, int kWarpgroups, typename T, int kCount>
 __device__ __forceinline__ void zero_values_unseen(T (&tile)[kCount], uint8_t (&seen)[2][kBlockN], int& seen_slot) {
     bar_sync(kConsumers, 128 * kWarpgroups);  // seen[] is complete
@@ -244,15 +245,15 @@ __device__ __forceinline__ void raise_max_score(const AttentionParams& p, const 
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         if (w.row0 + me.row() + 8 * r >= w.seqlen_q) continue;
-        // P = 2^(score / ln 2 - row_max); the greatest P of a row is not far below 1, whatever row_max is.
+        // P = 2^(score / ln 2 - row_max). The greatest P of a row is not far below 1, whatever row_max is.
         const float own = kWgmmaPlan<kId>.finds_maximum ? (rows.row_max[r] + __log2f(rows.greatest[r])) * kLn2 : rows.greatest[r] * unit;
         score = fmaxf(score, own);
     }
-    grid_dependency_wait();  // for clear_max_score
+    grid_dependency_wait();  // on clear_max_score
     raise_max_score(p, w.batch, w.head, score);
 }
 
-// out = O / row_sum; lse. The thread's two rows.
+// out = O / row_sum and lse, for the thread's two rows.
 template <typename T, WgmmaPlanId kId, int kOutputs>
 __device__ __forceinline__ void finish_rows(const AttentionParams& p, const ForwardWork& w, const float (&O)[kOutputs],
                                             const RowStatistics& rows, const Consumer& me) {

@@ -2,14 +2,15 @@
 //
 // How a tile of K or V is copied depends on where its rows are:
 //
-//     ThreadTiles     in one tensor, or in pages that tiles divide: one thread copies it, in one box or one box for each 64 columns
-//     WarpgroupBoxes  in pages of a multiple of 8 rows: a box for each page, or for the largest part of a page that divides a tile, and
-//                     each 64 columns of it
-//     WarpgroupRows   in pages of any other size: row by row with cp.async, 16 bytes a thread
+//     ThreadTiles     in one tensor, or in pages that are whole tiles: one thread copies a tile, in one box or in one per 64 columns
+//     WarpgroupBoxes  in pages of a multiple of 8 rows: a box holds 64 columns of a page, or of the largest part of a page that divides
+//                     a tile
+//     WarpgroupRows   in pages of any other size: row by row with cp.async, 16 bytes per thread
 //
-// The last two take the producer's whole warpgroup. A warp takes some 90 cycles to issue a box, so the boxes of a tile are dealt to four
-// warps. On an H200, without the consumers, a tile of 128 x 128 then takes 1000 cycles in 16 boxes. From one warp it takes 1470; in one box
-// 930, which is what L2 gives. Row by row it takes 1000, too, but beside the consumers the kernel runs at 0.63 .. 0.80 of its speed.
+// The last two take all four warps of the producer. A warp takes about 90 cycles to issue a box, so the boxes of a tile are dealt to four
+// warps. On an H200, without the consumers, a tile of 128 x 128 in 16 boxes then takes 1000 cycles, against 1470 from one warp and 930 in a
+// single box, which is the rate of L2. Row by row it takes 1000 cycles, too, but next to the consumers the kernel runs at 0.63 .. 0.80 of
+// its speed.
 #pragma once
 
 #include "attention/forward/wgmma_sm90_block.cuh"
@@ -30,7 +31,7 @@ struct ThreadTiles {
     const AttentionParams& p;
     const WgmmaSchedule& schedule;
     WgmmaSmem<T, kId>& smem;
-    int head, entry;  // of K and V, of the item at hand
+    int head, entry;  // of K and V, for the current item
 
     __device__ __forceinline__ ThreadTiles(const CUtensorMap& map_k, const CUtensorMap& map_v, const AttentionParams& p,
                                            const WgmmaSchedule& schedule, WgmmaSmem<T, kId>& smem)
@@ -45,7 +46,7 @@ struct ThreadTiles {
                                          T (&tiles)[kPlan.stages][kCount]) const {
         int row = w.k_row + n * kPlan.block_n, page = entry;
         if constexpr (kPlan.pages())
-            if (p.cache.block_table) {  // pages of a multiple of block_n rows; one that the sequence lacks arrives as zeros
+            if (p.cache.block_table) {  // pages of a multiple of block_n rows; a page past the sequence arrives as zeros
                 const int index = row / p.cache.page_size;
                 page = row < w.seqlen_k ? cache_page(p.cache, w.batch, index) : p.cache.entries;
                 row -= index * p.cache.page_size;
@@ -65,7 +66,7 @@ struct ThreadTiles {
 
 // ---- four warps ----
 
-// A page of a cache as its table has it, not yet checked, and a row in it. Row -1: not of the sequence.
+// A page of a cache as the block table has it, not range-checked yet, and a row in it. Row -1: past the sequence.
 struct PageRow {
     int page, row;
 };
@@ -75,16 +76,16 @@ __device__ __forceinline__ PageRow page_row(const AttentionParams& p, const Forw
     return {p.cache.block_table[w.batch * p.cache.table_row + index], key - index * p.cache.page_size};
 }
 
-// A thread's row of up to three neighbouring tiles. The table is read one tile ahead, while another tile is on its way.
+// A thread's row in up to three consecutive tiles. The block table is read one tile ahead, while another tile is being copied.
 struct PageRows {
-    PageRow next, k, before;  // of the tile whose K comes next, of the one whose K came last, and of the one before that
-    int k_tile;               // the one whose K came last
+    PageRow next, k, before;  // in the tile whose K comes next; in the tile whose K came last; in the tile before that
+    int k_tile;               // the tile whose K came last
 
     __device__ __forceinline__ void step(int n) { before = k, k = next, k_tile = n; }
     __device__ __forceinline__ PageRow of_v(int n) const { return n == k_tile ? k : before; }
 };
 
-// Box by box. A thread issues at most one box of a tile.
+// Copies box by box. A thread issues at most one box of a tile.
 template <typename T, WgmmaPlanId kId>
 struct WarpgroupBoxes {
     static constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
@@ -96,19 +97,19 @@ struct WarpgroupBoxes {
     const AttentionParams& p;
     WgmmaSmem<T, kId>& smem;
     int chunk, box_row;  // of this thread's box: its 64-column chunk, and its first row in the tile
-    int head;            // of K and V, of the item at hand
+    int head;            // of K and V, for the current item
     PageRows rows;       // first rows of this thread's boxes
 
     __device__ __forceinline__ WarpgroupBoxes(const CUtensorMap& map_k, const CUtensorMap& map_v, const AttentionParams& p,
                                               const WgmmaSchedule& schedule, WgmmaSmem<T, kId>& smem)
         : map_k(map_k), map_v(map_v), p(p), smem(smem) {
-        const int box = threadIdx.x % 32 * 4 + threadIdx.x / 32, boxes = kBlockN / schedule.page_boxes;  // neighbours in different warps
+        const int box = threadIdx.x % 32 * 4 + threadIdx.x / 32, boxes = kBlockN / schedule.page_boxes;  // dealt to the warps
         chunk = box / boxes, box_row = (box - chunk * boxes) * schedule.page_boxes;
     }
     __device__ __forceinline__ PageRow find(const ForwardWork& w, int n) const { return page_row(p, w, n * kBlockN + box_row); }
     __device__ __forceinline__ void begin_item(const ForwardWork& w) { head = w.head / p.group, rows.next = find(w, w.last_tile); }
-    // Whether this warp copies anything of a tile. One that does not must not wait for the buffer either: nobody waits for that warp, so
-    // the buffer might be filled and read again before it looks.
+    // Whether this warp copies any box of a tile. A warp that copies none must not wait for the buffer either: nobody waits for that warp,
+    // so the buffer might be filled and released again before it looks.
     __device__ __forceinline__ bool has_boxes(int chunks) const { return __any_sync(~0u, chunk < chunks); }
     __device__ __forceinline__ void load(const CUtensorMap& map, int chunks, uint32_t tile, uint32_t barrier, const PageRow& at) {
         if (threadIdx.x == 0) mbarrier_arrive_expect_tx(barrier, chunks * kBlockN * kChunkRowBytes);
@@ -130,34 +131,34 @@ struct WarpgroupBoxes {
     __device__ __forceinline__ void end_item() const {}
 };
 
-// Row by row.
+// Copies row by row.
 template <typename T, WgmmaPlanId kId>
 struct WarpgroupRows {
     static constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
     static constexpr WalkedBy kWalkedBy = WalkedBy::kWarpgroup;
     static constexpr int kBlockN = kPlan.block_n;
-    static constexpr int kPasses = kBlockN / 16;  // of 16 rows, four for each warp, eight lanes for the 128 bytes of a chunk
+    static constexpr int kPasses = kBlockN / 16;  // a pass is 16 rows: four per warp, eight lanes for the 128 bytes of a chunk
     static_assert(4 * kPasses <= 32, "each lane looks one row up");
     const AttentionParams& p;
     WgmmaSmem<T, kId>& smem;
-    int head;              // of K and V, of the item at hand
-    PageRows rows;         // that this lane looks up
-    uint32_t landing = 0;  // the full barrier of the newest tile, whose copies may still be on their way; 0 = none
+    int head;              // of K and V, for the current item
+    PageRows rows;         // the row that this lane looks up
+    uint32_t landing = 0;  // full barrier of the newest tile, whose copies may still be in flight; 0 = none
 
     __device__ __forceinline__ WarpgroupRows(const AttentionParams& p, WgmmaSmem<T, kId>& smem) : p(p), smem(smem) {}
 
-    // A lane looks row 16 (lane / 4) + 4 warp + lane % 4 of the tile up and passes it to the lanes that copy it.
+    // Each lane looks up row 16 (lane / 4) + 4 warp + lane % 4 of the tile; copy() passes it on to the lanes that copy that row.
     __device__ __forceinline__ PageRow find(const ForwardWork& w, int n) const {
         const int lane = threadIdx.x % 32;
         if (n < 0 || lane >= 4 * kPasses) return {0, -1};
         return page_row(p, w, n * kBlockN + lane / 4 * 16 + threadIdx.x / 32 * 4 + lane % 4);
     }
     __device__ __forceinline__ void begin_item(const ForwardWork& w) { head = w.head / p.group, rows.next = find(w, w.last_tile); }
-    // The rows to the tile at `tile`; `from_head`: row 0 of the head in page 0. kChunks of 64 columns, zeros from `columns` on and past the
-    // sequence.
+    // Copies the rows to the tile at `tile`. `from_head`: row 0 of the head in page 0. kChunks of 64 columns; zeros from `columns` on and
+    // past the sequence.
     template <int kChunks>
     __device__ __forceinline__ void copy(uint32_t tile, const T* from_head, const TensorView& view, int columns, const PageRow& at) const {
-        constexpr int kBatch = kPasses % 4 == 0 ? 4 : 1;  // offsets that other lanes send at a time
+        constexpr int kBatch = kPasses % 4 == 0 ? 4 : 1;  // offsets that other lanes send at once
         const int lane = threadIdx.x % 32, r = threadIdx.x / 32 * 4 + lane / 8, left = columns - lane % 8 * 8;
         const int64_t known = at.row < 0 ? -1 : clamp_to(at.page, 0, p.cache.entries - 1) * view.batch + at.row * view.row;
         tile += r * kChunkRowBytes + ((lane % 8 ^ r % 8) << 4);
@@ -179,13 +180,13 @@ struct WarpgroupRows {
             tile += kBatch * 16 * kChunkRowBytes;
         }
     }
-    // Tells the barrier of the tile in `landing` that this warp's copies have landed.
+    // Tells barrier `landing` that this warp's copies of its tile have landed.
     __device__ __forceinline__ void announce() const {
         fence_proxy_async();
         __syncwarp();
         if (landing && arrives(threadIdx.x % 32)) mbarrier_arrive(landing);
     }
-    // After each tile's copies, with its barrier: the copies of the tile before it have landed.
+    // Called after the copies of each tile are issued, with the tile's barrier. Waits until the copies of the previous tile have landed.
     __device__ __forceinline__ void issued(uint32_t barrier) {
         cp_async_commit();
         cp_async_wait_group<1>();
@@ -213,7 +214,7 @@ struct WarpgroupRows {
     }
 };
 
-// ---- what they share: the order of an item's tiles ----
+// ---- common to all three: the order of an item's tiles ----
 
 template <typename T, WgmmaPlanId kId>
 __device__ __forceinline__ void load_q(const CUtensorMap& map, const AttentionParams& p, const WgmmaSchedule& schedule,
@@ -231,8 +232,8 @@ struct WgmmaWorkTiles {
     static constexpr bool kCaches = true;
 };
 
-// The tiles of one item. The last keys come first. K is one tile ahead of V: the consumers multiply S(n) while the softmax of S(n + 1)
-// waits for V(n + 1). `tile` counts the tiles of K, and of V, over all items. load_q() waits for the buffer of Q and fills it.
+// Loads the tiles of one item, last keys first. K is one tile ahead of V, because the consumers multiply S(n) before P(n + 1) V(n + 1).
+// `tile` counts the tiles of K, and of V, over all items. load_q() waits for the buffer of Q and fills it.
 template <typename T, WgmmaPlanId kId, typename Tiles, typename LoadQ>
 __device__ __forceinline__ void load_item(const ForwardWork& w, WgmmaSmem<T, kId>& smem, Tiles& tiles, uint32_t& tile,
                                           const LoadQ& load_q) {
@@ -256,20 +257,21 @@ __device__ __forceinline__ void produce(const CUtensorMap& map_q, const Attentio
                                         WgmmaSmem<T, kId>& smem, Tiles tiles) {
     constexpr bool kWarpgroup = Tiles::kWalkedBy == WalkedBy::kWarpgroup;
     const bool clears = kWgmmaPlan<kId>.gives_max_score() && p.max_score;
-    if (clears && schedule.list.counter) grid_dependency_wait();  // for clear_max_score, which zeroes the counter
+    if (clears && schedule.list.counter) grid_dependency_wait();  // on clear_max_score, which zeroes the counter
     uint32_t tile = 0;
     const auto prepare = [](ForwardWork&) {};
     const auto load = [&](const ForwardWork& w, uint32_t item) {
         load_item<T, kId>(w, smem, tiles, tile, [&] {
             const Ring<1> q(smem.q_full, smem.q_empty, item);
             q.wait_empty();
-            if (kWarpgroup) bar_sync(kProducer, 128);  // no warp still waits for this phase when Q comes
+            if (kWarpgroup) bar_sync(kProducer, 128);  // no warp may still wait for this phase when Q arrives
             if (!kWarpgroup || threadIdx.x == 0) load_q(map_q, p, schedule, w, smem, q.full_barrier());
             if (kWarpgroup) __syncwarp();
         });
     };
     for_each_item<WgmmaWorkTiles<kId>, Tiles::kWalkedBy>(p, schedule.list, smem.work, smem.work_full, smem.work_empty, prepare, load);
-    if (clears) grid_dependency_wait();  // of all blocks one at least does, also where no item has rows: the kernel ends last
+    // In every block at least one thread waits, even if no item has rows: so this kernel ends after clear_max_score.
+    if (clears) grid_dependency_wait();
 }
 
 }  // namespace fa

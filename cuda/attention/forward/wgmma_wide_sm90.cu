@@ -1,29 +1,34 @@
 // wgmma_wide_sm90.cu: attention for head dims above 256, up to 512 for q and k and for v, on Hopper.   out = softmax(q k^T * scale) v
 //
-// New against wgmma_sm90.cuh: a block has 64 rows, two warpgroups share the columns of O, a third computes S for both, and a cluster of two
+// New against wgmma_sm90.cuh: a block has 64 rows; two warpgroups share the columns of O; a third computes S for both; and a cluster of two
 // blocks shares K and V.
 //
 //     block 0, rows 0 .. 63                                       block 1, rows 64 .. 127 of the same head
-//     producers, a warp each   of K and of V: half of every slot, to both blocks (multicast)    the other half
+//     producers, one warp each for K and V: half of every slot, to both blocks (multicast)      the other half
 //                                  | nine slots, 64 keys x 128 columns, 16 KB each: a ring for K, and one for V
-//     scores warpgroup         S(n - 1) = Q K^T  under  softmax(n) -> P, o_scale: in shared memory, from each thread to its two twins
+//     scores warpgroup         S(n - 1) = Q K^T  under  softmax(n) -> P, o_scale: through shared memory, thread t to thread t of
+//                              the output warpgroups
 //     output warpgroups, two   O[:, own columns] = o_scale O + P V, 256 columns each at head dim 512
 //
-// Why this shape, for head dim 512, one tile of 64 keys and 64 rows. An SM does 4096 flops a cycle, so each product takes 1024 cycles.
+// Why this shape: costs for head dim 512, one tile of 64 keys and 64 rows. An SM makes 4096 flops a cycle, so each product takes 1024
+// cycles.
 //
-//     registers        O of 64 x 512 floats is half of the file: 128 registers in each thread of two warpgroups, which leaves none for S.
-//     softmax          about 700 cycles of one warpgroup. It has two S, so that the products of the next tile run meanwhile, whatever the
-//                      output warpgroups do.
-//     shared memory    S reads 16 cycles of Q and 16 of K for every 32 cycles of products: 1024. P V reads V alone: 512. The copies write
-//                      128 KB: 1024. P: 192. That is 2750 cycles beside 2048 of products: it bounds the kernel at 3/4 of the peak.
-//     L2               128 KB for each 64 rows would be 64 flops a byte, 350 TFLOP/s at 5.5 TB/s. Two blocks that share them: twice that.
+//     registers        O of 64 x 512 floats is half of the register file: 128 registers in each thread of two warpgroups, which leaves none
+//                      for S.
+//     softmax          about 700 cycles of one warpgroup. It has two buffers of S, so that the products of the next tile run meanwhile,
+//                      whatever the output warpgroups do.
+//     shared memory    S reads 16 cycles of Q and 16 of K for every 32 cycles of products: 1024. P V reads only V: 512. The copies write
+//                      128 KB: 1024. P: 192. That is 2750 cycles for 2048 of products, which bounds the kernel at 3/4 of the peak.
+//     L2               128 KB for each 64 rows would be 64 flops per byte, 350 TFLOP/s at 5.5 TB/s. Two blocks that share K and V reach
+//                      twice that.
 //
-// A barrier knows its phase by one bit. So whoever waits for a slot has to wait for each of its phases: a slot has one warp in each block
-// that fills it and one warpgroup that reads it, always the same ones. In one ring for K and V a warpgroup that runs ahead would wait for
-// a K whose slot still expects the V before it, take the phase before that for its own, and read and release what has not come.
+// A barrier tells its phase by one bit, so whoever waits for a slot has to wait for each of its phases. Therefore a slot is always filled
+// by the same warp of each block and always read by the same warpgroup. With one ring for K and V, a warpgroup that runs ahead would wait
+// for a K whose slot still expects an earlier V. It would take an older phase for the one it waits for, and read and release data that has
+// not arrived.
 //
-// The items are 128 rows of one head; block 0 of a cluster finds them and sends them to block 1. An item costs both blocks all tiles that
-// some of its rows see.
+// An item is 128 rows of one head. Block 0 of a cluster finds the items and sends them to block 1. Both blocks walk over all tiles that any
+// row of the item sees.
 #include <numeric>
 #include <type_traits>
 
@@ -46,8 +51,8 @@
 namespace fa {
 namespace {
 
-constexpr int kBlocks = 2;                     // of a cluster
-constexpr int kRows = 64, kKeys = 64;          // of a block, and of a tile
+constexpr int kBlocks = 2;                     // blocks of a cluster
+constexpr int kRows = 64, kKeys = 64;          // rows of a block, keys of a tile
 constexpr int kSlotColumns = 128, kSlots = 9;  // a slot has two chunks of 64 columns; each block of the cluster copies one
 constexpr int kMostColumns = kWgmmaWideMaxHeadDim;
 constexpr int kPSlots = 2, kWorkSlots = 3;
@@ -56,14 +61,14 @@ enum ProducerWarp { kKeysWarp, kValuesWarp, kQueriesWarp };
 constexpr uint32_t kChunkBytes = kKeys * kChunkRowBytes, kSlotBytes = 2 * kChunkBytes;
 static_assert(kRows == kKeys, "chunks of Q are as large as those of K");
 
-// 128 registers a thread at the launch: 32 + 128 + 2 x 176 = 4 x 128.
+// 128 registers per thread at launch: 32 + 128 + 2 x 176 = 4 x 128.
 constexpr int kProducerRegisters = 32, kScoresRegisters = 128, kOutputRegisters = 176;
 
 enum WideBarrier : int { kOutputWarpgroup = 1 };  // and 2: the threads of one output warpgroup
 
 struct WideSchedule {
-    ForwardWorkList list;  // blocks: clusters
-    int box_rows;          // rows of a box: all of a tile, or a divisor of the page, too
+    ForwardWorkList list;  // `blocks` are clusters here
+    int box_rows;          // rows of a box: a whole tile, or a common divisor of tile and page
 };
 
 template <typename T>
@@ -71,11 +76,11 @@ struct alignas(1024) WideSmem {
     T q[kRows * kMostColumns];
     T slots[kSlots][kKeys * kSlotColumns];
     uint4 p[kPSlots][kKeys / 16][128];  // P as A operand
-    float2 o_scale[kPSlots][128];       // what O must be multiplied by; behind the last tile 1 / row sum
+    float2 o_scale[kPSlots][128];       // the factor for O; after the last tile, 1 / row sum
     uint64_t q_full[1], q_empty[1], full[kSlots], empty[kSlots], p_full[kPSlots], p_empty[kPSlots];
-    uint64_t work_full[kWorkSlots], work_empty[kWorkSlots];  // work_empty: of block 0, for the readers of both
+    uint64_t work_full[kWorkSlots], work_empty[kWorkSlots];  // work_empty: block 0's counts the readers of both blocks
     ForwardWork work[kWorkSlots];
-    int next_index;  // in the list of items: where block 0 looks next
+    int next_index;  // index into the list of items: where block 0 looks next
 };
 static_assert(sizeof(WideSmem<__half>) <= 227 * 1024, "one Hopper block can address 227 KiB");
 
@@ -84,13 +89,13 @@ struct WideTiles {
     static constexpr bool kCaches = true;
 };
 
-// How many slots a tile of K and a tile of V take. The ring of K has the first kKeyRing slots; that of V has one tile or two, in the
-// others.
+// The number of slots that a tile of K and a tile of V take. The first kKeyRing slots are the ring of K; the others hold one or two tiles
+// of V.
 template <int kOfKeys, int kOfValues>
 struct WideShape {
     static constexpr int kKeySlots = kOfKeys, kValueSlots = kOfValues;
     static constexpr int kValueTiles = kValueSlots == 2 ? 2 : 1, kKeyRing = kSlots - kValueTiles * kValueSlots;
-    // The first output warpgroup has the larger half of V.
+    // The first output warpgroup has the larger half of V's columns.
     static constexpr int first_slot(int half) { return half ? (kValueSlots + 1) / 2 : 0; }
     static constexpr int own_slots(int half) { return (kValueSlots + 1 - half) / 2; }
 };
@@ -98,7 +103,7 @@ struct WideShape {
 struct SlotPlace {
     uint32_t slot, phase;
 };
-// Of tile `tile` of V, over all items: its first slot.
+// The first slot of tile `tile` of V; tiles count over all items.
 template <typename Shape>
 __device__ __forceinline__ SlotPlace place_of_values(uint32_t tile) {
     return {Shape::kKeyRing + tile % Shape::kValueTiles * Shape::kValueSlots, tile / Shape::kValueTiles % 2};
@@ -111,13 +116,13 @@ template <typename T>
 __device__ __forceinline__ void wait_full(const WideSmem<T>& smem, SlotPlace at) {
     mbarrier_wait(shared_address(smem.full) + 8 * at.slot, at.phase);
 }
-// A warp has read a slot: both blocks' copies may overwrite it. `other`: the empty barriers of the other block.
+// A warp has read a slot: the copies of both blocks may overwrite it. `other`: the empty barriers of the other block.
 template <typename T>
 __device__ __forceinline__ void release_slot(const WideSmem<T>& smem, uint32_t other, uint32_t slot) {
     mbarrier_arrive(shared_address(smem.empty) + 8 * slot), mbarrier_arrive_cluster(other + 8 * slot);
 }
 
-// ---- work: a reader waits for the next item, reads it in shared memory, and releases it in block 0 ----
+// ---- work: a reader waits for the next item, reads it in its own shared memory, and releases it in block 0 ----
 
 template <typename T>
 __device__ __forceinline__ const ForwardWork& next_work(const WideSmem<T>& smem, const Ring<kWorkSlots>& work) {
@@ -130,9 +135,9 @@ __device__ __forceinline__ void release_work(Ring<kWorkSlots>& work, int lane) {
     work.next();
 }
 
-// ---- producers: a warp for K, in block 0 also for the items, one for V, and one for Q ----
+// ---- producers: a warp for K (in block 0 also for the items), a warp for V, and a warp for Q ----
 
-// A thread of block 0: the next item with rows, or the end, into its own shared memory and that of block 1.
+// Called by one thread of block 0: writes the next item with rows, or the end, to its own shared memory and to that of block 1.
 template <typename T>
 __device__ __forceinline__ void send_work(const AttentionParams& p, const ForwardWorkList& list, WideSmem<T>& smem, uint32_t item) {
     const Ring<kWorkSlots> work(smem.work_full, smem.work_empty, item);
@@ -149,13 +154,13 @@ __device__ __forceinline__ void send_work(const AttentionParams& p, const Forwar
     mbarrier_arrive(work.full_barrier());
 }
 
-// This block's chunks of the kCount slots of tile n of K or V. A box a lane. place(i): of slot i.
+// Copies this block's chunks of the kCount slots of tile n of K or V, one box per lane. place(i): the place of slot i.
 template <int kCount, typename T, typename Place>
 __device__ __forceinline__ void load_tile(const CUtensorMap& map, const AttentionParams& p, int box_rows, const ForwardWork& w, int n,
                                           WideSmem<T>& smem, const Place& place) {
     const int lane = threadIdx.x % 32, box_row = lane * box_rows;
     int row = w.k_row + n * kKeys + box_row, page = p.cu_seqlens_q ? 0 : w.batch;
-    if (p.cache.block_table) {  // pages that the sequence does not have arrive as zeros
+    if (p.cache.block_table) {  // pages past the sequence arrive as zeros
         page = p.cache.entries;
         if (box_row < kKeys && row < w.seqlen_k) {
             const int number = row / p.cache.page_size;
@@ -170,7 +175,7 @@ __device__ __forceinline__ void load_tile(const CUtensorMap& map, const Attentio
         const SlotPlace at = place(i);
         const uint32_t chunk = 2 * i + cluster_rank(), full = shared_address(smem.full) + 8 * at.slot;
         mbarrier_wait(shared_address(smem.empty) + 8 * at.slot, at.phase ^ 1);
-        __syncwarp();  // no lane still waits when the slot is filled
+        __syncwarp();  // no lane may still wait when the slot is filled
         if (lane == 0) mbarrier_arrive_expect_tx(full, kSlotBytes);
         if (box_row < kKeys)
             tma_load_multicast(shared_address(smem.slots[at.slot]) + chunk % 2 * kChunkBytes + box_row * kChunkRowBytes, &map, full,
@@ -179,7 +184,7 @@ __device__ __forceinline__ void load_tile(const CUtensorMap& map, const Attentio
     }
 }
 
-// This block's rows of Q, a chunk a lane; past headdim, where K has zeros, they are zeros, too.
+// Copies this block's rows of Q, one chunk per lane. Columns past headdim are zeros, as they are in K.
 template <int kChunks, typename T>
 __device__ __forceinline__ void load_queries(const CUtensorMap& map, const AttentionParams& p, const ForwardWork& w, WideSmem<T>& smem,
                                              const Ring<1>& q) {
@@ -199,10 +204,10 @@ __device__ __forceinline__ void produce(const CUtensorMap& map_q, const CUtensor
     if (warp > kQueriesWarp) return;
     Ring<kWorkSlots> work(smem.work_full, smem.work_empty);
     SlotPlace keys{0, 0};
-    uint32_t tile = 0;  // of V, over all items
+    uint32_t tile = 0;  // tiles of V so far, over all items
 #pragma unroll 1
     for (uint32_t item = 0;; ++item) {
-        if (warp == kKeysWarp && cluster_rank() == 0) {  // K of the item before is on its way: no item is taken long before its turn
+        if (warp == kKeysWarp && cluster_rank() == 0) {  // the previous item's K has been issued: items are taken late, close to their turn
             if (threadIdx.x % 32 == 0) send_work(p, schedule.list, smem, item);
             __syncwarp();
         }
@@ -232,8 +237,8 @@ __device__ __forceinline__ void produce(const CUtensorMap& map_q, const CUtensor
 
 // ---- the scores warpgroup ----
 
-// S = Q K^T, of the tile of K whose slots begin at `at`, which goes on to the next tile. The descriptors' low halves go through opaque():
-// the compiler would keep those of every step of Q in registers.
+// S = Q K^T for the tile of K whose slots begin at `at`, which moves on to the next tile. The descriptors' low halves go through opaque();
+// otherwise the compiler would keep one per step of Q in registers.
 template <typename T, typename Shape>
 __device__ __forceinline__ void multiply_qk(float (&S)[kKeys / 2], uint32_t low_q, uint32_t low_slots, const WideSmem<T>& smem,
                                             SlotPlace& at) {
@@ -264,7 +269,7 @@ __device__ __forceinline__ void compute_scores(const AttentionParams& p, WideSme
     const bool natural = wgmma_scores_are_natural(p);
     const float scale_log2 = natural ? kLog2e : p.scale * kLog2e;
     SlotPlace keys{0, 0};
-    uint32_t read = 0;  // the slot behind `keys` that has not been released
+    uint32_t read = 0;  // the first slot that this warpgroup has read but not released
     const auto release_keys = [&] {
         if (arrives(lane))
 #pragma unroll
@@ -277,10 +282,10 @@ __device__ __forceinline__ void compute_scores(const AttentionParams& p, WideSme
         if (w.state == WorkState::kEnd) return;
         const int tiles = w.last_tile - w.first_tile + 1, first_row = w.row0 + int(rank) * kRows, row = first_row + warp * 16 + lane / 4;
         const int right_tile = clamp_to(first_row + w.right + 1, 0, w.seqlen_k) / kKeys;                      // masked from this tile on
-        const int left_tile = (clamp_to(first_row + kRows - 1 + w.left, 0, w.seqlen_k) + kKeys - 1) / kKeys;  // and before this one
+        const int left_tile = (clamp_to(first_row + kRows - 1 + w.left, 0, w.seqlen_k) + kKeys - 1) / kKeys;  // and tiles before this one
         float S[kKeys / 2], next[kKeys / 2], row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {};
 
-        // S of tile t becomes P, and goes to the output warpgroups.
+        // Turns S of tile t into P and hands it to the output warpgroups.
         const auto softmax = [&](int t) {
             const int n = w.last_tile - t, key = n * kKeys + 2 * quad;
             if (natural) transform_products(p, FragmentPlace{w.batch, w.head, row, key, w.seqlen_q, w.seqlen_k, w.shift}, S);
@@ -340,10 +345,10 @@ __device__ __forceinline__ void compute_scores(const AttentionParams& p, WideSme
     }
 }
 
-// ---- an output warpgroup: its slots of the columns of O ----
+// ---- an output warpgroup: computes its slots of the columns of O ----
 
-// Rows of V that no row of the sequence sees have P = 0, but 0 x NaN is NaN: they are zeroed. Past the end of a dense tensor the copies
-// wrote zeros, but in a varlen call the next sequence follows, and a cache may hold anything.
+// Zeroes rows of V that no row of the sequence sees: they have P = 0, but 0 x NaN is NaN. Past the end of a dense tensor the copies have
+// written zeros, but in a varlen call the next sequence follows, and a cache may hold anything.
 template <int kOwn, typename T>
 __device__ __forceinline__ void zero_hidden_values(const AttentionParams& p, const ForwardWork& w, int n, WideSmem<T>& smem, SlotPlace at,
                                                    int half) {
@@ -371,7 +376,7 @@ __device__ __forceinline__ void compute_output(const AttentionParams& p, WideSme
     const uint32_t low_slots = descriptor_low(shared_address(smem.slots), kChunkBytes);
     const uint32_t other = cluster_address(shared_address(smem.empty), rank ^ 1);
     const int quad = lane % 4, thread = threadIdx.x % 128;
-    uint32_t tile = 0;  // of V, over all items
+    uint32_t tile = 0;  // tiles of V so far, over all items
 #pragma unroll 1
     for (;;) {
         const ForwardWork& w = next_work(smem, work);
@@ -473,7 +478,7 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, 1)
         compute_output<T, Shape, 1>(p, smem, rank, warp % 4, lane);
     }
     __syncwarp();
-    cluster_arrive_release(), cluster_wait();  // what has been sent has come: nobody sends to a block that has ended
+    cluster_arrive_release(), cluster_wait();  // all messages have arrived: nobody may send to a block that has ended
 }
 
 // ---- launch ----

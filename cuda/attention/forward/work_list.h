@@ -1,5 +1,5 @@
-// work_list.h: how the Hopper forward kernels share out their work. An item is block_m query rows of one head. A grid has one block on each
-// multiprocessor, and a block takes one item after another.
+// work_list.h: how the Hopper forward kernels distribute their work. An item is block_m query rows of one head. The grid has one block on
+// each multiprocessor, and a block takes one item after another.
 #pragma once
 
 #include <cstdint>
@@ -9,22 +9,23 @@
 namespace fa {
 
 enum class WorkOrder {
-    kStride,  // block i takes items i, i + blocks, ...: nothing to set up, and right when all items are equally long
-    kCounter  // a counter in the workspace, zeroed before every launch: a block that is free takes the longest item left
+    kStride,  // block i takes items i, i + blocks, ...: no setup, and balanced when all items are equally long
+    kCounter  // a counter in the workspace, zeroed before every launch: a free block takes the longest item left
 };
 
 struct ForwardWorkList {
     int items, blocks;
     int m_blocks;        // dense: query blocks of a sequence
     bool longest_first;  // dense: items in order of their length, section by section
-    // The heads of a section share L2; the longest query blocks of all its heads come first, or in a varlen call those of a sequence. Dense
-    // calls: the first `leading` heads go in sections of leading_section heads, the others in sections of section_heads.
+    // The heads of a section share L2. Within a section the longest query blocks of all its heads come first (varlen: those of a sequence).
+    // Dense calls: the first `leading` heads go in sections of leading_section heads, the others in sections of section_heads.
     int leading, leading_section, section_heads;
     WorkOrder order;
-    int* counter;  // kCounter: items handed out, not counting the first of every block
+    int* counter;  // kCounter: items handed out so far, without the first of every block
 };
 
-// Query blocks of all heads. A varlen call does not know the lengths of its sequences on the host and counts a few that turn out empty.
+// Query blocks of all heads. A varlen call does not know the lengths of its sequences on the host, so it counts a few items that turn out
+// empty.
 inline int64_t work_items(const AttentionParams& p, int block_m) {
     const int64_t blocks =
         p.cu_seqlens_q ? int64_t(p.total_q) / block_m + p.batch : (int64_t(p.seqlen_q) + block_m - 1) / block_m * p.batch;
@@ -32,8 +33,8 @@ inline int64_t work_items(const AttentionParams& p, int block_m) {
 }
 
 inline WorkOrder work_order(const AttentionParams& p, int64_t items, int multiprocessors) {
-    // Causal: the counter gains from 1 % (512) to 40 % (d256, 16k) over a stride, but its memset costs 2 us: 8 .. 17 % of calls of 12 to
-    // 20 us, 3 % of one of 39 us, which is 10^10 of these.
+    // Causal: compared with a stride, the counter gains from 1 % (512 keys) to 40 % (head dim 256, 16k keys). Its memset costs 2 us, which
+    // is 8 .. 17 % of calls of 12 to 20 us and 3 % of a 39 us call, whose `work` is 10^10.
     const double work = double(p.batch) * p.nheads * p.seqlen_q * p.seqlen_k * (p.headdim + p.headdim_v);
     if (items <= multiprocessors || (!p.cu_seqlens_q && work <= 1e10)) return WorkOrder::kStride;
     const bool uneven = p.cu_seqlens_q || p.cache.seqlens || p.window_left >= 0 || p.window_right >= 0;
@@ -60,14 +61,15 @@ inline ForwardWorkList forward_work_list(const AttentionParams& p, int block_m, 
     if (list.order == WorkOrder::kCounter) list.counter = static_cast<int*>(align_up(p.workspace, alignof(int)));
     return list;
 }
-// Bytes: the counter and room to align it, or nothing.
+// Bytes of the counter and of room to align it, or 0.
 inline size_t work_list_workspace(const AttentionParams& p, int block_m, int multiprocessors) {
     return work_order(p, work_items(p, block_m), multiprocessors) == WorkOrder::kCounter ? 2 * sizeof(int) : 0;
 }
 
-// A section as large as L2 reads the K and V of its heads from memory during its first pass and never again, but short sequences need the
-// memory all the time. There the leading heads go in sections of half a wave of items. Only as many heads as fit into L2 stay together, at
-// the end, where they decide how evenly the blocks finish: d128 and d256 causal +3 .. 8 % at 512 and 1k. Longer ones: +1 .. -3 %.
+// A section as large as L2 reads the K and V of its heads from memory during its first pass and never again. Short sequences need the
+// memory's bandwidth all the time, so their leading heads go in sections of half a wave of items. Only as many heads as fit in L2 stay in
+// one section, at the end, where it decides how evenly the blocks finish: +3 .. 8 % at 512 and 1k, causal, head dims 128 and 256. Longer
+// sequences: +1 .. -3 %.
 inline void add_leading_sections(const AttentionParams& p, int multiprocessors, ForwardWorkList* list) {
     if (p.window_right < 0 || p.cu_seqlens_q) return;
     const int64_t all = int64_t(p.batch) * p.nheads;
@@ -83,21 +85,21 @@ enum class WorkState : int {
     kRows
 };
 
-// One item, and what its block needs to know of the sequence. The producer works it out for all others.
+// One item, and what its block needs to know about the sequence. The producer computes it for all threads of the block.
 struct alignas(16) ForwardWork {
     WorkState state;
     int row0;  // first query row of the block
     int head, batch;
     int seqlen_q, seqlen_k;
-    int q_row, k_row;  // varlen: the sequence's first row, else 0
-    int left, right;   // row i sees keys i + left .. i + right of 0 .. seqlen_k - 1
+    int q_row, k_row;  // varlen: the sequence's first row; else 0
+    int left, right;   // row i sees keys i + left .. i + right, within 0 .. seqlen_k - 1
     int first_tile, last_tile;
-    int shift;  // at the end: among the others it takes wgmma of fp8_sm90 at head dim 256 the register that it needs (C7511)
+    int shift;  // last on purpose: elsewhere it costs fp8_sm90 at head dim 256 a register that its wgmma needs (C7511)
 };
 
 FA_HOST_DEVICE int clamp64(int64_t x, int low, int high) { return x < low ? low : x > high ? high : int(x); }
 
-// Item `index` of the list. Tiles: kBlockM query rows of an item, kBlockN keys of a tile, kCaches: K and V may be a cache.
+// Finds item `index` of the list. Tiles::kBlockM: query rows of an item; kBlockN: keys of a tile; kCaches: K and V may be a cache.
 template <typename Tiles>
 FA_HOST_DEVICE void find_work(const AttentionParams& p, const ForwardWorkList& list, int index, ForwardWork& w) {
     constexpr int kBlockM = Tiles::kBlockM, kBlockN = Tiles::kBlockN;
@@ -106,14 +108,14 @@ FA_HOST_DEVICE void find_work(const AttentionParams& p, const ForwardWorkList& l
     w.state = WorkState::kEmpty;
     int m;
     if (p.cu_seqlens_q) {
-        // Heads of a section share L2, and take a slot one after the other.
+        // The heads of a section share L2. A slot (one query block) is taken for all of them before the next slot.
         const int slots = list.items / p.nheads, section = index / (list.section_heads * slots), first = section * list.section_heads;
         const int i = index - first * slots, heads = list.section_heads < p.nheads - first ? list.section_heads : p.nheads - first;
         int slot = i / heads;
         w.head = first + i - slot * heads;
-        // Of two parts of a sequence the second sees more keys under a causal mask, so parts go from the last to the first.
+        // Of two parts of a sequence, the later one sees more keys under a causal mask, so parts go from the last to the first.
         if (p.parts) slot = slots - 1 - slot;
-        // Sequence b owns slots cu[b] / M + b .. cu[b + 1] / M + b: enough wherever it starts, and no prefix sum is needed.
+        // Sequence b owns slots cu[b] / M + b .. cu[b + 1] / M + b. That is enough wherever the sequence starts, and needs no prefix sum.
         const auto start = [&](int b) { return clamp_to(p.cu_seqlens_q[b], 0, p.total_q); };
         int low = 0, high = p.batch - 1;
         while (low < high) {
@@ -154,7 +156,7 @@ FA_HOST_DEVICE void find_work(const AttentionParams& p, const ForwardWorkList& l
     w.state = WorkState::kRows;
     w.right = p.window_right < 0 ? w.seqlen_k : clamp64(int64_t(w.shift) + p.window_right, -w.seqlen_q, w.seqlen_k);
     w.left = p.window_left < 0 ? -w.seqlen_q : clamp64(int64_t(w.shift) - p.window_left, -w.seqlen_q, w.seqlen_k);
-    // At least one tile, so that rows without keys need no path of their own.
+    // At least one tile, so that rows without keys need no code path.
     const int end_row = w.row0 + kBlockM < w.seqlen_q ? w.row0 + kBlockM : w.seqlen_q, end = clamp_to(end_row + w.right, 0, w.seqlen_k);
     w.first_tile = clamp_to(w.row0 + w.left, 0, w.seqlen_k) / kBlockN;
     w.last_tile = (end + kBlockN - 1) / kBlockN - 1;

@@ -1,4 +1,5 @@
-// work_loop.cuh: the producer's side of the work list: it finds the items of its block and hands them to the consumers through a ring.
+// work_loop.cuh: the producer's side of the work list. The producer finds the items of its block and hands them to the consumers through a
+// ring.
 #pragma once
 
 #include "attention/forward/roles_sm90.cuh"
@@ -10,12 +11,12 @@ namespace fa {
 // How a producer walks its items.
 enum class WalkedBy {
     kThread,          // one thread, which keeps its position in the ring
-    kThreadByCounts,  // one thread, which works its position out from the number of the item: fp8's producer has 24 registers
-    kWarpgroup        // the producer's warpgroup, of which thread 0 finds the work
+    kThreadByCounts,  // one thread, which computes its position from the item's number to save registers: fp8's producer has 24
+    kWarpgroup        // the producer's warpgroup; its thread 0 finds the work
 };
 
-// Calls produce(w, item) for every item of the block that has rows; `item` counts them. prepare(w) adds what the consumers need beside
-// ForwardWork, in the thread that finds. The last item, in state kEnd, tells the consumers that there are no more.
+// Calls produce(w, item) for every item of the block that has rows; `item` counts them. prepare(w), in the thread that finds the item, adds
+// what the consumers need beyond ForwardWork. The last item, in state kEnd, tells the consumers that there are no more.
 template <typename Tiles, WalkedBy kWalkedBy, typename Item, int kSlots, typename Prepare, typename Produce>
 __device__ __forceinline__ void for_each_item(const AttentionParams& p, const ForwardWorkList& list, Item (&items)[kSlots],
                                               const uint64_t (&full)[kSlots], const uint64_t (&empty)[kSlots], const Prepare& prepare,
@@ -40,7 +41,7 @@ __device__ __forceinline__ void for_each_item(const AttentionParams& p, const Fo
             ++item, ring.next();
         }
         if (finds) index = list.order == WorkOrder::kCounter ? gridDim.x + atomicAdd(list.counter, 1) : index + gridDim.x;
-        if (kWarpgroup) bar_sync(kProducer, 128);  // thread 0 may overwrite an item without rows: all have read its state
+        if (kWarpgroup) bar_sync(kProducer, 128);  // all have read the state of an item without rows: thread 0 may overwrite it
     }
 }
 

@@ -1,4 +1,4 @@
-// wgmma_split_sm90.cu: the entry of the kernel. Cuts the call into work, chooses the instantiation and merges the pieces;
+// wgmma_split_sm90.cu: the entry point of the split kernel. It divides the call into work, chooses the instantiation and merges the pieces;
 // wgmma_split_sm90.cuh is the kernel, and one small file per head dim compiles it.
 #include "attention/kernels.h"
 #include "attention/split/wgmma_split_sm90_plan.h"
@@ -10,7 +10,7 @@ cudaError_t launch_split(const DecodeParams& d, const SplitShape& shape, unsigne
 
 namespace {
 
-// Units are cut at their ends, or stay whole, only where that leaves hardly any block idle.
+// Pieces end at the ends of units, or units stay whole, only where that leaves hardly any block idle.
 Balance split_balance(int units, int pieces) {
     Balance x = balance_of(units, pieces);
     const auto fills = [&](int64_t used) { return 100 * used >= 96 * int64_t(pieces); };
@@ -41,7 +41,7 @@ cudaError_t forward_wgmma_split_sm90(const AttentionParams& p, const DeviceInfo&
         FA_SPLIT_CASE(kD256Rows128)
 #undef FA_SPLIT_CASE
     }
-    constexpr int kCombineBlocks = 16;  // of a multiprocessor: rows are many here, and each waits for memory
+    constexpr int kCombineBlocks = 16;  // blocks per multiprocessor: there are many rows here, and each waits for memory
     return error == cudaSuccess && shape.work.combines ? decode_combine(d, kCombineBlocks * device.multiprocessors, device, stream) : error;
 }
 

@@ -1,17 +1,17 @@
-// wgmma_split_sm90.cuh: attention of rows that do not fill the GPU: few heads, or a few queries over a cache.   fp16 and bf16.
+// wgmma_split_sm90.cuh: attention of too few rows to fill the GPU: few heads, or a few queries over a cache.   fp16 and bf16.
 //
-// New against wgmma_sm90: the query heads that share keys are rows of one matrix, and the keys are cut, so that every block has its share
-// of a long line of key tiles. New against decode_split_sm80: wgmma and the copy engine, and rows without an upper bound.
+// New against wgmma_sm90: the query heads that share a key head are rows of one matrix, and the keys are split, so that every block has its
+// share of a long line of key tiles. New against decode_split_sm80: wgmma and the copy engine, and any number of rows.
 //
 //     line     units: key heads of sequences, times groups of rows     0000000000111111111122222222222333333
-//     pieces   one for each team of blocks                             000000011111112222222333333344444445
+//     pieces   one per team of blocks                                  000000011111112222222333333344444445
 //     team     block y of a team has row block y of the unit
 //
-// A block is a block of wgmma_sm90: a producer and one to three consumer warpgroups, and the consumers' loop is that of wgmma_sm90. Only an
-// item is another one: it has some of the keys, and packed rows (wgmma_split_sm90_plan.h). A unit in several pieces leaves a normalised O
-// and the lse of each piece in the workspace, and decode/combine.cu merges them in the order of the keys.
+// A block is a block of wgmma_sm90, with a producer and one to three consumer warpgroups that run the loop of wgmma_sm90. Only the items
+// differ: an item has some of the keys, and its rows are packed (wgmma_split_sm90_plan.h). If a unit lies in several pieces, each piece
+// leaves a normalised O and its lse in the workspace, and decode/combine.cu merges them in the order of the keys.
 //
-// Up to 64 rows of a key head the kernel is bound by memory, from about 128 rows on by the tensor cores.
+// Up to 64 rows per key head the kernel is bound by memory; from about 128 rows on by the tensor cores.
 #pragma once
 
 #include <numeric>
@@ -21,15 +21,15 @@
 
 namespace fa {
 
-// Packed rows row0 .. of key head head / group, against some of its keys. seqlen_q, left and right count queries.
+// Packed rows from row0 on of key head head / group, against some of its keys. seqlen_q, left and right count queries.
 struct SplitWork : ForwardWork {
-    int group, rows;               // of the key head
-    int slab_rows;                 // of a warpgroup
+    int group, rows;               // of the key head: query heads, and packed rows
+    int slab_rows;                 // packed rows of a warpgroup
     float *partial, *partial_lse;  // of the block's first row; nullptr: the item has all keys
-    const uint64_t* tree;          // of query 0 of the sequence; read where tree_begin < seqlen_k
-    int64_t tree_row;              // stride
-    int tree_begin;                // the first key of the tree; without a tree seqlen_k
-    uint64_t tree_seen;            // its keys that some row of the block sees
+    const uint64_t* tree;          // the tree's bits of query 0 of the sequence; read where tree_begin < seqlen_k
+    int64_t tree_row;              // stride between queries
+    int tree_begin;                // the first key of the tree; seqlen_k without a tree
+    uint64_t tree_seen;            // the tree's keys that some row of the block sees
 
     __device__ __forceinline__ int row_of(int wg, int place) const { return row0 + wg * slab_rows + place; }  // place: in the slab
 };
@@ -69,19 +69,19 @@ struct SplitParams {
     int slab_rows;
 };
 
-// ---- what consume() asks of an item ----
+// ---- the functions of an item that consume() calls ----
 
-// Packed rows that do not exist see keys, too: of queries behind the last one.
+// Padding rows act like queries past the last; their results are dropped.
 template <WgmmaPlanId kId>
 __device__ __forceinline__ MaskedTiles masked_tiles(const SplitWork& w, int wg) {
     return {clamp_to(min(w.row_of(wg, 0) / w.group + w.right + 1, w.tree_begin), 0, w.seqlen_k) / kWgmmaPlan<kId>.block_n, 0};
 }
-// -inf where the thread's row r may not see a key of the tree. The thread's first key is number `first` of the tree, or before it. Keys
-// behind the sequence are hidden already.
+// Sets the scores of tree keys that the thread's row r must not see to -inf. The thread's first key is number `first` of the tree, which
+// may be negative. Keys past the sequence are hidden already.
 template <int kScores>
 __device__ __forceinline__ void mask_tree(float (&S)[kScores], int r, uint64_t bits, int first) {
     static_assert(kScores <= 64, "128 keys of a tile");
-    // The hidden keys, from the thread's first one on.
+    // Bits of the hidden keys, from the thread's first key on.
     const uint64_t hidden = ~bits;
     uint64_t low = 0, high = 0;
     if (first >= 0) low = first < 64 ? hidden >> first : 0;
@@ -106,7 +106,7 @@ __device__ __forceinline__ void mask_scores(float (&S)[kScores], const SplitWork
     }
 }
 
-// As for wgmma_sm90, and keys of the tree that no row of the block sees. Rows of other blocks may see them, and read their own copy.
+// As in wgmma_sm90, and also keys of the tree that no row of this block sees. Rows of other blocks may see them; they have their own copy.
 template <int kBlockN, typename T, int kStages, int kCount>
 __device__ __forceinline__ void zero_values_outside(const AttentionParams& p, const SplitWork& w, int n, T (&tiles)[kStages][kCount],
                                                     const Ring<kStages>& v, int wg) {
@@ -120,7 +120,7 @@ __device__ __forceinline__ void zero_values_outside(const AttentionParams& p, co
     bar_sync(kWarpgroup + wg, 128);
 }
 
-// out and lse, or this piece's part of them. The thread's two rows.
+// out and lse, or this piece's partial results, for the thread's two rows.
 template <typename T, WgmmaPlanId kId, int kOutputs>
 __device__ __forceinline__ void finish_rows(const AttentionParams& p, const SplitWork& w, const float (&O)[kOutputs],
                                             const RowStatistics& rows, const Consumer& me) {
@@ -152,7 +152,7 @@ __device__ __forceinline__ void finish_rows(const AttentionParams& p, const Spli
 
 // ---- producer ----
 
-// The keys of a segment that this block's rows see. At least one tile, so that rows without keys need no path of their own.
+// The work item for the keys of a segment that this block's rows see. At least one tile, so that rows without keys need no code path.
 template <WgmmaPlanId kId>
 __device__ __forceinline__ void set_work(const SplitParams& params, const Segment& at, int row0, uint64_t tree_seen, SplitWork& w) {
     constexpr int kBlockM = kWgmmaPlan<kId>.warpgroups, kBlockN = kWgmmaPlan<kId>.block_n;
@@ -178,7 +178,7 @@ __device__ __forceinline__ void set_work(const SplitParams& params, const Segmen
     }
 }
 
-// The keys of the tree that rows row0 .. of a block see. Whole warps.
+// The tree's keys that the block's rows, from row0 on, see. Called by whole warps.
 template <WgmmaPlanId kId>
 __device__ __forceinline__ uint64_t tree_seen_by(const SplitParams& params, int b, int row0) {
     const AttentionParams& p = params.decode.attention;
@@ -188,7 +188,7 @@ __device__ __forceinline__ uint64_t tree_seen_by(const SplitParams& params, int 
     return uint64_t(__reduce_or_sync(~0u, unsigned(seen >> 32))) << 32 | __reduce_or_sync(~0u, unsigned(seen));
 }
 
-// Q: a box has the heads of a key head, or some of them, of one query after another. One thread.
+// Loads the packed rows of Q, by one thread. A box holds the query heads of a key head, or some of them, for consecutive queries.
 template <typename T, WgmmaPlanId kId>
 __device__ __forceinline__ void load_packed_q(const CUtensorMap& map, const SplitParams& params, const SplitWork& w,
                                               WgmmaSmem<T, kId>& smem, uint32_t barrier) {
@@ -205,7 +205,7 @@ __device__ __forceinline__ void load_packed_q(const CUtensorMap& map, const Spli
     }
 }
 
-// Either one warp, whose first lane copies, or the whole warpgroup. Every warp walks through the segments.
+// Called by one warp, whose first lane copies, or by the whole warpgroup. Every warp walks through all segments.
 template <typename T, WgmmaPlanId kId, typename Tiles>
 __device__ __forceinline__ void produce_pieces(const CUtensorMap& map_q, const SplitParams& params, WgmmaSmem<T, kId>& smem,
                                                Segments& segments, Tiles tiles) {
@@ -224,12 +224,12 @@ __device__ __forceinline__ void produce_pieces(const CUtensorMap& map_q, const S
             set_work<kId>(params, at, row0, tree_seen, w);
             mbarrier_arrive(work.full_barrier());
         }
-        if (kWarpgroup) bar_sync(kProducer, 128);  // all read the item; no warp is more than one item ahead
+        if (kWarpgroup) bar_sync(kProducer, 128);  // all have read the item; no warp is more than one item ahead
         if (kWarpgroup || threadIdx.x == 0)
             load_item<T, kId>(w, smem, tiles, tile, [&] {
                 const Ring<1> q(smem.q_full, smem.q_empty, item);
                 q.wait_empty();
-                if (kWarpgroup) bar_sync(kProducer, 128);  // no warp still waits for this phase when Q comes
+                if (kWarpgroup) bar_sync(kProducer, 128);  // no warp may still wait for this phase when Q arrives
                 if (threadIdx.x == 0) load_packed_q(map_q, params, w, smem, q.full_barrier());
                 if (kWarpgroup) __syncwarp();
             });
@@ -245,7 +245,7 @@ __device__ __forceinline__ void produce_pieces(const CUtensorMap& map_q, const S
 
 // ---- the block ----
 
-// Rows of Q's slabs that no box fills: zeros, whose scores are as good as any.
+// Zeroes the rows of Q's slabs that no box fills, so that their scores, which nobody uses, are finite.
 template <typename T, WgmmaPlanId kId>
 __device__ __forceinline__ void clear_slab_ends(WgmmaSmem<T, kId>& smem, int slab_rows) {
     uint4* pieces = reinterpret_cast<uint4*>(smem.q);

@@ -1,12 +1,12 @@
-// wgmma_split_sm90_plan.h: the tiles of wgmma_split_sm90, how a call is cut into work, and when that beats the other kernels.
+// wgmma_split_sm90_plan.h: the tiles of wgmma_split_sm90, how a call is divided into work, and when that beats the other kernels.
 //
-// The rows that share a key head are one matrix: packed row r is head r % group of query r / group. A block has 64 of them for each of its
-// consumer warpgroups, or a few less: a warpgroup's rows are whole queries, or whole parts of one query's heads (slab_rows).
+// The query rows that share a key head form one matrix: packed row r is head r % group of query r / group. A block has 64 of them per
+// consumer warpgroup, or a few less: a warpgroup's rows are whole queries, or whole parts of one query's heads (slab_rows).
 //
-//     row group   of `team` blocks, which walk through the same keys at the same time: one of them reads a tile from memory, the others
-//                 find it in L2
+//     row group   the rows of `team` blocks, which walk through the same keys at the same time: one block reads a tile from memory, the
+//                 others find it in L2
 //     unit        a row group and the keys that it sees
-//     piece       some tiles of a unit. The units of a call lie on a line, which is cut evenly among the teams (decode/schedule.h)
+//     piece       some tiles of a unit. The units of a call form a line, which is divided evenly among the teams (decode/schedule.h)
 #pragma once
 
 #include <algorithm>
@@ -18,15 +18,16 @@ namespace fa {
 
 enum class SplitTile { kD64Rows64, kD64Rows128, kD128Rows64, kD128Rows128, kD128Rows192, kD256Rows64, kD256Rows128 };
 
-// The ids behind those of wgmma_sm90, whose loop runs here.
+// Plan ids after those of wgmma_sm90, whose consumer loop runs here.
 constexpr WgmmaPlanId split_id(SplitTile tile) { return WgmmaPlanId(64 + int(tile)); }
 
-// 64 rows are bound by memory: shared memory is full of tiles on their way, and Q's buffer is free for the next item at once. 128 rows are
-// plans of wgmma_sm90 for long sequences, of head dim 64 for short ones: the speculative path spills there.
+// Plans of 64 rows are bound by memory: shared memory is full of tiles in flight, and Q's buffer is free for the next item at once. Plans
+// of 128 rows are those of wgmma_sm90 for long sequences; head dim 64 takes the one for short sequences, because the speculative path
+// spills.
 FA_HOST_DEVICE constexpr WgmmaPlan split_plan(SplitTile tile) {
     WgmmaPlan plan;
-    plan.paged = false, plan.pieces = true;  // pages come in boxes alone
-    plan.producer = 72;                      // it walks along the line of pieces
+    plan.paged = false, plan.pieces = true;  // pages are loaded only as boxes
+    plan.producer = 72;                      // the producer walks along the line of pieces
     switch (tile) {
         case SplitTile::kD64Rows64:
             plan.headdim = plan.headdim_v = 64, plan.warpgroups = 1, plan.stages = 6, plan.q_in_registers = true;
@@ -36,7 +37,7 @@ FA_HOST_DEVICE constexpr WgmmaPlan split_plan(SplitTile tile) {
             plan.headdim = plan.headdim_v = 128, plan.block_n = 64, plan.warpgroups = 1, plan.stages = 6, plan.q_in_registers = true;
             break;
         case SplitTile::kD128Rows128: plan.headdim = plan.headdim_v = 128, plan.stages = 3, plan.maximum = RowMaximum::kSpeculative; break;
-        // 64 keys, not the 80 of kD128Long: the line counts tiles of a power of two.
+        // 64 keys, not the 80 of kD128Long: a tile of the line has a power of two of keys (tile_shift).
         case SplitTile::kD128Rows192:
             plan.headdim = plan.headdim_v = 128, plan.block_n = 64, plan.warpgroups = 3, plan.stages = 5, plan.ping_pong = true;
             plan.maximum = RowMaximum::kSpeculativeUnmasked, plan.producer = 56;
@@ -63,7 +64,7 @@ inline constexpr WgmmaPlan kWgmmaPlan<split_id(SplitTile::kD256Rows64)> = split_
 template <>
 inline constexpr WgmmaPlan kWgmmaPlan<split_id(SplitTile::kD256Rows128)> = split_plan(SplitTile::kD256Rows128);
 
-// Packed rows of a warpgroup: as many whole queries as 64 rows hold, or the largest part of a query's heads that divides them.
+// Packed rows of a warpgroup: as many whole queries as fit in 64 rows, or the largest divisor of a query's heads up to 64.
 inline int split_slab_rows(int group) {
     if (group <= 64) return 64 / group * group;
     int rows = 64;
@@ -71,10 +72,10 @@ inline int split_slab_rows(int group) {
     return rows;
 }
 
-// ---- time on an H200, in microseconds ----
+// ---- times on an H200, in microseconds ----
 
-constexpr double kMemoryRate = 4.2e6, kL2Rate = 6.5e6;  // bytes
-// A tile of keys in a block: the products and the softmax, when all keys are there.
+constexpr double kMemoryRate = 4.2e6, kL2Rate = 6.5e6;  // bytes per microsecond
+// Time of one tile of keys in a block, products and softmax, once its keys have arrived.
 constexpr double split_tile_time(SplitTile tile) {
     constexpr double kTimes[] = {0.52, 0.99, 0.46, 1.45, 1.15, 0.86, 1.46};
     return kTimes[int(tile)];
@@ -87,17 +88,17 @@ inline double visible_keys_on_average(const AttentionParams& p) {
 }
 inline double key_bytes(const AttentionParams& p) { return 2.0 * (p.headdim + p.headdim_v); }  // K and V of a key
 
-// ---- the cut ----
+// ---- how the work is divided ----
 
 struct SplitShape {
     SplitTile tile;
     int slab_rows, team;
-    DecodeShape work;  // its rows are those of a row group, its pieces are shared out to teams
+    DecodeShape work;  // `rows` are those of a row group; `pieces` are distributed over teams
     double time;
 };
 
 inline SplitShape split_shape(const AttentionParams& p, const DeviceInfo& device) {
-    constexpr int kInvariantPieces = 16, kInvariantTiles = 4;  // batch_invariant: pieces of a unit at most; tiles of a piece at least
+    constexpr int kInvariantPieces = 16, kInvariantTiles = 4;  // batch_invariant: most pieces of a unit; least tiles of a piece
     const int bucket = decode_bucket(p), wanted = p.cache.num_splits;
     const int64_t rows = rows_of_key_head(p), heads = int64_t(p.deciding_batch()) * p.nheads_k;
     const SplitTile narrow = bucket == 64    ? SplitTile::kD64Rows64
@@ -119,7 +120,7 @@ inline SplitShape split_shape(const AttentionParams& p, const DeviceInfo& device
         while (team > 0) {
             const int64_t units = heads * ((blocks + team - 1) / team);
             const int teams = device.multiprocessors / team;
-            double steps = units * tiles / teams;  // of the team that has most
+            double steps = units * tiles / teams;  // tiles of the longest team
             if (uniform) {
                 const double pieces = wanted > 0 ? wanted : kInvariantPieces;
                 steps = double(int64_t((units * pieces + teams - 1) / teams)) * (tiles / pieces);
@@ -128,7 +129,7 @@ inline SplitShape split_shape(const AttentionParams& p, const DeviceInfo& device
             const double busy = units * tiles < teams ? units * tiles : teams;
             const double memory = busy * bytes / kMemoryRate, l2 = busy * team * bytes / kL2Rate;
             const double time = steps * std::max(split_tile_time(tile), std::max(memory, l2));
-            // Smaller teams read keys more often, and pay with energy.
+            // Smaller teams read keys more often, which costs energy: they must be 2 % faster.
             if (best.time < 0 || time < 0.98 * best.time) best.time = time, best.tile = tile, best.team = team;
             team = team > 8 ? 8 : team - 1;
         }
@@ -154,9 +155,9 @@ inline int64_t split_teams(const SplitShape& shape, const AttentionParams& p, co
     return std::min<int64_t>(device.multiprocessors / shape.team, decode_units(shape.work, p) * shape.work.pieces);
 }
 
-// ---- the crossover ----
+// ---- when this kernel is chosen ----
 
-// wgmma_sm90, whose blocks have all keys of their rows.
+// The time of wgmma_sm90, whose blocks have all keys of their rows.
 inline double wgmma_time(const AttentionParams& p, const DeviceInfo& device) {
     const int bucket = decode_bucket(p);
     const SplitTile tile = bucket == 64 ? SplitTile::kD64Rows128 : bucket == 128 ? SplitTile::kD128Rows128 : SplitTile::kD256Rows128;
@@ -168,16 +169,16 @@ inline double wgmma_time(const AttentionParams& p, const DeviceInfo& device) {
     return bucket == 256 ? of_rows(128) : std::min(of_rows(128), of_rows(192));
 }
 
-// Whether this kernel takes the least time of those that serve the call.
+// Whether this kernel is the fastest of those that serve the call.
 inline bool split_wins(const AttentionParams& p, const DeviceInfo& device) {
     constexpr double kOverhead = 10, kWgmmaOverhead = 6, kDecodeOverhead = 12;  // launch, first tile, merge; measured
     constexpr double kDecodeRate = 2.8e6;                                       // decode_split_sm80 with 17 to 64 rows; measured
-    if (p.tree.rows) return true;  // the others that know trees give a block all keys of its rows
+    if (p.tree.rows) return true;  // the other kernels with trees give a block all keys of its rows
     if (p.deciding_keys() < 1024) return false;
     const int64_t rows = rows_of_key_head(p);
-    // decode_ring_sm90 reads long caches at the speed of memory, and is slow to begin.
+    // decode_ring_sm90 reads long caches at the speed of memory, but is slow to start.
     if (rows <= 16) return rows > 8 && int64_t(p.deciding_batch()) * p.nheads_k * p.deciding_keys() < 65536;
-    if (p.window_right >= 0 && p.deciding_keys() < 4 * int64_t(p.seqlen_q)) return false;  // rows see different numbers of keys
+    if (p.window_right >= 0 && p.deciding_keys() < 4 * int64_t(p.seqlen_q)) return false;  // rows see very different numbers of keys
     const int64_t full_blocks = int64_t(p.seqlen_q / 128) * p.nheads * p.deciding_batch();
     if (full_blocks > 4 * device.multiprocessors) return false;
     const double wgmma = kWgmmaOverhead + wgmma_time(p, device);

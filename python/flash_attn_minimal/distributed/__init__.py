@@ -1,5 +1,5 @@
-"""Exact attention of sequences whose tokens lie on several ranks: GPUs of one process or of several, CPU threads and
-processes.
+"""Exact attention of sequences whose tokens are spread over several ranks: GPUs of one process or of several, CPU
+threads and processes.
 
     groups = thread_groups(devices=[0, 1])              # or a Group of each process: from_torch, from_mpi, create_group
     out = forward(group, q, k, v, causal=True)          # on every rank, with its own tokens

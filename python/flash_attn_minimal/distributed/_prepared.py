@@ -1,8 +1,9 @@
-"""A call of a rank as the library takes it, made once and then again at other addresses.
+"""A rank's call in the form that the library takes, prepared once and repeated at other addresses.
 
-Most calls differ from an earlier one in nothing but addresses. All that the long way checks follows from the call's
-signature (_repeat.py), so a group keeps the structs of its calls, and the next call of the same signature fills in
-addresses, allocates and launches. The size of the workspace does not follow from it: see Prepared._new_workspace.
+Most calls differ from an earlier one only in addresses. Everything that the full checks find follows from the call's
+signature (_repeat.py). So a group keeps the structs of its calls, and the next call of the same signature fills in the
+addresses, allocates and launches. The size of the workspace does not follow from the signature: see the comment above
+Prepared._new_workspace.
 """
 
 from __future__ import annotations
@@ -18,40 +19,40 @@ from .._library import CPU, Unsupported, WorkspaceTooSmall, new
 from ._structs import KINDS, DistributedPlan, load
 from .groups import Group
 
-_MOST_PREPARED = 256  # calls that a group keeps; then the table starts afresh
+_MOST_PREPARED = 256  # calls that a group keeps; then the table is cleared
 
 
 class Prepared:
-    """The structs of a call, the fields of them that vary, and its plan."""
+    """The structs of a call, their fields that vary, and the call's plan."""
 
     def __init__(self, name: str, outer: ct.Structure, inner: ct.Structure, like: View, kept: Any):
-        """fa_distributed_<name> takes `outer`; the workspace belongs into `inner`. `like` is q, and `kept` keeps what
-        the structs point to besides arrays."""
+        """fa_distributed_<name> takes `outer`; the workspace goes into `inner`. like: the View of q; kept: keeps alive
+        what the structs point to besides arrays."""
         self.name, self.outer, self.inner, self.kept = name, outer, inner, kept
         self.door, self.on_cpu, self.index = like.door, like.device == CPU, like.index
-        self.places: list[tuple[ct.Structure, str] | None] = []  # of the address of each array that the caller gives
-        self.written: list[int] = []  # which of these arrays the call writes to, and the caller's framework counts it
-        self.outputs: list[tuple] = []  # (struct, field, its View; then what makes one) or (where it is among arrays,)
+        self.places: list[tuple[ct.Structure, str] | None] = []  # (struct, field) for each array of the caller
+        self.written: list[int] = []  # positions of the arrays that the call writes, if the framework counts writes
+        self.outputs: list[tuple] = []  # (struct, field, its View; later a maker), or (position in arrays,)
         self.plan = new(DistributedPlan)
-        self._workspace_bytes = 0  # that the last such call had
-        self._make_workspace: Callable | None = None  # on a GPU: of this size
+        self._workspace_bytes = 0  # the size that the last call of this signature had
+        self._make_workspace: Callable | None = None  # on a GPU: makes a workspace of this size
 
     def output(self, struct: ct.Structure, field: str, view: View, given: int | None = None) -> None:
-        """One more result: new, or number `given` of the caller's arrays."""
+        """Adds a result: a new array, or number `given` of the caller's arrays."""
         setattr(struct, field, view.pointer)
         self.outputs.append((struct, field, view) if given is None else (given,))
 
     def ask(self, kind: str, rank: int, size: int) -> DistributedPlan:
-        """Fills the plan."""
+        """Fills the plan by the library's query."""
         query = "fa_distributed_query" if self.name == "forward" else f"fa_distributed_{self.name}_query"
         getattr(load(), query)(self.outer, KINDS[kind], rank, size, self.plan)
         return self.plan
 
     def call(self, group: Group, arrays: tuple, views: list[View], sign: tuple | None) -> tuple:
-        """Makes this call on the group, and keeps it for the next one of this signature. For Group.collective: what
-        launches, and a function of the results."""
+        """Prepares this call on the group, and afterwards keeps it for the next call of this signature. Returns, for
+        Group.collective, a function that launches and a function that returns the results."""
         self.ask(group.kind, group.rank, group.size)
-        if sign is not None and not self._reads(arrays):  # a copy of one is made again at every call
+        if sign is not None and not self._reads(arrays):  # a copied array has to be copied again at every call
             sign = None
         stream = None if self.on_cpu else self.door.stream(views)
         workspace = self._new_workspace(group, views[0])
@@ -82,7 +83,7 @@ class Prepared:
         )
 
     def again(self, group: Group, arrays: tuple) -> tuple | None:
-        """The same for arrays described like those of `call`; None where the long way has to look at them."""
+        """As `call`, for arrays described like those of that call; None if they have to be checked again."""
         address = self.door.address
         try:
             for place, array in zip(self.places, arrays, strict=True):
@@ -120,14 +121,14 @@ class Prepared:
             group.calls.clear()
         group.calls[sign] = self
 
-    # The workspace. What the library is told is what there is, and it compares that with the plan of the very call.
-    # So a call begins with as much as the last one of its signature had. That one's plan may be another one: lengths
-    # given as numbers, alignment and the environment decide about it, too. Where it was too little, `launch` asks.
+    # The workspace. The library compares the size that it is given with the plan of this call. A repeated call
+    # first gets as much as the last call of its signature had. It may need another size, because lengths given as
+    # numbers, alignment and the environment also matter. If the size was too small, `launch` asks for a new plan.
 
     def _new_workspace(self, group: Group, like: View) -> Any:
-        """Makes a workspace for the plan. Returns what keeps it alive."""
+        """Makes a workspace for the plan. Returns an object that keeps it alive."""
         made, size = None, self.plan.workspace_bytes
-        self._workspace_bytes, self._make_workspace = 0, None  # in case that there is no memory
+        self._workspace_bytes, self._make_workspace = 0, None  # stays so if there is no memory
         if size and not self.on_cpu:
             made = like.door.empty(like, (size,), "uint8")
             self._make_workspace = like.door.maker(like, made)
@@ -135,7 +136,7 @@ class Prepared:
         return self._put_workspace(group, lambda _: made)
 
     def _next_workspace(self, group: Group, array: Any) -> Any:
-        """Makes one more of the size of the last, beside an array described like q."""
+        """Makes another workspace of the last size; `array` is one described like q."""
         make = self._make_workspace
         return self._put_workspace(group, lambda _: make and make(array))
 
@@ -175,8 +176,9 @@ def make_call(
     start: Callable[[], tuple[tuple | None, Callable]],
     adjust: Callable[[Prepared], None] | None = None,
 ) -> list[Any]:
-    """A collective call; returns its results. `start` returns the call's signature, and what prepares a call that is
-    not like one before: (Prepared, its views). `adjust` puts what the signature leaves out into such a call."""
+    """Makes a collective call; returns its results. start: returns the call's signature, and a function that prepares
+    the call if it does not repeat an earlier one, returning (Prepared, its views). adjust: puts what the signature
+    leaves out into a repeated call."""
 
     def ready() -> tuple:
         if _record.current() is not None:

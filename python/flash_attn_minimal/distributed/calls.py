@@ -1,7 +1,7 @@
-"""Attention of sequences whose tokens lie on several ranks: plan, forward, backward.
+"""Attention of sequences whose tokens are spread over several ranks: plan, forward, backward.
 
-Every rank holds some tokens of each sequence (layouts.py) and makes the same call with its own q, k and v. Its result
-is its rows of what one device would compute from all tokens.
+Every rank holds some tokens of each sequence (layouts.py) and makes the same call with its own q, k and v. It gets its
+rows of the result that one device would compute from all tokens.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ _MODE_NAMES = {number: name for name, number in MODES.items()}
 
 @dataclass(frozen=True)
 class DistributedPlan:
-    """What a call would do on one rank."""
+    """The answer of `plan`: what a call would do on one rank."""
 
     status: str  # "FA_OK", or the name of the status that the call would raise
     error: str  # the text of that error, "" when there is none
     mode: str  # "gather", "ulysses" or "ring"
-    rows: tuple[int, int]  # of q and of k on this rank
+    rows: tuple[int, int]  # rows of q and of k on this rank
     workspace_bytes: int  # scratch memory, allocated by the call itself
-    shared_bytes: int  # what the group takes of every rank: Group.reserve
-    received_bytes: int  # by this rank
-    calls: int  # launches of attention
+    shared_bytes: int  # memory that the group takes on every rank: see Group.reserve
+    received_bytes: int  # bytes that this rank receives
+    calls: int  # the number of launches of attention
     why_not: dict[str, str]  # for each mode that does not serve the call, the reason
 
 
 class _Whole:
-    """The arguments that say where a rank's rows lie in the sequences."""
+    """The arguments that define where a rank's rows are in the sequences."""
 
     def __init__(self, cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, layout, mode, groups):
         self.cu_seqlens = [None if cu is None else host_lengths(f"cu_seqlens_{x}", cu) for x, cu in
@@ -60,12 +60,13 @@ class _Whole:
         self.layout, self.mode, self.groups = layout, mode, groups
 
     def values(self) -> tuple:
-        """What a signature knows them by."""
+        """The arguments in a form for signatures."""
         cu = [None if cu is None else cu.tobytes() for cu in self.cu_seqlens]
         return (*cu, *self.seqlens, self.layout, self.mode, self.groups)
 
     def put(self, call: DistributedArgs, args: AttentionArgs, views: list[View], rank: int, size: int) -> list:
-        """Puts them into the structs, and checks q and k against them; returns what keeps the lengths alive."""
+        """Puts the arguments into the structs, and checks q and k against them. Returns arrays that keep the lengths
+        alive."""
         call.layout = LAYOUTS[_name("layout", self.layout, LAYOUTS)]
         call.mode = MODES[_name("mode", self.mode, MODES)]
         call.groups = _integer("groups", self.groups, -(2**31), 2**31 - 1)
@@ -127,7 +128,7 @@ def rows_of(view: View) -> int:
 
 
 def put_rows(struct: ct.Structure, name: str, view: View) -> None:
-    """The address and strides of packed rows (rows, heads, dim); a dense batch is such rows, too."""
+    """Puts the address and strides of packed rows (rows, heads, dim), or of a dense batch seen as such rows."""
     *batch, rows, _, _ = view.shape
     *outer, row, head, _ = view.strides
     if batch and batch[0] > 1:
@@ -148,14 +149,14 @@ def refuse_float8(options: Options) -> None:
 
 
 def check_axes(name: str, x: Any, q: Any) -> None:
-    """Of one of q, k and v: anything with a shape."""
+    """Raises unless one of q, k and v, any object with a shape, has the right number of axes."""
     if len(x.shape) not in (3, 4) or len(x.shape) != len(q.shape):
         axes = "(rows, heads, dim), or (batch, rows, heads, dim)" if x is q else f"{len(q.shape)} axes as q has"
         raise BadArgument(f"{name} has shape {tuple(x.shape)}: expected {axes}")
 
 
 def _prepare(q: Any, k: Any, v: Any, whole: _Whole, options: Options, rank: int, size: int):
-    """The structs of a forward call but for its results and workspace: (args, call, views, lengths)."""
+    """The structs of a forward call, except for its results and workspace: (args, call, views, lengths)."""
     refuse_float8(options)
     views = [_arrays.view(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v"))]
     qv, kv, vv = views
@@ -184,19 +185,19 @@ def _prepare(q: Any, k: Any, v: Any, whole: _Whole, options: Options, rank: int,
     lengths = whole.put(call, args, views, rank, size)
     options.put(args, views)
     scores = [name for name in ("bias", "mask") if getattr(options, name) is not None]
-    for name in scores:  # frameworks give an array without elements no address and no strides
+    for name in scores:  # frameworks give an empty array neither an address nor strides
         if not getattr(args, f"{name}_data"):
             setattr(args, f"{name}_row_stride", max(1, getattr(args, f"{name}_row_stride")))
     if whole.mode == "ulysses" and scores and not _shows_rows(call, lengths[0], size):
         for name in scores:
             if len(shape := _arrays.view(getattr(options, name), name).shape) > 1:
-                setattr(args, f"{name}_row_stride", shape[-1])  # refused
+                setattr(args, f"{name}_row_stride", shape[-1])  # not 0, so that the library refuses it
     return args, call, views, lengths
 
 
 def _shows_rows(call: DistributedArgs, cu_q: np.ndarray, size: int) -> bool:
-    """Whether a rank has two rows of a sequence. Elsewhere an axis of one row may be the ranks' own rows, or one that
-    they share; where a rank has two, that rank sees which."""
+    """Whether any rank has two rows of a sequence. If none has, an axis of one row may hold each rank's own row or one
+    row that all share, and nothing tells which."""
     batch = cu_q.size - 1
     return any(np.diff(_local(_segments(call.layout, r, size, cu_q), batch)).max(initial=0) > 1 for r in range(size))
 
@@ -237,34 +238,35 @@ def forward(
     Arguments:
         q, k, v: this rank's rows of each sequence, in the order of `segments`: packed (rows, heads, dim) with
             cu_seqlens_q, or a dense batch of equal lengths (batch, rows, heads, dim). float32, float16 or bfloat16. The
-            heads of a row lie next to each other, and the rows of a sequence behind those of the one before.
+            heads of a row must be adjacent in memory, and the rows of a sequence must follow those of the one before.
         cu_seqlens_q, cu_seqlens_k: where the whole sequences begin in a packed array of all tokens, (batch + 1,)
-            integers in host memory, the same on every rank. cu_seqlens_k=None is cu_seqlens_q.
-        seqlen_q, seqlen_k: of a dense batch, the whole length of its sequences. seqlen_q=None is `size` times this
-            rank's; seqlen_k=None is seqlen_q where that is given, else `size` times this rank's.
+            integers in host memory, the same on every rank. cu_seqlens_k=None means cu_seqlens_q.
+        seqlen_q, seqlen_k: for a dense batch, the whole length of its sequences. seqlen_q=None means `size` times this
+            rank's; seqlen_k=None means seqlen_q if that is given, else `size` times this rank's.
         layout: which tokens a rank holds, see layouts.py. "flat" is for packed arrays, or a batch of one.
         mode: how the ranks share the work.
-            "gather": a rank fetches the keys and values that its queries see. Any option.
-            "ulysses": a rank fetches all tokens of some heads, and sends the rows of out back: bitwise the result of
-                one device. At least as many heads as ranks; no bias or mask with rows, or of which no rank can say
-                whether it has: give it without that axis.
-            "ring": a rank walks over the keys of one rank after another, and adds up results in float32: the least
+            "gather": a rank fetches the keys and values that its queries see. Serves every option.
+            "ulysses": a rank fetches all tokens of some heads, and sends the rows of out back. The result is bitwise
+                that of one device. Needs at least as many heads as ranks, and no bias or mask with an axis of rows.
+                Where no rank has two rows of a sequence, an axis of size 1 is refused too: leave it out.
+            "ring": a rank visits the keys of one rank after another, and adds up results in float32. Needs the least
                 memory.
-            "auto": what moves the fewest bytes.
-        groups: pieces of heads whose transfers run behind the work on other pieces; 0 lets the library choose.
+            "auto": the mode that moves the fewest bytes.
+        groups: the number of pieces that the heads are cut into, so that transfers for one piece overlap work on
+            another; 0 lets the library choose.
         return_lse: also return lse.
-        out: where to put the result, shaped as q but for headdim_v; returned again.
-        options: those of flash_attn_func, the same on every rank, but for float8. bias and mask broadcast to (batch,
-            nheads, rows, seqlen_k): row i of sequence b is this rank's i-th row of it, columns count all its keys.
-            num_threads is this rank's.
+        out: array for the result, of q's shape with headdim_v, which is also returned.
+        options: those of flash_attn_func except float8's, the same on every rank. bias and mask broadcast to (batch,
+            nheads, rows, seqlen_k): row i of sequence b is this rank's i-th row of the sequence, columns are all keys.
+            num_threads is for this rank only.
 
     Returns:
         out, in q's dtype; with return_lse the pair (out, lse). lse is (nheads, rows) float32 over all rows of this
-        rank, also for a dense batch: those of its sequences, one after another.
+        rank. For a dense batch, too, these are the rows of its sequences one after another.
 
     Raises:
-        BadArgument, Unsupported, OutOfMemory: on every rank, whichever rank has the reason; the group stays usable.
-        RankLost, CudaError: the group is over.
+        BadArgument, Unsupported, OutOfMemory: on every rank, whichever rank has the cause; the group stays usable.
+        RankLost, CudaError: the group has ended.
     """
     check_group(group)
     arrays = q, k, v, *[options.get(name) for name in _ARRAYS], out
@@ -319,18 +321,20 @@ def backward(
 ) -> tuple[Array, ...]:
     """This rank's rows of the gradients of sum(out * dout) + sum(lse * dlse) over the tokens of all ranks. Collective.
 
-    Arguments, beside those of the forward call, which are given again; `mode`, `groups`, `kernel`, `deterministic` and
-    `num_threads` may be others:
+    The arguments of the forward call must be given again; only `mode`, `groups`, `kernel`, `deterministic` and
+    `num_threads` may differ.
+
+    Arguments besides those of the forward call:
         dout: like out, this rank's rows of the gradient of the loss.
-        out, lse: what `forward` returned.
-        dlse: like lse, the gradient of the loss through lse; None is zero.
-        return_dbias: also return the gradient of bias: float32, of bias's shape, from the rows of this rank. Where an
-            axis is broadcast, the sum over these rows alone.
-        return_dsinks: also return the gradient of sinks, (nheads,) float32: the sum over all ranks, on each.
-        dq, dk, dv: where to put the results, shaped as q, k, v, of their dtype; returned again.
+        out, lse: the results of `forward`.
+        dlse: like lse, the gradient of the loss through lse; None means zero.
+        return_dbias: also return the gradient of bias: float32, of bias's shape, from the rows of this rank only. Where
+            an axis is broadcast, it is the sum over these rows.
+        return_dsinks: also return the gradient of sinks, (nheads,) float32: the sum over all ranks, on every rank.
+        dq, dk, dv: arrays for the results, of the shapes of q, k and v and of their dtype, which are also returned.
 
     Returns:
-        (dq, dk, dv), then dbias and dsinks where asked for.
+        (dq, dk, dv), then dbias and dsinks if requested.
 
     Raises: as `forward`.
     """
@@ -381,7 +385,7 @@ def backward(
             prepared.output(gradients, "dsinks", qv.door.full(qv, (args.nheads,), "float32", 0))
         return prepared, views
 
-    # dbias is added to, so it begins with zeros: no call like one before.
+    # The library adds to dbias, so it must begin with zeros: such a call is not repeated.
     repeats = None if return_dbias else ("backward", return_dsinks)
     return tuple(
         _make(
@@ -398,8 +402,8 @@ def _places(args: ct.Structure, arrays: tuple, fields: tuple[str, ...]) -> list[
 def _make(
     name: str, group: Group, arrays: tuple, repeats: tuple | None, options: Any, prepare: Any, where: tuple
 ) -> list[Any]:
-    """A call whose arguments are still to be checked, where the other ranks hear of it. repeats: what the signature of
-    calls like it begins with."""
+    """Makes a call whose arguments are checked inside the collective call, so that the other ranks hear of errors.
+    repeats: the beginning of the signature, or None for a call that is not repeated."""
 
     def start() -> tuple[tuple | None, Any]:
         chosen, whole = _options_of(name, options), _Whole(*where)
@@ -426,13 +430,13 @@ def plan(
     kind: str = "threads",
     **options: Any,
 ) -> DistributedPlan:
-    """What `forward`, or with backward=True `backward`, would do with the same arguments on this rank, without doing
-    it. Not collective: in place of a group (rank, size) will do, then with the `kind` of the group to come.
+    """Tells what `forward`, or with backward=True `backward`, would do with the same arguments on this rank, without
+    doing it. Not collective. `group` may also be (rank, size); `kind` is then the kind of the planned group.
 
     >>> import numpy as np
     >>> from flash_attn_minimal.distributed import plan
     >>> q, k = np.zeros((1, 1024, 8, 64), np.float32), np.zeros((1, 1024, 4, 64), np.float32)
-    >>> plan((0, 4), q, k, k, causal=True).mode  # of 4096 tokens, 1024 of which are on each rank
+    >>> plan((0, 4), q, k, k, causal=True).mode  # for 4096 tokens, 1024 of them on each rank
     'ulysses'
     """
     if isinstance(group, Group):

@@ -1,4 +1,5 @@
-"""Results over keys that are spread over the ranks: decode, one step of inference over a cache in shards, and merge."""
+"""Attention over keys that are spread over the ranks: `decode`, a step of inference over a sharded cache, and
+`merge`."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from ._structs import DistributedDecodeArgs, DistributedMergeArgs
 from .calls import check_group, check_place, put_rows, rows_of
 from .groups import Group
 
-# Where the address of each array of a step goes: into fa_attention_args, or fa_kvcache_args.
+# The field for the address of each array of a step, in fa_attention_args and in fa_kvcache_args.
 _ATTENTION = {"q": "q_data", "k_cache": "k_data", "v_cache": "v_data", "alibi_slopes": "alibi_slopes", "sinks": "sinks"}
 _CACHE = {"k": "k_new_data", "v": "v_new_data", "k_scale": "k_scale_data", "v_scale": "v_scale_data"} | {
     name: name
@@ -64,17 +65,17 @@ def decode(
 ) -> Any:
     """flash_attn_with_kvcache over a cache whose keys are spread over the ranks in any way. Collective.
 
-    Arguments, which are those of flash_attn_with_kvcache, of this rank's shard of the cache:
+    Arguments, as in flash_attn_with_kvcache, for this rank's shard of the cache:
         q: the same on every rank.
-        k_cache, v_cache, cache_seqlens, cache_batch_idx, block_table, k_scale, v_scale: this rank's shard. Page
-            sizes, lengths and tables are its own; cache_seqlens counts its own keys, and may be 0.
-        k, v: the keys and values to append, on the rank that is to hold them; None on the others. (Different ranks
-            may take those of different calls.)
-        causal: the rank that appends hides later new tokens from earlier rows of q. Keys in the caches are seen by
-            all rows.
+        k_cache, v_cache, cache_seqlens, cache_batch_idx, block_table, k_scale, v_scale: this rank's shard. Its page
+            sizes, lengths and tables may differ from other ranks'; cache_seqlens counts this rank's keys, and may be 0.
+        k, v: the keys and values to append, on the rank that is to hold them; None on the other ranks. (Other ranks may
+            append in other calls.)
+        causal: on the rank that appends, earlier rows of q do not see later new tokens. All rows see all keys in the
+            caches.
         sinks: the same on every rank; they count once.
-        window_size, alibi_slopes, rotary_cos, rotary_sin, cache_leftpad: refused. They need positions in the whole
-            sequence, which a shard does not have: rotate q and k before.
+        window_size, alibi_slopes, rotary_cos, rotary_sin, cache_leftpad: refused, because they need positions in the
+            whole sequence, which a shard does not have. Rotate q and k before the call.
 
     Returns:
         the whole result, on every rank: out, with return_lse or return_softmax_lse the pair (out, lse).
@@ -90,7 +91,7 @@ def decode(
         window_size=window_size, softcap=softcap, rotary_interleaved=rotary_interleaved, num_splits=num_splits,
         batch_invariant=batch_invariant, programmatic=programmatic, kernel=kernel, num_threads=num_threads,
     )  # fmt: skip
-    at_once = type(cache_seqlens) is int  # one length, which is no array
+    at_once = type(cache_seqlens) is int  # one length for all sequences, not an array
     arrays = (*step[:_LENGTHS], None if at_once else cache_seqlens, out)
 
     def prepare() -> tuple[Prepared, list[View]]:
@@ -106,7 +107,7 @@ def decode(
             if name == "out":
                 struct, field = args, "out_data"
             elif name in ("k", "v") and not call.seqlen_new:
-                array = None  # no token: its address is not wanted
+                array = None  # nothing to append, so its address is not needed
             is_array = array is not None and not isinstance(array, (int, np.integer))
             prepared.places.append((struct, field) if is_array else None)
         shape = (*qv.shape[:3], args.headdim_v)
@@ -132,19 +133,19 @@ def decode(
 
 
 def merge(group: Group, out: Array, lse: Array) -> tuple[Array, Array]:
-    """Merges attention over disjoint keys, one result of each rank, into attention over all of them, in place on every
-    rank. Collective.
+    """Merges attention over disjoint sets of keys, one result on each rank, into attention over all keys, in place on
+    every rank. Collective.
 
         lse = log(sum of exp(lse_r)),   out = sum of exp(lse_r - lse) out_r
 
-    The sums are made in float32, in the order of the ranks, so that all ranks get the same bits. A side with lse = -inf
+    Sums are float32, in the order of the ranks, so that all ranks get the same bits. A rank's row with lse = -inf
     changes nothing, whatever its out holds. With sinks, give them to one rank only.
 
     Arguments:
         out: (rows, nheads, headdim_v) or (batch, rows, nheads, headdim_v), contiguous.
         lse: (nheads, all rows) float32, contiguous, as `forward` returns it.
 
-    Returns (out, lse), the same arrays.
+    Returns (out, lse), the given arrays.
     """
     check_group(group)
     arrays = out, lse

@@ -1,8 +1,8 @@
 """Groups of ranks: threads of this process, or processes that find each other through an all-gather.
 
-A rank is a thread or a process with a device of its own, or with a share of one. Every rank has a Group and makes the
-same calls on it in the same order. A call waits until all ranks have made it, at most `timeout` seconds, so a rank that
-is missing is an error and not a hang.
+A rank is a thread or a process with its own device, or with a share of one. Every rank has a Group and makes the same
+calls on it in the same order. A call waits until all ranks have made it, at most `timeout` seconds. A missing rank is
+therefore an error, not a hang.
 """
 
 from __future__ import annotations
@@ -37,34 +37,34 @@ AllGatherFunction = Callable[[bytes], Sequence[bytes]]
 Result = TypeVar("Result")
 
 _numbers = itertools.count()
-named: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()  # what a graph of operators can hold
+named: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()  # a graph of operators holds only names
 _KEPT_SCRATCH = 64 << 20  # bytes of CPU workspace that a group keeps for its next call
 
 
 class Group:
-    """One rank's membership of a group; thread_groups, create_group, from_torch and from_mpi make it.
+    """One rank's membership of a group, made by thread_groups, create_group, from_torch or from_mpi.
 
-    A rank makes one call at a time. Where an argument is wrong on one rank, or the ranks disagree, all of them raise,
-    and the group stays usable. After RankLost or a CudaError it does not.
+    A rank makes one call at a time. If an argument is wrong on one rank, or the ranks disagree, all ranks raise and the
+    group stays usable. After RankLost or a CudaError it is not usable.
 
     Attributes:
-        rank, size: this rank, 0 .. size - 1, and how many there are.
-        device: "cpu" or "cuda:0", where this rank's arrays lie.
+        rank, size: the number of this rank, 0 .. size - 1, and the number of ranks.
+        device: the device of this rank's arrays, "cpu" or for example "cuda:0".
         kind: "threads", "processes" or "nccl".
-        name: another one for every group of this process; `named` finds the group by it.
+        name: unique among the groups of this process; the key of the group in `named`.
     """
 
     def __init__(self, args: GroupArgs, all_gather: AllGatherFunction, kind: str, crew: _Crew | None = None):
         self.rank, self.size, self.kind = args.rank, args.size, kind
         self.device = "cpu" if args.device == CPU else f"cuda:{args.device_index}"
-        self._failures: list[BaseException] = []  # of all_gather, which C cannot pass on
+        self._failures: list[BaseException] = []  # exceptions of all_gather, which C cannot pass on
         self._callback = args.all_gather = _callback(all_gather, args.size, self._failures)
-        # A collector, or a handler of a signal, may run `close` or `abort` anywhere: also where this thread has a lock.
+        # Reentrant locks: a garbage collector or a signal handler may run `close` or `abort` while this thread has one.
         self._turn, self._ending = threading.RLock(), threading.RLock()
-        self._calling = False  # whether the thread that has the turn is in a call
+        self._calling = False  # whether the thread that holds _turn is in a call
         self._crew, self._process = crew, os.getpid()
         self._scratch: np.ndarray | None = None
-        self.calls: dict[tuple, Any] = {}  # prepared calls by their signatures; see calls.py
+        self.calls: dict[tuple, Any] = {}  # prepared calls by signature; see _prepared.py
         self._handle: int | None = None
         handle = ct.c_void_p()
         try:
@@ -75,7 +75,7 @@ class Group:
         self.name = f"group {next(_numbers)}"
         named[self.name] = self
         self._finalizer = weakref.finalize(self, _drop, handle.value, crew, self._process, self.rank)
-        self._finalizer.atexit = False  # the end of the process frees everything, and waits for nobody
+        self._finalizer.atexit = False  # the end of the process frees everything and waits for no rank
 
     def __repr__(self) -> str:
         state = "" if self._handle else ", closed"
@@ -91,15 +91,15 @@ class Group:
 
     def close(self) -> None:
         """Frees what the group holds on this rank. Collective: it waits for the other ranks, at most the timeout,
-        unless the group is over. Groups of thread_groups do not wait: the first that is closed ends them all, and the
-        last frees them."""
+        unless the group has ended already. Groups of thread_groups do not wait: closing the first ends them all, and
+        closing the last frees them."""
         if self._handle is None:
             return
-        if os.getpid() != self._process:  # the copy of a fork, where other threads hold their locks for ever
+        if os.getpid() != self._process:  # in the child of a fork, where locks of other threads are never released
             self._handle = None
             self._finalizer.detach()
             return
-        with self._turn:  # behind the call that another thread of this rank makes
+        with self._turn:  # waits for a call that another thread of this rank makes
             if self._calling:
                 raise BadArgument(
                     f"group={self} is in a call of this thread, which cannot close it before the call ends"
@@ -115,7 +115,8 @@ class Group:
                 load().fa_group_destroy(handle)
 
     def abort(self, reason: str) -> None:
-        """Ends the group, from any thread: calls of all ranks raise RankLost with the reason, those that wait too."""
+        """Ends the group, from any thread: calls of all ranks, waiting ones included, raise RankLost with the
+        reason."""
         if os.getpid() != self._process:
             return
         with self._ending:
@@ -123,9 +124,9 @@ class Group:
                 load().fa_group_abort(self._handle, str(reason).encode())
 
     def reserve(self, shared_bytes: int) -> None:
-        """Makes sure that every rank has so much memory that the others can read: the largest `shared_bytes` of the
-        plans to come. Collective. Calls do it by themselves, at the first one that needs more, and then wait for the
-        GPU; a program that captures CUDA graphs does it before."""
+        """Makes sure that every rank has this much memory that other ranks can read: the largest `shared_bytes` of the
+        plans to come. Collective. A call that needs more than there is reserves it by itself and then waits for the
+        GPU. A program that captures CUDA graphs therefore reserves it before the capture."""
 
         def prepare() -> tuple:
             size = _integer("shared_bytes", shared_bytes, 0, 2**63 - 1)
@@ -136,8 +137,8 @@ class Group:
     # ---- for calls.py ----
 
     def collective(self, prepare: Callable[[], tuple[Callable[[int], None], Callable[[], Result]]]) -> Result:
-        """A call of this rank. `prepare` returns a function that makes it with the group's handle, and one of its
-        result. Where `prepare` fails, the other ranks, which wait for this one, are told so."""
+        """Makes a call of this rank. `prepare` returns two functions: one makes the call with the group's handle, the
+        other returns its result. If `prepare` fails, the other ranks, which wait for this one, are told."""
         if os.getpid() != self._process:
             raise BadArgument(f"group={self} belongs to process {self._process}, and this is {os.getpid()}")
         mine = self._turn.acquire(blocking=False)
@@ -156,7 +157,7 @@ class Group:
                 self._turn.release()
 
     def _start(self, prepare: Callable) -> Callable[[], Any]:
-        """Makes the call; its errors are those of all ranks."""
+        """Makes the call. Its errors are marked as raised on all ranks."""
         try:
             try:
                 launch, result = prepare()
@@ -172,14 +173,14 @@ class Group:
             raise
 
     def refuse(self, error: Exception) -> None:
-        """Tells the other ranks, which wait for this one's call, that it does not come."""
+        """Tells the other ranks, which wait for this rank's call, that it will not come."""
         status = next((number for number, kind in _ERRORS.items() if isinstance(error, kind)), 1)
         text = str(error) if isinstance(error, FlashAttnError) else f"{type(error).__name__}: {error}"
-        with contextlib.suppress(FlashAttnError):  # its own error is the one to raise
+        with contextlib.suppress(FlashAttnError):  # `error` is the one to raise, not an error of refusing
             load().fa_group_refuse(self._handle, status, text.encode())
 
     def scratch(self, size: int) -> np.ndarray:
-        """Workspace of a call on the CPU."""
+        """The workspace of a call on the CPU: at least `size` bytes."""
         kept = self._scratch
         if kept is None or kept.size < size:
             try:
@@ -191,15 +192,15 @@ class Group:
 
 
 class _Crew:
-    """The groups of thread_groups, which one thread may close one after another: nothing is freed before the last.
-    The first ends the group, so that no rank waits for it."""
+    """The groups of one thread_groups, which a single thread may close one after another. The first that is closed ends
+    the group, so that no rank waits for it. Nothing is freed before the last is closed."""
 
     def __init__(self, size: int):
-        # A collector may drop one group of the crew while this thread closes another.
+        # Reentrant: a garbage collector may drop one group of the crew while this thread closes another.
         self.size, self.handles, self.lock = size, [], threading.RLock()
 
     def leave(self, handle: int | None, reason: str) -> None:
-        """A rank leaves; without a handle, one whose group could not be made."""
+        """Closes the group of one rank; handle=None for a rank whose group could not be made."""
         lib = load()
         if handle is not None:
             lib.fa_group_abort(handle, reason.encode())
@@ -213,9 +214,10 @@ class _Crew:
 
 
 def _drop(handle: int, crew: _Crew | None, process: int, rank: int) -> None:
-    """A group that nobody refers to any more. A garbage collector cannot wait for other ranks."""
+    """Ends a group that nothing refers to any more, without waiting for other ranks: a garbage collector cannot
+    wait."""
     if os.getpid() != process:
-        return  # the copy of a fork
+        return  # in the child of a fork
     reason = f"rank {rank} dropped its group without closing it"
     if crew:
         crew.leave(handle, reason)
@@ -277,17 +279,17 @@ def create_group(
     nccl_comm: int | None = None,
     nccl_library: str | None = None,
 ) -> Group:
-    """A rank's Group, by whatever the ranks already talk through. Collective.
+    """Makes a rank's Group, by means of any channel between the ranks. Collective.
 
     Arguments:
-        rank, size: this rank, 0 .. size - 1, and how many there are.
-        all_gather: a function of a bytes object that returns those of all ranks, by rank. It is called a few times
-            while the group is made, and with kind="nccl" also by every later call.
+        rank, size: the number of this rank, 0 .. size - 1, and the number of ranks.
+        all_gather: a function that takes a bytes object and returns those of all ranks, in the order of ranks. It is
+            called a few times while the group is made, and with kind="nccl" also in every later call.
         kind: "processes" of one host, "threads" of one process, or "nccl": GPUs of any hosts.
         device: "cpu", or the number of this rank's CUDA device; ranks may share one.
         timeout: seconds that a call waits for the other ranks.
-        nccl_comm: with kind="nccl" the address of an ncclComm_t of the same ranks, which stays the caller's.
-        nccl_library: path of libnccl; None means the one in this process, else libnccl.so.2.
+        nccl_comm: with kind="nccl", the address of an ncclComm_t of the same ranks, which the caller still owns.
+        nccl_library: path of libnccl; None means the one loaded in this process, else libnccl.so.2.
     """
     args = _args(kind, rank, size, device, timeout)
     if nccl_comm is not None:
@@ -303,8 +305,10 @@ def from_torch(
     """The Group of a PyTorch process group (None: all processes). Collective among its ranks.
 
     Arguments:
-        device: "cpu" or the number of this rank's CUDA device; None is the current CUDA device, "cpu" without one.
-        kind: "processes", of one host; or "nccl", of any hosts, through the process group's NCCL communicator.
+        device: "cpu" or the number of this rank's CUDA device. None means the current CUDA device, or "cpu" without
+            one.
+        kind: "processes" for processes of one host; or "nccl" for any hosts, through the process group's NCCL
+            communicator.
     """
     import torch
 
@@ -330,7 +334,7 @@ def from_torch(
 
 
 def _nccl_comm(process_group: Any, device: Any, all_gather: AllGatherFunction) -> int:
-    """The address of PyTorch's ncclComm_t, which it makes at the first collective call on the device."""
+    """The address of PyTorch's ncclComm_t, which PyTorch makes in the first collective call on the device."""
     backend = process_group._get_backend(device)
     pointer = getattr(backend, "_comm_ptr", None)
     if pointer is None:
@@ -345,18 +349,18 @@ def _nccl_comm(process_group: Any, device: Any, all_gather: AllGatherFunction) -
 
 
 def from_mpi(comm: Any, device: Any = "cpu", timeout: float = 30.0) -> Group:
-    """The Group of an mpi4py communicator, whose processes are on one host. Collective among its ranks."""
+    """The Group of an mpi4py communicator whose processes are on one host. Collective among its ranks."""
     return create_group(comm.Get_rank(), comm.Get_size(), comm.allgather, device=device, timeout=timeout)
 
 
 def thread_groups(
     size: int | None = None, device: Any = "cpu", timeout: float = 30.0, *, devices: Sequence[Any] | None = None
 ) -> list[Group]:
-    """Groups for ranks that are threads of this process, one for each; `run` starts such threads.
+    """Makes the Groups of ranks that are threads of this process, one for each rank; `run` starts such threads.
 
     Arguments:
-        size: how many ranks, all on `device`.
-        devices: in place of both, the device of each rank.
+        size: the number of ranks, all on `device`.
+        devices: the device of each rank, in place of size and device.
 
     >>> import numpy as np
     >>> from flash_attn_minimal import distributed, flash_attn_func
@@ -384,7 +388,7 @@ def thread_groups(
             slots[rank] = mine
             barrier.wait(every[rank].timeout_ms / 1000)
             everything = list(slots)
-            barrier.wait(every[rank].timeout_ms / 1000)  # nobody writes the next message before all have read this one
+            barrier.wait(every[rank].timeout_ms / 1000)  # all ranks have read before anybody writes the next message
             return everything
 
         try:
@@ -398,10 +402,10 @@ def thread_groups(
 
 
 def run(groups: Sequence[Group], function: Callable[..., Result], *args: Any) -> list[Result]:
-    """function(group, *args) for the groups of thread_groups, each on a thread of its own; returns their results.
+    """Calls function(group, *args) for each group of thread_groups, each on its own thread; returns the results.
 
-    Where some raise, the first error of a rank that caused it is raised, after all have ended. An error that the other
-    ranks do not know of ends the group, so that they do not wait for this rank.
+    If some raise, `run` waits for all threads and then raises the first error of a rank that caused one. An error that
+    the other ranks do not know of ends the group, so that they do not wait for this rank.
     """
 
     def call(group: Group) -> Result:
@@ -441,14 +445,14 @@ def _on_threads(calls: Sequence[Callable[[], Result]]) -> list[Result]:
 
 
 def _distance(error: BaseException) -> int:
-    """How far an error is from its cause: that of the rank itself, of another rank, of a rank that waited for one."""
+    """How far an error is from its cause: 0 on the rank itself, 1 reported by another rank, 2 on a rank that waited."""
     if isinstance(error, RankLost) or isinstance(error.__cause__, threading.BrokenBarrierError):
         return 2
     return int(isinstance(error, FlashAttnError) and re.match(r"rank \d+: ", str(error)) is not None)
 
 
 def _is_everybodys(error: BaseException | None) -> bool:
-    """Whether all ranks of the group raise because of this error, or of the one that it was raised from."""
+    """Whether all ranks of the group raise because of this error, or because of one that led to it."""
     while error is not None:
         if getattr(error, "_everybodys", False):
             return True

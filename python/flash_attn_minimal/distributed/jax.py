@@ -1,18 +1,18 @@
 """Attention of sequences that are spread over the devices of a mesh axis, for use inside jax.shard_map.
 
-XLA owns devices and transfers: the modes are made of JAX's collectives around calls of flash_attn_minimal.jax.
+XLA owns devices and transfers, so the modes consist of JAX's collectives around calls of flash_attn_minimal.jax.
 
-    gather     a device gets the keys and values of all others (under a window: of those that it reaches). Its queries
-               are then parts of the whole sequences (fa_part of flash_attn.h): the position of a part is data, not
-               shape, so that one program serves every device, and a kernel skips what a part does not see
+    gather     a device gets the keys and values of all others (with a window, of those that it reaches). Its queries
+               are then parts of the whole sequences (fa_part of flash_attn.h). The position of a part is data, not
+               shape, so one program serves every device, and a kernel skips keys that a part does not see
     ulysses    a device gets all tokens of some heads, and sends the rows of the result back
                (Jacobs et al. 2023, DeepSpeed Ulysses)
-    ring       keys and values walk from device to device. Results are merged by their lse in float32
+    ring       keys and values move from device to device. Results are merged by their lse in float32
                (Liu et al. 2023, Ring Attention)
 
-Gradients do the transfers again, and keep nothing but a device's own q, k, v, out and lse. (ulysses keeps its share of
-heads instead, which is as large.) What several devices add to the gradient of a key is rounded to its dtype, sent to
-the owner, and added up there in float32, in a fixed order.
+The backward pass repeats the transfers, so a device keeps only its own q, k, v, out and lse. (ulysses keeps its share
+of heads instead, which is as large.) The contributions of several devices to the gradient of a key are rounded to its
+dtype, sent to its owner, and added up there in float32, in a fixed order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .._library import BadArgument, Unsupported
 from .._options import Options
 from ..jax import Call, as_array, check_served, no_second_derivative, nothing, scaled, traced, vary
 
-LAYOUTS = {"contiguous": 1, "zigzag": 2}  # chunks of a sequence that a device holds
+LAYOUTS = {"contiguous": 1, "zigzag": 2}  # -> chunks of a sequence that a device holds
 MODES = ("auto", "gather", "ulysses", "ring")
 _ARRAYS = ("bias", "mask", "alibi_slopes", "sinks")
 
@@ -61,32 +61,32 @@ def context_parallel_attention(
     allow_tf32: bool = False,
     num_threads: int = 0,
 ) -> Any:
-    """A device's rows of flash_attn_func of the whole sequences. Called inside jax.shard_map, by every device.
+    """A device's rows of flash_attn_func over the whole sequences. Every device calls it, inside jax.shard_map.
 
     P is the number of devices along the axis. The whole sequences have seqlen_q queries and seqlen_k keys.
 
     Arguments:
-        q: (batch, seqlen_q / P, nheads, headdim), float32, float16 or bfloat16: the device's rows.
+        q: (batch, seqlen_q / P, nheads, headdim), float32, float16 or bfloat16: this device's rows.
         k, v: (batch, seqlen_k / P, nheads_k, headdim) and (..., headdim_v), the same dtype.
         axis_name: the mesh axis that the sequence is sharded over, or a tuple of them.
-        layout: "contiguous": device r holds chunk r of P. "zigzag": it holds chunks r and 2 P - 1 - r of 2 P, which is
-            the same work for each under a causal mask; shard_tokens brings the tokens into this order. Local lengths
-            are then even: seqlen_q and seqlen_k are divisible by 2 P.
-        mode: "auto" takes "ulysses" where it serves the call and no window makes "gather" cheaper, else "gather".
-            "ring" is for keys and values that are too large for one device together.
+        layout: "contiguous": device r holds chunk r of P. "zigzag": it holds chunks r and 2 P - 1 - r of 2 P, so that
+            devices have equal work under a causal mask; shard_tokens brings the tokens into this order. The local
+            lengths must then be even: 2 P divides seqlen_q and seqlen_k.
+        mode: "auto" takes "ulysses" if it serves the call and no window makes "gather" cheaper, else "gather". "ring"
+            is for keys and values that together are too large for one device.
         alibi_slopes, sinks: as in flash_attn_func, with all heads, the same on every device.
         bias, mask: broadcast to (batch, nheads, seqlen_q / P, seqlen_k): the device's rows, in its layout, and all
             keys in their natural order.
-        dropout_p: the elements that one device would drop. Devices that differ along another axis of the mesh drop
-            the same ones of their own arrays.
-        The other options are those of flash_attn_func. Those that are not arrays are Python values, but for
+        dropout_p: drops the elements that one device would drop. Devices that differ along another axis of the mesh
+            drop the same elements of their own arrays.
+        The other options are those of flash_attn_func. Those that are not arrays are Python values, except
             softmax_scale, which may be traced.
 
-    What a mode does not serve:
-        ulysses: nheads that P does not divide; nheads_k unless P divides it or is a multiple of it (key heads are
-            copied then); a bias or mask with an axis of rows, even one of a single row where a device has one row:
-            no device can tell its own row from one that all share; dropout.
-        ring: bias and mask; dropout with chunks of keys whose length is no multiple of 8.
+    Not served:
+        by ulysses: nheads that P does not divide; nheads_k, unless P divides it or is a multiple of it (key heads are
+            then copied); a bias or mask with an axis of rows, even of size 1 where a device has one row, because it
+            may be the device's own row or one that all share; dropout.
+        by ring: bias and mask; dropout with chunks of keys whose length is not a multiple of 8.
 
     Returns:
         out (batch, seqlen_q / P, nheads, headdim_v) in q's dtype; with return_lse the pair (out, lse), lse (batch,
@@ -131,16 +131,16 @@ def context_parallel_attention(
         out, lse = _with_gradients((_Gather if mode == "gather" else _Ring)(tokens, options, given), given)
         return (out, lse) if return_lse else out
 
-    return jax.jit(serve, inline=True)(given)  # jax.shard_map outside jit knows no symbolic zeros
+    return jax.jit(serve, inline=True)(given)  # jit, because jax.shard_map alone does not support symbolic zeros
 
 
 def shard_tokens(x: Any, size: int, layout: str = "zigzag", axis: int = 1) -> Any:
-    """Tokens in the order in which plain sharding of `axis` over `size` devices gives each one its own."""
+    """Reorders tokens so that plain sharding of `axis` over `size` devices gives each device its own tokens."""
     return _by_rank(x, *_chunks_of(x, size, layout, axis), axis)
 
 
 def unshard_tokens(x: Any, size: int, layout: str = "zigzag", axis: int = 1) -> Any:
-    """Tokens in their natural order: the inverse of shard_tokens."""
+    """Restores the natural order of tokens: the inverse of shard_tokens."""
     return _natural(x, *_chunks_of(x, size, layout, axis), axis)
 
 
@@ -161,7 +161,7 @@ def _slots(layout: Any) -> int:
 
 
 def _by_rank(x: Any, size: int, slots: int, axis: int) -> Any:
-    """From the natural order to the tokens of rank 0, of rank 1, ..."""
+    """Reorders tokens from the natural order to those of rank 0, of rank 1, ..."""
     if slots == 1:
         return x
     axis %= x.ndim
@@ -179,12 +179,12 @@ def _natural(x: Any, size: int, slots: int, axis: int) -> Any:
     return jnp.concatenate([first, jnp.flip(second, axis)], axis).reshape(x.shape)
 
 
-# ---- which device holds what, and what sees what ----
+# ---- which device holds which tokens, and which queries see which keys ----
 
 
 class _Tokens(NamedTuple):
-    """Sequences in size * slots chunks. Rank r holds chunk r in slot 0, and with two slots chunk 2 size - 1 - r in slot
-    1."""
+    """Sequences in size * slots chunks. Rank r holds chunk r in slot 0 and, if there are two slots, in slot 1 chunk
+    2 size - 1 - r."""
 
     axis_name: Any
     size: int
@@ -192,7 +192,7 @@ class _Tokens(NamedTuple):
     rows: int  # queries of a chunk
     keys: int  # keys of a chunk
     shift: int  # row i of the whole sequence is aligned with key i + shift
-    left: int  # the window, -1 = open
+    left: int  # the window; -1 is open
     right: int
 
     @property
@@ -200,11 +200,11 @@ class _Tokens(NamedTuple):
         return self.size * self.slots
 
     def chunk(self, rank, slot: int):
-        """What a rank, maybe a traced one, holds in a slot."""
+        """The chunk that a rank, which may be traced, holds in a slot."""
         return 2 * self.size - 1 - rank if slot else rank
 
     def sees(self, rows: int, keys: int) -> bool:
-        """Whether a query of one chunk sees a key of another."""
+        """Whether any query of one chunk sees any key of another."""
         first = rows * self.rows + self.shift
         if 0 <= self.right < keys * self.keys - (first + self.rows - 1):
             return False
@@ -238,18 +238,18 @@ def _tokens_of(given: dict, axis_name: Any, layout: str, options: Options) -> _T
     right = 0 if _flag("causal", options.causal) else right
     shift = 0 if _flag("top_left", options.top_left) else size * (k[1] - q[1])
     if left < 0 and right < 0 and not options.dropout_p and given.keys().isdisjoint(("bias", "mask", "alibi_slopes")):
-        slots = 1  # nothing asks where a token stands
+        slots = 1  # no option depends on where a token is, so two chunks may count as one
     return _Tokens(axis_name, size, slots, q[1] // slots, k[1] // slots, shift, left, right)
 
 
 def _has_rows(x, q, tokens: _Tokens) -> bool:
-    """Whether devices may have different rows of a bias or mask. A single one is broadcast, but where a device has one
-    row of q it may be this device's own."""
+    """Whether devices may have different rows of a bias or mask. An axis of size 1 is broadcast, but if a device has
+    only one row of q, it may be that device's own row."""
     return x.ndim > 1 and (x.shape[-2] > 1 or q.shape[1] == 1 < tokens.size)
 
 
 def _four_axes(name: str, given: dict, tokens: _Tokens):
-    """A bias or mask with axes (batch, nheads, rows, keys), of which all but the last may be 1."""
+    """A bias or mask with the axes (batch, nheads, rows, keys); all but the last may have size 1."""
     x, (batch, rows, nheads, _) = given[name], given["q"].shape
     shape, keys = (1,) * (4 - x.ndim) + x.shape, tokens.chunks * tokens.keys
     wanted = batch, nheads, rows, keys
@@ -272,7 +272,8 @@ def _choose(mode: str, given: dict, tokens: _Tokens, options: Options, by_row: f
 
 
 def _refusal(mode: str, given: dict, tokens: _Tokens, options: Options, by_row: frozenset) -> str | None:
-    """What of a call the mode does not serve, or None. by_row: whether bias and mask have rows (see _has_rows)."""
+    """The part of a call that the mode does not serve, or None. by_row: the names of bias and mask if they have rows
+    (see _has_rows)."""
     size, nheads, nheads_k = tokens.size, given["q"].shape[2], given["k"].shape[2]
     if mode == "ulysses":
         if nheads % size:
@@ -307,7 +308,7 @@ def _ulysses(given: dict, tokens: _Tokens, options: Options, return_lse: int):
         return lax.dynamic_slice_in_dim(x, rank * heads, heads, axis)
 
     def copied(x):
-        """Key heads, one for each device where there are fewer. The gradients of copies are added up in float32."""
+        """Copies key heads until each device has one. The gradients of copies are added up in float32."""
         copies = max(size // x.shape[2], 1)
         return jnp.repeat(x.astype(jnp.float32), copies, axis=2).astype(x.dtype) if copies > 1 else x
 
@@ -328,7 +329,7 @@ def _ulysses(given: dict, tokens: _Tokens, options: Options, return_lse: int):
 
 
 def _with_gradients(mode: _Gather | _Ring, given: dict):
-    """(out, lse) of a mode, differentiable."""
+    """The results (out, lse) of a mode, differentiable."""
     names = tuple(given)
 
     @jax.custom_vjp
@@ -360,8 +361,8 @@ def _with_gradients(mode: _Gather | _Ring, given: dict):
 
 
 class _Keys(NamedTuple):
-    """Which keys of its sequence a call is given: those from `first` on, which lie at rows begin .. begin + count - 1
-    of every sequence in k and v. Maybe traced."""
+    """The keys that a call gets: from key `first` of its sequence on, in rows begin .. begin + count - 1 of every
+    sequence in k and v. The numbers may be traced."""
 
     first: Any
     begin: Any
@@ -371,22 +372,23 @@ class _Keys(NamedTuple):
 class _Mode:
     """Attention of one chunk of queries over some keys, by one call of the library.
 
-    The call is a varlen one: row b of the batch is a part of sequence b, whose place in the whole is read on the
-    device."""
+    The call is a varlen one: row b of the batch is a part of sequence b, and the part's position in the whole sequence
+    is read on the device."""
 
     def __init__(self, tokens: _Tokens, options: Options):
         self.tokens, self.options = tokens, options._replace(top_left=False)
         self.calls: dict = {}
 
     def attend(self, chunk, keys: _Keys, q, k, v, more: dict):
-        """(out, lse). chunk: the number of q's, maybe a traced one. more: the arrays of options by name."""
+        """(out, lse). chunk: the number of q's chunk, which may be traced; more: the arrays among the options, by
+        name."""
         call, arrays = self._describe(chunk, keys, q, k, v, more)
         out, lse = call.forward(*arrays)
         return out.reshape(*q.shape[:-1], -1), self._unpacked(lse, q)
 
     def gradients(self, chunk, keys: _Keys, q, k, v, more: dict, out, lse, dout, dlse) -> dict:
-        """By name, that of bias as float32. lse may count more keys than these: the gradients are then those through
-        these keys alone."""
+        """The gradients by name, bias's as float32. lse may include more keys than these; the gradients are then those
+        through these keys only."""
         call, arrays = self._describe(chunk, keys, q, k, v, more)
         rows = [out, dout] if dlse is None else [out, dout, dlse]
         packed = [x.reshape(-1, *x.shape[2:]) if x.ndim == 4 else self._packed(x) for x in rows]
@@ -395,7 +397,7 @@ class _Mode:
         for name, x in zip("qkv", (q, k, v), strict=True):
             gradients[name] = gradients[name].reshape(x.shape)
         row = jnp.arange(k.shape[1])
-        covered = (keys.begin <= row) & (row < keys.begin + keys.count)  # nothing writes the rest
+        covered = (keys.begin <= row) & (row < keys.begin + keys.count)  # nothing writes the other rows
         for name in "kv":
             gradients[name] = jnp.where(covered[:, None, None], gradients[name], 0)
         return gradients
@@ -432,7 +434,7 @@ def _options_in(given: dict) -> dict:
 
 
 class _Gather(_Mode):
-    """One call for each chunk of queries: chunks share keys, and a call writes the gradient of a key once."""
+    """One call for each chunk of queries. Chunks share keys, and a call writes the gradient of a key only once."""
 
     def __init__(self, tokens: _Tokens, options: Options, given: dict):
         super().__init__(tokens, options)
@@ -460,7 +462,7 @@ class _Gather(_Mode):
         return {"q": jnp.concatenate(gradients["q"], 1), **sums}
 
     def _inputs(self, given: dict):
-        """q, k and v of each slot's call."""
+        """q, k and v for the call of each slot."""
         return zip(self.tokens.split(given["q"]), self._fetch(given["k"]), self._fetch(given["v"]), strict=True)
 
     def _options_of(self, slot: int, given: dict) -> dict:
@@ -471,8 +473,8 @@ class _Gather(_Mode):
         return more
 
     def _find_reach(self, given: dict) -> list | None:
-        """For each slot the distances to the chunks of keys that its queries see on any rank, first and last. None
-        where it takes no less to fetch everything, or where an option counts keys from the start."""
+        """For each slot, the first and last distance to the chunks of keys that its queries see on any rank. None if
+        fetching everything costs no more, or if an option counts keys from the start."""
         t, reach = self.tokens, []
         for slot in range(t.slots):
             own = [t.chunk(rank, slot) for rank in range(t.size)]
@@ -482,18 +484,18 @@ class _Gather(_Mode):
         return None if from_start or sum(last - first + 1 for first, last in reach) >= t.chunks else reach
 
     def _place(self, slot: int):
-        """The chunk of a slot's queries, and the keys of its call."""
+        """The chunk of a slot's queries, and the keys of the slot's call."""
         t = self.tokens
         chunk = t.chunk(lax.axis_index(t.axis_name), slot)
         if self.reach is None:
             return chunk, _Keys(0, 0, t.chunks * t.keys)
         low, high = self.reach[slot]
         first, last = jnp.clip(chunk + low, 0, t.chunks), jnp.clip(chunk + high + 1, 0, t.chunks)
-        begin = jnp.clip(first - (chunk + low), 0, high - low + 1)  # before the first chunk there is nothing
+        begin = jnp.clip(first - (chunk + low), 0, high - low + 1)  # there are no keys before the first chunk
         return chunk, _Keys(first * t.keys, begin * t.keys, (last - first) * t.keys)
 
     def _fetch(self, x) -> list:
-        """The keys of each slot's call."""
+        """The keys, or values, for the call of each slot."""
         t = self.tokens
         if self.reach is None:
             return [_natural(lax.all_gather(x, t.axis_name, axis=1, tiled=True), t.size, t.slots, 1)] * t.slots
@@ -508,7 +510,7 @@ class _Gather(_Mode):
         return found
 
     def _return(self, gradients: list):
-        """The gradient of a rank's own keys, of those of each slot's call on every rank."""
+        """The gradient of a rank's own keys, from those of the keys of each slot's call on every rank."""
         t = self.tokens
         if self.reach is None:
             total = gradients[0] if len(gradients) == 1 else _sum(gradients).astype(gradients[0].dtype)
@@ -527,8 +529,8 @@ class _Gather(_Mode):
         return jnp.concatenate([_sum(x) if x else nothing for x in own], 1)
 
     def _routes(self, slot: int, low: int, high: int) -> list:
-        """For each distance, how the chunks that far from those of a slot come to it: the slots that hold them, and
-        pairs (source, target) of ranks."""
+        """For each distance, how the chunks at that distance from a slot's chunks get to the slot: the slots that hold
+        them, and pairs (source, target) of ranks."""
         t, found = self.tokens, []
         for distance in range(low, high + 1):
             routes: dict = {}
@@ -542,8 +544,8 @@ class _Gather(_Mode):
 
 
 class _Ring(_Mode):
-    """In step i a rank works on the keys of the rank i before it. Steps and pairs of chunks in which no rank sees
-    anything are left out. A sink counts as what was summed up before the first step."""
+    """In step i a rank works on the keys of the rank i before it. Steps, and pairs of chunks, in which no rank sees
+    anything are left out. A sink is the initial value of lse before the first step."""
 
     def __init__(self, tokens: _Tokens, options: Options, given: dict):
         super().__init__(tokens, options)
@@ -577,7 +579,7 @@ class _Ring(_Mode):
         sums = {name: t.split(*vary([jnp.zeros(given[name].shape, jnp.float32)], [given[name]])) for name in "qkv"}
         q = t.split(given["q"])
         for step, pairs, keys, k, v in self._walk(given):
-            found: dict = {}  # of the keys of a slot
+            found: dict = {}  # slot -> gradients of its keys
             for a, b in pairs:
                 some = self.gradients(self._chunk(a), keys[b], q[a], k[b], v[b], self._options_of(given), *rows[a])
                 sums["q"][a] += some["q"].astype(jnp.float32)
@@ -595,7 +597,7 @@ class _Ring(_Mode):
         return self.tokens.chunk(lax.axis_index(self.tokens.axis_name), slot)
 
     def _walk(self, given: dict):
-        """For each step its number and pairs, and for each slot which keys are there, k and v."""
+        """Yields for each step its number and pairs, the _Keys of each slot, and k and v split by slot."""
         t, at = self.tokens, 0
         rank, k, v = lax.axis_index(t.axis_name), given["k"], given["v"]
         for step, pairs in self.steps:
@@ -605,33 +607,33 @@ class _Ring(_Mode):
             yield step, pairs, keys, t.split(k), t.split(v)
 
     def _moved(self, x, distance: int):
-        """x of the rank that many before this one."""
+        """x of the rank `distance` before this one."""
         size = self.tokens.size
         pairs = [(rank, (rank + distance) % size) for rank in range(size)]
         return lax.ppermute(x, self.tokens.axis_name, pairs) if distance % size else x
 
 
 def _sum(arrays):
-    """In float32, in this order."""
+    """The sum in float32, in this order."""
     total = arrays[0].astype(jnp.float32)
     for x in arrays[1:]:
         total = total + x.astype(jnp.float32)
     return total
 
 
-def _by_row(x):  # (batch, nheads, rows) beside (batch, rows, nheads, headdim)
+def _by_row(x):  # (batch, nheads, rows) to a shape that broadcasts to (batch, rows, nheads, headdim)
     return x.swapaxes(1, 2)[..., None]
 
 
 def _merge(out, lse, out_b, lse_b):
-    """Results over disjoint keys. out is float32."""
+    """Merges results over disjoint keys. out is float32."""
     total = jnp.logaddexp(lse, lse_b)
-    known = jnp.where(jnp.isneginf(total), 0, total)  # of a row that sees nothing the weights are 0
+    known = jnp.where(jnp.isneginf(total), 0, total)  # the weights of a row that sees no key become 0
     return _by_row(jnp.exp(lse - known)) * out + _by_row(jnp.exp(lse_b - known)) * out_b.astype(jnp.float32), total
 
 
 def _sinks_gradient(sinks, out, lse, dout, dlse):
-    """A sink is a key whose value is 0: dS = P (0 - rowsum(dout * out) + dlse)."""
+    """The gradient of sinks. A sink is a key whose value is 0: dS = P (0 - rowsum(dout * out) + dlse)."""
     p = jnp.where(jnp.isneginf(lse), 0, jnp.exp(sinks[:, None] - lse))
     through = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
     return (p * ((0 if dlse is None else dlse) - through)).sum((0, 2))

@@ -1,10 +1,11 @@
-"""Which rank holds which tokens, and arrays cut and put together that way.
+"""Layouts: which rank holds which tokens, and functions that split arrays that way and join them again.
 
-    contiguous   every sequence is cut into `size` chunks, and rank r holds chunk r of each
-    zigzag       into 2 size chunks, and rank r holds chunks r and 2 size - 1 - r: equal work under a causal mask
-    flat         all sequences together are cut into `size` chunks: fewest, largest transfers
+    contiguous   every sequence is cut into `size` chunks; rank r holds chunk r of each
+    zigzag       every sequence is cut into 2 size chunks; rank r holds chunks r and 2 size - 1 - r: equal work under a
+                 causal mask
+    flat         all sequences together are cut into `size` chunks: the fewest and largest transfers
 
-The tokens of a rank are rows of its arrays in the order of the sequences, and of each sequence's tokens.
+The rows of a rank's arrays are its tokens, in the order of the sequences and within each sequence in its order.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _MOST_TOKENS = 2**31 - 1
 
 
 def host_lengths(name: str, cu_seqlens: Any) -> np.ndarray:
-    """cu_seqlens as int32 in host memory; the library checks what is in it."""
+    """cu_seqlens as int32 in host memory; the library checks the values."""
     try:
         given = np.asarray(cu_seqlens)
     except (TypeError, ValueError, RuntimeError):
@@ -40,7 +41,7 @@ def host_lengths(name: str, cu_seqlens: Any) -> np.ndarray:
 
 
 def equal_lengths(batch: int, length: int) -> np.ndarray:
-    """cu_seqlens of a batch of sequences of one length."""
+    """cu_seqlens for a batch of sequences of equal length."""
     if batch * length > _MOST_TOKENS:
         raise BadArgument(f"a batch of {batch} sequences of {length} tokens: together beyond an int32")
     return np.arange(batch + 1, dtype=np.int32) * np.int32(length)
@@ -52,8 +53,8 @@ def check_flat(layout: str, batch: int) -> None:
 
 
 def segments(layout: str, rank: int, size: int, cu_seqlens: Any) -> np.ndarray:
-    """The tokens of a rank, (n, 3) int32: rows of (sequence, begin, end), tokens begin .. end - 1 of the sequence. The
-    rows of the rank's arrays are these, one after another.
+    """The tokens of a rank, (n, 3) int32: rows (sequence, begin, end) for the tokens begin .. end - 1 of a sequence.
+    The rank's arrays hold the tokens of these rows, one row after another.
 
     >>> from flash_attn_minimal.distributed import segments
     >>> segments("zigzag", 1, 2, [0, 8, 12]).tolist()
@@ -76,20 +77,20 @@ def _segments(layout: int, rank: int, size: int, cu: np.ndarray) -> np.ndarray:
 
 
 def _spread(first: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """first[i] .. first[i] + lengths[i] - 1 for each i, in one array."""
+    """first[i] .. first[i] + lengths[i] - 1 for each i, concatenated."""
     ends = np.cumsum(lengths)
     return np.arange(ends[-1] if ends.size else 0) + np.repeat(first - (ends - lengths), lengths)
 
 
 def indices(layout: str, rank: int, size: int, cu_seqlens: Any) -> np.ndarray:
-    """For each row of the rank its row in the packed array of all tokens, int64."""
+    """For each row of the rank, its row in the packed array of all tokens, int64."""
     cu = host_lengths("cu_seqlens", cu_seqlens).astype(np.int64)
     sequence, begin, end = segments(layout, rank, size, cu_seqlens).astype(np.int64).T
     return _spread(cu[sequence] + begin, end - begin)
 
 
 def positions(layout: str, rank: int, size: int, cu_seqlens: Any) -> np.ndarray:
-    """For each row of the rank its position in its sequence, int64: what a rotary embedding turns it by."""
+    """For each row of the rank, its position in its sequence, int64, as a rotary embedding needs it."""
     _, begin, end = segments(layout, rank, size, cu_seqlens).astype(np.int64).T
     return _spread(begin, end - begin)
 
@@ -107,18 +108,18 @@ def _local(found: np.ndarray, batch: int) -> np.ndarray:
 
 
 def shard(x: Array, layout: str, rank: int, size: int, cu_seqlens: Any = None, axis: int | None = None) -> Array:
-    """The rank's rows of an array of all tokens, a copy. Arrays of NumPy, PyTorch, CuPy and JAX.
+    """A copy of the rank's rows of an array of all tokens. Arrays of NumPy, PyTorch, CuPy and JAX.
 
-    cu_seqlens=None is a dense array (batch, seqlen, ...) of equal lengths; else the array is packed, (total, ...).
-    axis: the tokens' axis, if it is not 1 (dense) or 0 (packed).
+    cu_seqlens: None for a dense array (batch, seqlen, ...) of equal lengths; otherwise the array is packed, (total,
+    ...). axis: the axis of the tokens, if it is not 1 (dense) or 0 (packed).
     """
     axis, length = _axis(x, cu_seqlens, axis)
     return _take(x, indices(layout, rank, size, _whole(layout, x, cu_seqlens, length, "x")), axis)
 
 
 def unshard(parts: Sequence[Array], layout: str, cu_seqlens: Any = None, axis: int | None = None) -> Array:
-    """The array of all tokens, from the rows of each rank: the inverse of shard. With axis=1 and cu_seqlens, of equal
-    lengths too, it puts lse, (nheads, rows), together."""
+    """The array of all tokens, joined from the rows of each rank: the inverse of shard. To join lse, (nheads, rows),
+    pass axis=1 and cu_seqlens, also for equal lengths."""
     size = len(parts)
     if not size:
         raise BadArgument("parts=[]: one array for each rank")
@@ -136,7 +137,7 @@ def unshard(parts: Sequence[Array], layout: str, cu_seqlens: Any = None, axis: i
 
 
 def _axis(x: Any, cu_seqlens: Any, axis: int | None) -> tuple[int, int]:
-    """The axis of the tokens, and how many there are."""
+    """The axis of the tokens, and its length."""
     rank = len(x.shape)
     default = 1 if cu_seqlens is None else 0
     where = default if axis is None else _integer("axis", axis, -rank, rank - 1) % rank
@@ -157,7 +158,7 @@ def _whole(layout: str, x: Any, cu_seqlens: Any, length: int, name: str) -> np.n
 
 def _take(x: Any, rows: np.ndarray, axis: int) -> Any:
     if isinstance(x, np.ndarray):
-        return x.take(rows, axis)  # indexing would choose an order of axes in memory of its own
+        return x.take(rows, axis)  # indexing could give another memory layout
     return x[(slice(None),) * axis + (rows,)]
 
 

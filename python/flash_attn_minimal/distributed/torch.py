@@ -1,18 +1,18 @@
-"""PyTorch over context parallelism: attention of a rank's rows as an operator with gradients.
+"""Context parallelism for PyTorch: attention of a rank's rows as an operator with gradients.
 
     out = context_parallel_attention(q, k, v, causal=True)        # the ranks are those of torch.distributed
 
-The operators flash_attn_minimal::context_parallel and ::context_parallel_backward stand for the calls `forward` and
-`backward`. They know a group by its name, so that traces and graphs can hold them.
+The operators flash_attn_minimal::context_parallel and ::context_parallel_backward make the calls `forward` and
+`backward`. They refer to a group by its name, so that traces and graphs can hold them.
 
-The order of calls: every rank makes the same calls in the same order, forward and backward. Autograd goes through equal
-graphs in equal order, and activation checkpointing repeats calls in equal order, so a program that is the same on
-every rank keeps this rule. A rank whose loss depends on none of its rows makes no backward call, and the others wait
-for it in vain; let it add 0 * out.sum(). Autograd runs the calls of a GPU on a thread of its own, one thread for each
+The order of calls: every rank must make the same calls in the same order, forward and backward. Autograd goes through
+equal graphs in equal order, and activation checkpointing repeats calls in equal order, so a program that is the same on
+every rank meets this rule. A rank whose loss depends on none of its rows makes no backward call, and the others wait
+for it until the timeout; let it add 0 * out.sum(). Autograd runs the calls of a GPU on a separate thread, one for each
 GPU: ranks that are threads and share a GPU need torch.autograd.set_multithreading_enabled(False).
 
-Gradients of what all ranks have alike (sinks, an axis over which a bias is broadcast) are this rank's share, as those
-of every other weight are: the sum over the ranks is the gradient.
+Gradients of arrays that all ranks share (sinks, a bias broadcast along an axis) are this rank's share, as for every
+other weight: the sum over the ranks is the gradient.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from .groups import Group, from_torch
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_TIMEOUT = 600.0  # seconds: ranks save checkpoints and compile at different times. A dead process is noticed at once
+_TIMEOUT = 600.0  # seconds: ranks may save checkpoints or compile at different times. A dead process is noticed at once
 
 
 # ---- groups ----
 
-# By the process group's name and the device: a reference to the process group, and its Group.
+# (process group's name, device) -> (a weak reference to the process group, its Group).
 _made: dict[tuple[str, str], tuple[Any, Group]] = {}
-_making = threading.RLock()  # a collector may run close_groups anywhere
+_making = threading.RLock()  # reentrant, because a garbage collector may run close_groups anywhere
 
 
 def _forget_groups() -> None:
-    """In the child of a fork: they are the parent's, and another thread may have held the lock."""
+    """In the child of a fork the groups are the parent's, and another thread may have held the lock."""
     global _making
     _making = threading.RLock()
     _made.clear()
@@ -63,8 +63,8 @@ os.register_at_fork(after_in_child=_forget_groups)
 
 
 def group_of(process_group: Any = None, device: Any = "cpu") -> Group:
-    """The Group of a torch.distributed process group (None: the default one) for tensors on `device`. Collective when
-    it is asked for the first time; then it is kept until close_groups, or the end of the process."""
+    """The Group of a torch.distributed process group (None: the default one) for tensors on `device`. The first call
+    for a process group makes the Group and is collective. It is kept until close_groups or the end of the process."""
     name = _name_of(process_group)
     if name in _groups.named:
         raise BadArgument(f"process_group={process_group} is a Group already")
@@ -72,7 +72,7 @@ def group_of(process_group: Any = None, device: Any = "cpu") -> Group:
 
 
 def close_groups() -> None:
-    """Closes the groups that were made for process groups. Collective. The end of the process does it, too."""
+    """Closes the groups that were made for process groups. Collective. The end of the process does this too."""
     with _making:
         closing = [group for _, group in _made.values()]
         _made.clear()
@@ -81,7 +81,7 @@ def close_groups() -> None:
 
 
 def _at_exit() -> None:
-    """A rank that ends with an exception does not wait for the others, and lets them know."""
+    """Closes the groups. A rank that ends with an exception first tells the others, so that nobody waits."""
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if error is not None:
         for _, group in list(_made.values()):
@@ -90,7 +90,7 @@ def _at_exit() -> None:
 
 
 def _name_of(group: Any) -> str:
-    """What the operators know a group by: "" is the default process group."""
+    """The name by which the operators refer to a group: "" is the default process group."""
     if group is None:
         return ""
     if isinstance(group, Group):
@@ -105,7 +105,7 @@ def _name_of(group: Any) -> str:
 
 
 def _group(name: str, device: torch.device) -> Group:
-    """The group of this name; for a process group it is made at the first call."""
+    """The group of this name; the Group of a process group is made at the first call."""
     if (group := _groups.named.get(name)) is not None:
         return group
     if not (dist.is_available() and dist.is_initialized()):
@@ -119,8 +119,8 @@ def _group(name: str, device: torch.device) -> Group:
         if found is None or found[0]() is not process_group:
             if not _made:
                 atexit.unregister(_at_exit)
-                atexit.register(_at_exit)  # after torch's, so it runs before them
-            if found is not None:  # that process group was destroyed, on all ranks
+                atexit.register(_at_exit)  # registered after PyTorch's handlers, so it runs before them
+            if found is not None:  # its process group was destroyed, on all ranks
                 found[1].close()
             found = _made[key] = weakref.ref(process_group), from_torch(process_group, device, _TIMEOUT)
     return found[1]
@@ -146,21 +146,21 @@ def context_parallel_attention(
     **options: Unpack[AttentionOptions],
 ) -> Any:
     """This rank's rows of attention over the tokens of all ranks: `forward` with gradients of q, k, v, bias and sinks,
-    through out and lse. Collective, and so is its backward pass: see the top of this module.
+    through out and lse. Collective, as is its backward pass: see the top of this module.
 
     It runs under torch.compile (fullgraph; the graph holds one operator), activation checkpointing and autocast, but
-    in no CUDA graph. Of torch.compile an error in an argument reaches the other ranks after the timeout alone.
+    not in a CUDA graph. If torch.compile finds an error in an argument, the other ranks notice only after the timeout.
 
     Arguments:
         q, k, v: this rank's rows, (batch, rows, heads, dim), or (rows, heads, dim) with cu_seqlens_q: see `forward`.
-        group: a Group, or a process group or one-dimensional DeviceMesh of torch.distributed, None for the default one.
-            The Group of processes of one host is made at the first call (group_of); those of several hosts need
-            from_torch(kind="nccl").
-        cu_seqlens_q, cu_seqlens_k: of the whole sequences, in host memory. A CPU tensor of int32 lets compiled code
-            take new lengths without being compiled again.
+        group: a Group, or a process group or one-dimensional DeviceMesh of torch.distributed; None means the default
+            process group. The Group for processes of one host is made at the first call (group_of); processes of
+            several hosts need from_torch(kind="nccl").
+        cu_seqlens_q, cu_seqlens_k: for the whole sequences, in host memory. With a CPU tensor of int32, compiled code
+            takes new lengths without being compiled again.
         layout, mode, groups, seqlen_q, seqlen_k, return_lse: as in `forward`. lse is (nheads, rows).
-        options: those of flash_attn_func but for float8, the same on every rank. dropout_p needs dropout_seed, the same
-            on every rank: dropped are the elements that one device would drop.
+        options: those of flash_attn_func except float8's, the same on every rank. dropout_p needs dropout_seed, the
+            same on every rank, and drops the elements that one device would drop.
 
     Raises: as `forward`. Transforms of torch.func, forward mode and double backward are Unsupported.
     """
@@ -180,13 +180,13 @@ def context_parallel_attention(
 
 
 def _tell(name: str, like: Any, error: Exception) -> None:
-    """Lets the other ranks, which are about to wait for this one, know of an error."""
+    """Reports an error to the other ranks, which are about to wait for this one."""
 
     def fail() -> Any:
         raise error
 
     if isinstance(like, torch.Tensor):
-        with suppress(Exception):  # the error itself is the one to raise
+        with suppress(Exception):  # `error` is raised by the caller
             _group(name, like.device).collective(fail)
 
 
@@ -215,7 +215,7 @@ def _arguments(q, k, v, cu_q, cu_k, seqlen_q, seqlen_k, layout, mode, groups, op
 
 
 def _host(name: str, cu_seqlens: Any) -> torch.Tensor | None:
-    """Lengths as a tensor in host memory."""
+    """Checks lengths; returns them as a tensor in host memory."""
     if cu_seqlens is None:
         return None
     if not isinstance(cu_seqlens, torch.Tensor):
@@ -229,7 +229,7 @@ def _host(name: str, cu_seqlens: Any) -> torch.Tensor | None:
 
 
 def _call(arguments: tuple) -> tuple[Group, tuple, dict[str, Any]]:
-    """What `forward` and `backward` take, from the operator's arguments: the group, (q, k, v), the rest."""
+    """The arguments of `forward` and `backward` from those of the operator: the group, (q, k, v), the rest."""
     q, k, v, bias, mask, alibi_slopes, sinks, cu_q, cu_k, seqlen_q, seqlen_k, layout, mode, groups, name = arguments[
         :15
     ]
@@ -250,14 +250,14 @@ def _forward(*arguments):
 def _backward(dout, dlse, out, lse, want_dbias, want_dsinks, *arguments):
     """dq, dk, dv, dbias, dsinks; the last two in the dtype of their inputs, empty where not wanted."""
     group, qkv, rest = _call(arguments)
-    rest["kernel"] = None  # the forward pass's; $FLASH_ATTN_BACKWARD_KERNEL forces this one
+    rest["kernel"] = None  # it names a forward kernel; $FLASH_ATTN_BACKWARD_KERNEL is for this pass
     with torch.no_grad(), _modes.unwatched():
         dq, dk, dv, *more = backward(
             group, dout.contiguous(), *qkv, out, lse, dlse=None if dlse is None else dlse.contiguous(),
             return_dbias=want_dbias, return_dsinks=want_dsinks, **rest,
         )  # fmt: skip
         dbias = more.pop(0).to(rest["bias"].dtype) if want_dbias else dout.new_empty(0)
-        dsinks = more.pop(0) / group.size if want_dsinks else dout.new_empty(0)  # a share: all ranks have the sum
+        dsinks = more.pop(0) / group.size if want_dsinks else dout.new_empty(0)  # this rank's share of the sum
     return dq, dk, dv, dbias, dsinks
 
 
@@ -273,7 +273,7 @@ _INPUTS = (
     f"{_O} cu_seqlens_k, SymInt? seqlen_q, SymInt? seqlen_k, str layout, str mode, int groups, str group, "
 ) + ", ".join(f"{kind} {name}" for name, kind in autograd._NUMBERS.items())
 _NAME, _BACKWARD_NAME = "flash_attn_minimal::context_parallel", "flash_attn_minimal::context_parallel_backward"
-# Hosts meet in a call, so a CUDA graph cannot hold it.
+# The hosts wait for each other in a call, so a CUDA graph cannot hold it.
 _TAGS = tuple(getattr(torch.Tag, tag) for tag in ("cudagraph_unsafe",) if hasattr(torch.Tag, tag))
 torch.library.define(_NAME, f"({_INPUTS}) -> ({_T}, {_T})", tags=_TAGS)
 torch.library.define(
@@ -329,23 +329,23 @@ def context_parallel_sdpa(
     dropout_seed: int | None = None,
     dropout_offset: int = 0,
 ) -> torch.Tensor:
-    """torch.nn.functional.scaled_dot_product_attention of a rank's rows, which torch.distributed.tensor.experimental.
-    context_parallel has cut: query, key and value are (batch, heads, rows, dim). Collective.
+    """torch.nn.functional.scaled_dot_product_attention for a rank's rows, as torch.distributed.tensor.experimental.
+    context_parallel has cut them: query, key and value are (batch, heads, rows, dim). Collective.
 
     Arguments:
-        query ... enable_gqa: as there. A causal mask hangs from the top left corner. attn_mask, which PyTorch's own
-            context parallelism does not take, has this rank's rows and all columns, in the order of the sequence: cut
-            it as a buffer along its rows alone.
+        query ... enable_gqa: as in PyTorch. A causal mask hangs from the top left corner. attn_mask, which PyTorch's
+            own context parallelism does not take, has this rank's rows and all columns, in the order of the sequence:
+            cut it as a buffer along its rows only.
         group: as in context_parallel_attention, for instance the mesh given to PyTorch's context manager.
-        layout: None is what PyTorch does: head and tail chunks ("zigzag") where the length is a multiple of twice the
-            ranks and its load balance is on, else "contiguous".
+        layout: None is PyTorch's own: head and tail chunks ("zigzag") where the length is a multiple of twice the
+            number of ranks and PyTorch's load balance is on, else "contiguous".
         dropout_seed, dropout_offset: with dropout_p; PyTorch's random state is not used.
 
-    What does not fit:
-        - Lengths that the ranks do not divide. PyTorch gives the last ranks fewer rows, and cannot attend to them
-          either: context_parallel_attention with `shard` can.
-        - Its other load balancers, made for flex_attention. Documents with head and tail chunks each are packed
-          sequences here, context_parallel_attention with cu_seqlens_q; cuts in the order of work have no layout.
+    Not supported:
+        - Lengths that the number of ranks does not divide. PyTorch gives the last ranks fewer rows, and cannot attend
+          to them either. Use context_parallel_attention with `shard`.
+        - PyTorch's other load balancers, made for flex_attention. Documents with head and tail chunks each are packed
+          sequences: use context_parallel_attention with cu_seqlens_q. Cuts in the order of work have no layout.
         - DTensors: pass the local tensors.
     """
     name = _name_of(group)
@@ -365,7 +365,7 @@ def context_parallel_sdpa(
         raise
     boolean = attn_mask is not None and attn_mask.dtype == torch.bool
     out = context_parallel_attention(
-        *(x.transpose(1, 2).contiguous() for x in (query, key, value)),  # models have views of such memory
+        *(x.transpose(1, 2).contiguous() for x in (query, key, value)),  # usually views of such memory: no copy
         group=group, layout=layout, mode=mode, causal=is_causal, top_left=True, softmax_scale=scale,
         mask=attn_mask if boolean else None, bias=None if boolean else attn_mask, dropout_p=dropout_p,
         dropout_seed=dropout_seed, dropout_offset=dropout_offset,
@@ -374,28 +374,28 @@ def context_parallel_sdpa(
 
 
 def _torch_layout(rows_q: int, rows_k: int) -> str:
-    """How PyTorch's context_parallel cuts a sequence of which each rank has this many rows."""
+    """The layout in which PyTorch's context_parallel cuts a sequence of which each rank has this many rows."""
     if rows_q % 2 != rows_k % 2:
         raise BadArgument(f"query has {rows_q} rows, key {rows_k}: PyTorch cuts them differently; choose a layout")
     return "zigzag" if rows_k % 2 == 0 and getattr(_torch_options(), "enable_load_balance", True) else "contiguous"
 
 
 def _torch_options() -> Any:
-    """PyTorch's own switches, where the release has them; its context manager turns load balance off for odd rows."""
+    """PyTorch's switches, if the release has them; its context manager turns load balance off for odd rows."""
     experimental = sys.modules.get("torch.distributed.tensor.experimental._attention")
     return getattr(experimental, "_cp_options", None)
 
 
 @contextmanager
 def sdpa_across_ranks(group: Any = None, **options: Any) -> Iterator[None]:
-    """Inside, torch.nn.functional.scaled_dot_product_attention is context_parallel_sdpa, with these options besides its
-    own. For code written for PyTorch's context parallelism:
+    """Inside, torch.nn.functional.scaled_dot_product_attention is context_parallel_sdpa, with these options added to
+    the call's. For code written for PyTorch's context parallelism:
 
         with context_parallel(mesh, buffers=[x, labels], buffer_seq_dims=[1, 1]), sdpa_across_ranks(mesh):
             loss = model(x, labels)
 
-    As PyTorch's own it replaces the function in its module, for every thread. Code that has imported it by name keeps
-    the original.
+    Like PyTorch's own context manager, it replaces the function in its module, for every thread. Code that has imported
+    the function by name keeps the original.
     """
     before = F.scaled_dot_product_attention
 

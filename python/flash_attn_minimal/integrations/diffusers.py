@@ -3,8 +3,8 @@
     from flash_attn_minimal.integrations import diffusers as adapter
     pipeline.transformer.set_attention_backend(adapter.register())
 
-It serves every model that attends through `dispatch_attention_fn`. The names of backends are a closed list there, an
-Enum, which `register` makes longer by one; all else goes through the registry as diffusers' own backends do.
+It serves every model that attends through `dispatch_attention_fn`. diffusers keeps the names of backends in an Enum, to
+which `register` adds one. Everything else goes through the registry, as for diffusers' own backends.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from .._library import BadArgument
 from ..attention import flash_attn_func
 from .flash_attn._calls import autocast, dense_rows, draw_dropout
 
-_modes.active()  # finds PyTorch now: a trace could not
+_modes.active()  # loads PyTorch's functions now, because a trace could not
 NAME = "attn_minimal"
 
 
 def register() -> str:
-    """Registers the backend, in this process, and returns its name. A second call changes nothing."""
+    """Registers the backend in this process and returns its name. A second call changes nothing."""
     names, registry = attention_dispatch.AttentionBackendName, attention_dispatch._AttentionBackendRegistry
     member = names._value2member_map_.get(NAME)
     if member is None:
@@ -49,22 +49,22 @@ def attention(
     return_lse: bool = False,
     _parallel_config: object = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """What dispatch_attention_fn asks for; all means what it means to the backend `native`.
+    """The function that dispatch_attention_fn calls. Its arguments mean what they mean to the backend `native`.
 
     Arguments:
         query: (batch, seqlen_q, nheads, headdim); key, value: (batch, seqlen_k, nheads_k, .). Under torch.autocast all
             three take its dtype.
-        attn_mask: bool (True: attend) or float (added to the scores), that broadcasts to (batch, nheads, seqlen_q,
-            seqlen_k); or (batch, seqlen_k), which keys are no padding. Integers are refused, as `native` does: they may
-            be a tokenizer's mask (1: attend) or something to add.
+        attn_mask: bool (True: attend) or float (added to the scores), broadcasting to (batch, nheads, seqlen_q,
+            seqlen_k); or (batch, seqlen_k), for keys that are not padding. Integers are refused, as by `native`: they
+            may be a tokenizer's mask (1: attend) or numbers to add.
         is_causal: row i sees keys 0 .. i.
         scale: None means headdim ** -0.5.
-        enable_gqa: nheads_k may be fewer than nheads; without it that is an error.
+        enable_gqa: nheads_k may be smaller than nheads; without it that is an error.
         return_lse: also return lse, (batch, seqlen_q, nheads) float32.
 
     Raises:
-        ValueError: heads that differ without enable_gqa, a mask of integers.
-        NotImplementedError: context parallelism (`_parallel_config`), for which diffusers cuts attention up itself.
+        ValueError: different numbers of heads without enable_gqa, a mask of integers.
+        NotImplementedError: context parallelism (`_parallel_config`), for which diffusers itself splits attention.
     """
     if _parallel_config is not None:
         raise NotImplementedError(f"the backend {NAME} takes no context parallelism: use 'native', or one process")

@@ -1,11 +1,11 @@
-"""Attention under the names of JAX, and attention over a cache without writing to an array.
+"""Attention under JAX's names, and attention over a cache as a function that writes to none of its arguments.
 
-    dot_product_attention      as jax.nn.dot_product_attention, arguments and meaning
-    flash_attn_with_kvcache    as the package's own, but the new caches are results
+    dot_product_attention      the arguments and meaning of jax.nn.dot_product_attention
+    flash_attn_with_kvcache    the package's own, except that the new caches are results
 
-Both are parts of a JAX program: under jit, vmap and jax.shard_map, on CPU and GPU, of arrays that may be spread over
-the devices of a mesh. The package's other functions are too, as they are: flash_attn_func and flash_attn_varlen_func
-with gradients, merge and rope with gradients, rms_norm, swiglu, linear and sample.
+Both can be part of a JAX program: under jit, vmap and jax.shard_map, on CPU and GPU, with arrays that are spread over
+the devices of a mesh. The package's other functions can be too, under their own names: flash_attn_func and
+flash_attn_varlen_func with gradients, merge and rope with gradients, rms_norm, swiglu, linear and sample.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .._library import BadArgument
 from .._options import Options
 from ..jax import traced, traced_function
 
-_jax_s = jax.nn.dot_product_attention  # whatever somebody puts into its place later
+_jax_s = jax.nn.dot_product_attention  # JAX's own, even if that name is replaced later
 _IMPLEMENTATIONS = (None, "flash_attn_minimal", "xla", "cudnn")
 
 
@@ -46,24 +46,25 @@ def dot_product_attention(
 
     Arguments:
         query: (B, T, N, H) or (T, N, H), float32, float16 or bfloat16; H from 1 to 512.
-        key, value: (B, S, K, H) or (S, K, H), the same dtype. N is a multiple of K; value may have an H of its own.
-        bias: broadcasts to (B, N, T, S), a floating dtype. Of query's dtype or float32 it is taken as it is, else it is
+        key, value: (B, S, K, H) or (S, K, H), the same dtype. N is a multiple of K; the H of value may differ.
+        bias: broadcasts to (B, N, T, S), a floating dtype. A bias that has neither query's dtype nor float32 is
             converted to float32.
         mask: broadcasts to (B, N, T, S), bool: True takes part.
-        scale: a number, maybe a traced one; None means H ** -0.5.
-        is_causal: row i sees the columns 0 .. i.
-        query_seq_lengths, key_value_seq_lengths: (B,) int32, the rows and columns of each sequence that count, from the
-            start. Rows behind them are 0. A kernel does not touch the others.
-        local_window_size: (left, right), or one number for both: row i sees the columns i - left .. i + right. Negative
-            numbers, which jax.nn reads so too and flash_attn_func as an open end, are refused.
-        implementation: None and "flash_attn_minimal" are this library; "xla" and "cudnn" are handed to jax.nn.
+        scale: a number, which may be traced; None means H ** -0.5.
+        is_causal: row i sees columns 0 .. i.
+        query_seq_lengths, key_value_seq_lengths: (B,) int32, the number of rows and columns, from the start of each
+            sequence, that count. Later rows of the result are 0. A kernel does not read rows and columns that do not
+            count.
+        local_window_size: (left, right), or one number for both: row i sees columns i - left .. i + right. Negative
+            numbers are refused: to jax.nn they are numbers like others, to flash_attn_func an open end.
+        implementation: None and "flash_attn_minimal" mean this library; "xla" and "cudnn" are passed on to jax.nn.
         return_residual: also return the logarithm of each row's sum of exponentials, (B, T, N) or (T, N) in query's
-            dtype, through which no gradient goes, as there.
+            dtype. As in jax.nn, no gradient goes through it.
 
-    A row that sees no column is 0, and its residual is -inf. (In jax.nn it is a mean of all of value.)
+    A row that sees no column is 0, and its residual is -inf. (In jax.nn it is the mean of all rows of value.)
 
     Returns:
-        an array like query, with value's H; with return_residual the pair with the residual.
+        an array like query, with value's H; with return_residual the pair (array, residual).
 
     Raises:
         BadArgument (a ValueError) and Unsupported (a NotImplementedError), while the call is traced.
@@ -114,7 +115,7 @@ def _four_axes(name: str, x):
 
 
 def _check_shapes(q, k, v) -> None:
-    """In the words of this function's arguments."""
+    """Checks the shapes and dtypes, with errors that use the names of this function's arguments."""
     for name, x in (("key", k), ("value", v)):
         if x.shape[0] != q.shape[0]:
             raise BadArgument(f"{name} has a batch of {x.shape[0]}, but query has one of {q.shape[0]}")
@@ -161,13 +162,13 @@ def _lengths(name: str, lengths, x):
 
 
 class CacheStep(NamedTuple):
-    """What flash_attn_with_kvcache returns here."""
+    """The result of flash_attn_with_kvcache."""
 
     out: Any
     k_cache: Any
     v_cache: Any
     lse: Any = None  # with return_lse
-    k_scale: Any = None  # the factors of an 8-bit cache, where it has some
+    k_scale: Any = None  # the factors of an 8-bit cache
     v_scale: Any = None
 
 
@@ -175,15 +176,15 @@ _ARGUMENTS = inspect.signature(kvcache.flash_attn_with_kvcache)
 
 
 def flash_attn_with_kvcache(q: Any, k_cache: Any, v_cache: Any, *arguments: Any, **options: Any) -> CacheStep:
-    """flash_attn_minimal.flash_attn_with_kvcache as a function of its arguments: the caches, with k and v in them, are
-    results, and those given are as they were.
+    """flash_attn_minimal.flash_attn_with_kvcache as a function: the caches with k and v appended are results, and the
+    given caches do not change.
 
-    Arguments: those of flash_attn_minimal.flash_attn_with_kvcache, but for `out`. cache_seqlens may also be a single
+    Arguments: those of flash_attn_minimal.flash_attn_with_kvcache except `out`. cache_seqlens may also be a single
     number in an array. All arrays are JAX's or NumPy's.
 
-    XLA writes into the caches given where the program has no use for them any more, and copies them elsewhere. So a
-    program that is called with caches donates them (jax.jit's donate_argnames); one that carries them through
-    jax.lax.scan or while_loop need do nothing.
+    XLA writes into the given caches if the program does not use them afterwards, and copies them otherwise. So a
+    program that is called with caches should donate them (jax.jit's donate_argnames). A program that carries them
+    through jax.lax.scan or while_loop need not do anything.
 
     Returns:
         CacheStep(out, k_cache, v_cache, lse, k_scale, v_scale): out (batch, seqlen_q, nheads, headdim_v) in q's dtype,
@@ -220,6 +221,6 @@ def flash_attn_with_kvcache(q: Any, k_cache: Any, v_cache: Any, *arguments: Any,
 
 
 def _written(given: dict) -> tuple[str, ...]:
-    """The arrays that an append writes: the caches, and factors that each token has."""
+    """The arrays that an append writes: the caches, and factors of tokens."""
     scales = [name for name in ("k_scale", "v_scale") if getattr(given.get(name), "ndim", 0) == 3]
     return ("k_cache", "v_cache", *scales)

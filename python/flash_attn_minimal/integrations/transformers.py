@@ -1,18 +1,18 @@
-"""Attention for Hugging Face transformers (4.57 and newer): `register()` gives it a name that a model takes.
+"""Attention for Hugging Face transformers (4.57 and newer): `register()` gives it a name for attn_implementation.
 
     from flash_attn_minimal.integrations import transformers as adapter
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=adapter.register())
 
-Two functions are registered. `attention_mask` is asked once a forward pass which keys a row sees; `attention` is asked
-by every layer for the result. Between the two goes a `Mask`: edges and lengths, where transformers' own masks are
-arrays of q_length x kv_length. It is made without a look at the values of position_ids, and with one look at those of
-attention_mask.
+Two functions are registered. transformers calls `attention_mask` once in a forward pass, for the keys that each row
+sees. Every layer calls `attention` for its result. Between the two goes a `Mask`, which holds edges and lengths, where
+transformers' own masks are arrays of q_length x kv_length. Making it does not read the values of position_ids, and
+reads those of attention_mask once.
 
-A mask whose form is not known here (prefixes, images that see themselves) stays the array that transformers makes, and
-the kernels read that.
+A mask whose form is not known here (prefixes, images that see themselves) stays the array that transformers makes,
+which the kernels read.
 
-Models hand any argument through to their attention. One that holds a tensor and is not known here is refused: it may
-decide which keys a row sees.
+Models pass arbitrary arguments through to their attention. An argument that holds a tensor and is not known here is
+refused, because it may decide which keys a row sees.
 """
 
 from __future__ import annotations
@@ -33,37 +33,37 @@ from ..attention import flash_attn_func, flash_attn_varlen_func
 from ..kvcache import flash_attn_with_kvcache
 from .flash_attn._calls import autocast, dense_rows, draw_dropout
 
-_modes.active()  # finds PyTorch now: a trace could not
+_modes.active()  # loads PyTorch's functions now, because a trace could not
 NAME = "attn_minimal"
 _TAKEN = ("flash", "sdpa", "flex_attention")  # transformers looks for these words in a name
-FEW_ROWS = 16  # queries up to which the kernels for caches are asked
+FEW_ROWS = 16  # calls with up to this many queries use the kernels for caches
 
-# Arguments with tensors that models hand through to attention, and that its result does not depend on.
+# Arguments with tensors that models pass through to attention, and that do not affect its result.
 _WITHOUT_EFFECT = frozenset(
     {
-        # what q and k were turned by before
+        # inputs of the rotation that q and k have had before
         *("position_ids", "cache_position", "position_embeddings", "decoder_position_ids"),
-        # what q, k and v were made of
+        # inputs from which q, k and v were computed
         *("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds", "encoder_outputs"),
         *("token_type_ids", "mm_token_type_ids", "special_tokens_mask", "pixel_values", "grid_thw"),
         # the loss
         *("labels", "num_items_in_batch"),
-        # other layers: a decoder's mask on its way through the encoder, documents of state space models (attention
-        # gets the same documents as position_ids or cu_seq_lens_q)
+        # other layers: a decoder's mask passed through the encoder, documents of state space models (attention gets the
+        # same documents as position_ids or cu_seq_lens_q)
         *("decoder_attention_mask", "seq_idx"),
     }
 )
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-# Continuous batching: which rows of the cache its update writes and reads, and the longest of the sequences in names of
-# 5.17. And what its step has for the tokens drawn after it.
+# Continuous batching: the rows of the cache that its update writes and reads, the longest of the sequences under the
+# names of release 5.17, and what its step needs for drawing tokens afterwards.
 _PAGED = frozenset(
     {
         *(*_PACKED, "read_index", "write_index", "max_seqlen_q", "max_seqlen_k"),
         *("logits_indices", "logits_processor_args"),
     }
 )
-# Layers of these models calculate with their mask as eager attention has it, numbers to add: they append columns, or
-# hide more keys. (The sparse ones among them are refused later, for what else they give.)
+# Layers of these models compute with their mask as numbers to add, as eager attention gets it: they append columns, or
+# hide more keys. (Models with sparse attention among them are refused later, because of other arguments.)
 _NUMBERS_FOR_MASKS = frozenset(
     {
         *("deepseek_v4", "doge", "bigbird_pegasus"),
@@ -73,11 +73,13 @@ _NUMBERS_FOR_MASKS = frozenset(
 
 
 def register(name: str = NAME) -> str:
-    """Registers attention and its masks, in this process, and returns the name for attn_implementation. A second call
+    """Registers attention and its masks in this process, and returns the name for attn_implementation. A second call
     changes nothing.
 
-    ValueError: a name that transformers gives a meaning: one with "flash" in it is a kernel to download, "sdpa" and
-    "flex_attention" ask for what these need, and |, / and @ are syntax. Or one that is another's.
+    Raises:
+        ValueError: a name that has a meaning to transformers: "flash" in a name means a kernel to download, "sdpa" and
+            "flex_attention" request the inputs of those, and |, / and @ are syntax. Or the name of another
+            implementation.
     """
     for word in (*_TAKEN, "|", "/", "@"):
         if word in name:
@@ -90,27 +92,27 @@ def register(name: str = NAME) -> str:
             raise ValueError(f"name={name!r} is the name of another implementation")
     for interface, function in mine.items():
         interface.register(name, function)
-    AttentionInterface.register(f"paged|{name}", attention)  # continuous batching puts this before a name, to 5.17
+    AttentionInterface.register(f"paged|{name}", attention)  # up to 5.17 continuous batching puts this before a name
     return name
 
 
-# ---- what a row sees ----
+# ---- which keys a row sees ----
 
 
 class Packing(NamedTuple):
-    """Rows of a flattened batch that count, one sequence behind the other."""
+    """The rows of a flattened batch that count, one sequence after the other."""
 
-    rows: torch.Tensor  # (total,) their numbers
+    rows: torch.Tensor  # (total,) row numbers in the flattened batch
     cu_seqlens: torch.Tensor  # (batch + 1,) int32
     longest: int
 
 
 @dataclass(eq=False)
 class Mask:
-    """Which keys a row sees. Row i stands at key ends - q_length + i.
+    """The keys that each row sees. Row i is aligned with key ends - q_length + i.
 
-    It goes where a model expects a mask of shape (batch, 1, q_length, kv_length), and has of a tensor what
-    transformers asks for on the way."""
+    It is passed where models expect a mask tensor of shape (batch, 1, q_length, kv_length), and has those attributes of
+    a tensor that transformers uses on the way."""
 
     shape: tuple[int, int, int, int]
     causal: bool = True
@@ -118,16 +120,16 @@ class Mask:
     chunk: int = 0
     ends: int | torch.Tensor | None = None  # keys of a sequence; a (batch,) int32 tensor is not read on the host
     starts: torch.Tensor | None = None  # (batch,) int32: keys before it are padding
-    valid: torch.Tensor | None = None  # (batch, kv_length) bool: the others are padding
-    pack_rows: bool = False  # rows are the keys, so that a row of padding is none: its result is 0
-    documents: torch.Tensor | None = None  # (batch, q_length): rows and keys of one number see each other
+    valid: torch.Tensor | None = None  # (batch, kv_length) bool: keys where it is False are padding
+    pack_rows: bool = False  # the rows are the keys: a row of padding does not count, and its result is 0
+    documents: torch.Tensor | None = None  # (batch, q_length): rows and keys with the same number see each other
     ndim: int = field(default=4, init=False)
 
     def contiguous(self) -> Mask:
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> Mask:
-        """On another device. A dtype, which tensors take here, has no meaning for a mask."""
+        """The mask on another device. A dtype, which tensors take here, is ignored."""
         device = torch._C._nn._parse_to(*args, **kwargs)[0]
         moved = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, torch.Tensor)}
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "ndim"}
@@ -135,24 +137,24 @@ class Mask:
 
     @property
     def positional(self) -> bool:
-        """Whether a row's own position decides what it sees."""
+        """Whether a row's own position affects which keys it sees."""
         return self.causal or self.window != (-1, -1) or self.chunk != 0
 
     @property
     def full(self) -> bool:
-        """Whether the keys end where the array does."""
+        """Whether the keys end where the array ends."""
         return isinstance(self.ends, int) and self.ends == self.shape[-1]
 
     @functools.cached_property
     def packing(self) -> Packing:
-        """The keys that are no padding."""
+        """The keys that are not padding."""
         lengths = self.valid.sum(-1, dtype=torch.int32)
         cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
         return Packing(self.valid.flatten().nonzero().flatten(), cu_seqlens, int(lengths.max()))
 
     @functools.cached_property
     def document_packing(self) -> Packing:
-        """Every run of one number in a row of the batch is a sequence."""
+        """The documents: every run of one number in a row of the batch is a sequence."""
         new = torch.ones_like(self.documents, dtype=torch.bool)
         new[:, 1:] = self.documents.diff(dim=-1) != 0
         first = new.flatten().nonzero().flatten().int()
@@ -160,7 +162,7 @@ class Mask:
         return Packing(first.new_empty(0), cu_seqlens, int(cu_seqlens.diff().max()))
 
     def array(self, device: torch.device) -> torch.Tensor:
-        """The same as a bool array that broadcasts to `shape`."""
+        """The mask without its documents, as a bool array that broadcasts to `shape`."""
         batch, _, q_length, kv_length = self.shape
         key = torch.arange(kv_length, device=device)
         ends = torch.as_tensor(self.ends, device=device).reshape(-1, 1, 1)
@@ -184,7 +186,7 @@ class Mask:
 
 
 class _Form(NamedTuple):
-    """What a mask function of transformers says, in our options."""
+    """The meaning of a mask function of transformers, in terms of this library's options."""
 
     causal: bool = False
     window: tuple[int, int] = (-1, -1)
@@ -201,8 +203,8 @@ class _Form(NamedTuple):
 
 
 def _form_of(function: Any) -> _Form | None:
-    """What the function says, or None where it is not known here. transformers builds these functions out of a few
-    parts, which are told by the names of their makers; what a part was made with is in its closure."""
+    """The meaning of the function, or None if it is not known here. transformers builds these functions from a few
+    parts. A part is recognised by the name of its maker, whose arguments are in the part's closure."""
     if function is masking_utils.causal_mask_function:
         return _Form(causal=True)
     if function is getattr(masking_utils, "bidirectional_mask_function", None):
@@ -243,17 +245,18 @@ def attention_mask(
     cache_position: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> Mask | torch.Tensor:
-    """What AttentionMaskInterface asks for.
+    """The function that AttentionMaskInterface calls.
 
     Arguments:
-        batch_size, q_length, kv_length: of the mask. Row i stands at position q_offset + i, key j at kv_offset + j.
-        mask_function: says whether a row sees a key.
-        attention_mask: None, or (batch, kv_offset + kv_length or fewer) bool: keys that are no padding, as far as there
-            are tokens. Or a Mask that this function has made before.
-        cache_position: (q_length,), positions of the rows: what transformers 4 gives in place of q_length and q_offset.
+        batch_size, q_length, kv_length: sizes of the mask. Row i is at position q_offset + i, key j at kv_offset + j.
+        mask_function: tells whether a row sees a key.
+        attention_mask: None, or (batch, kv_offset + kv_length or fewer) bool: the keys that are not padding, as far as
+            there are tokens. Or a Mask that this function has made before.
+        cache_position: (q_length,), the positions of the rows, which transformers 4 passes instead of q_length and
+            q_offset.
 
-    Returns a Mask, or, where its form is not known, (batch, 1, q_length, kv_length) bool. Or, for a model that goes on
-    to calculate with it, what eager attention has: an array of the same shape to add.
+    Returns a Mask. If the mask's form is not known, (batch, 1, q_length, kv_length) bool. For a model that computes
+    with its mask, the mask of eager attention: an array of that shape with numbers to add.
     """
     if isinstance(attention_mask, Mask):
         return attention_mask
@@ -272,7 +275,7 @@ def attention_mask(
     def array() -> torch.Tensor:
         return masking_utils.sdpa_mask(**given | skips)
 
-    plain = mask_function is masking_utils.causal_mask_function  # a trace sees into no other function
+    plain = mask_function is masking_utils.causal_mask_function  # a trace cannot look into any other function
     form = None if _is_traced() and not plain else _form_of(mask_function)
     if form is None or form.chunk and kv_offset:  # chunks count from the first key of a sequence
         return array()
@@ -295,7 +298,7 @@ def _is_traced() -> bool:
 
 
 def _with_padding(mask: Mask, tokens: torch.Tensor, kv_offset: int) -> bool:
-    """Puts the padding of the keys into the mask. False where that needs an array."""
+    """Adds the padding of the keys to the mask. False if that would need an array."""
     batch, _, q_length, kv_length = mask.shape
     if isinstance(mask.ends, int) and tokens.shape[-1] >= kv_offset + mask.ends and tokens[:, kv_offset:].all():
         return True
@@ -347,30 +350,31 @@ def attention(
     deterministic: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What AttentionInterface asks for.
+    """The function that AttentionInterface calls.
 
     Arguments:
-        module: the layer; its `is_causal` counts where there is no mask and no `is_causal`.
+        module: the layer; its `is_causal` is used if there is neither a mask nor the argument `is_causal`.
         query: (batch, nheads, q_length, headdim); key, value: (batch, nheads_k, kv_length, .).
-        attention_mask: a Mask of q_length and kv_length; bool (True: attend) or float (added to the scores) that
-            broadcasts to (batch, nheads, q_length, kv_length), which then says everything; None: is_causal and
-            sliding_window say it, and the last row stands at the last key.
+        attention_mask: a Mask of q_length and kv_length; or bool (True: attend) or float (added to the scores)
+            broadcasting to (batch, nheads, q_length, kv_length), which then decides alone; or None: is_causal and
+            sliding_window decide, and the last row is aligned with the last key.
         dropout: its seed comes from PyTorch's generator.
         scaling: None means headdim ** -0.5.
-        sliding_window: keys that a row sees, its own among them.
-        s_aux: (nheads,), one more logit a head: sinks, in any float dtype.
+        sliding_window: the number of keys that a row sees, its own included.
+        s_aux: (nheads,), one more logit for each head (sinks), in any float dtype.
         position_bias: broadcasts to (batch, nheads, q_length, kv_length), added to the scores.
-        cache: of continuous batching. The tokens of all requests are then the rows of one batch entry.
-        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: sequences packed in one batch entry.
-        deterministic: gradients that are the same in every run, as in flash_attn_func.
-        kwargs: what else a model hands through. Under torch.autocast query, key and value take its dtype.
+        cache: the cache of continuous batching. The tokens of all requests are then the rows of one batch entry.
+        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: for sequences packed in one batch entry.
+        deterministic: gradients are the same in every run, as in flash_attn_func.
+        kwargs: other arguments that a model passes. Under torch.autocast query, key and value are converted to its
+            dtype.
 
-    Returns out (batch, q_length, nheads, headdim_v), and None for the probabilities, which are not kept.
+    Returns out (batch, q_length, nheads, headdim_v), and None in place of the probabilities, which are not kept.
 
     Raises:
-        Unsupported (a NotImplementedError): an argument with a tensor in it that is not known here. Sparse attention
-            gives its choice of keys so.
-        BadArgument (a ValueError): a mask of integers, or of another number of keys.
+        Unsupported (a NotImplementedError): an argument that holds a tensor and is not known here. Sparse attention
+            passes its choice of keys that way.
+        BadArgument (a ValueError): a mask of integers, or for another number of keys.
     """
     _refuse_unknown(kwargs, _PACKED if cache is None else _PAGED)
     options = {
@@ -429,7 +433,7 @@ def _refuse_unknown(kwargs: dict[str, Any], known: Iterable[str]) -> None:
 
 
 def _kind_of(x: Any) -> str | None:
-    """What an argument is, or None where there is no tensor in it."""
+    """A description of an argument, or None if there is no tensor in it."""
     if isinstance(x, torch.Tensor):
         return f"{x.dtype} of shape {tuple(x.shape)}"
     parts = x.values() if isinstance(x, dict) else x if isinstance(x, (tuple, list)) else ()
@@ -437,7 +441,7 @@ def _kind_of(x: Any) -> str | None:
 
 
 def _check_mask(name: str, x: Mask | torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> None:
-    """Refuses a mask or bias that is not one of these rows and keys. q, k: (batch, seqlen, nheads, .)."""
+    """Refuses a mask or bias that does not fit these rows and keys. q, k: (batch, seqlen, nheads, .)."""
     if x is None:
         return
     sizes = q.shape[1], k.shape[1]
@@ -457,18 +461,18 @@ def _check_mask(name: str, x: Mask | torch.Tensor | None, q: torch.Tensor, k: to
 
 
 def _aligned(x: torch.Tensor | None, k: torch.Tensor) -> torch.Tensor | None:
-    """A bias or a mask with as many columns as k, which may be the beginning of the keys it was made for."""
+    """A bias or mask with as many columns as k, which may be only the first of the keys that it was made for."""
     if x is None:
         return None
     x = x[..., : k.shape[1]].to(k.device)
-    if x.is_floating_point() and x.dtype not in (k.dtype, torch.float32):  # of a model in another dtype than autocast's
+    if x.is_floating_point() and x.dtype not in (k.dtype, torch.float32):  # a model in another dtype than autocast's
         x = x.float()
     return x.expand(*x.shape[:-1], k.shape[1]).contiguous() if x.shape[-1] == 1 else dense_rows(x)[0]
 
 
 def _attend(q, k, v, mask: Mask, bias, dropout: float, options: dict) -> torch.Tensor:
-    """q, k, v: (batch, seqlen, nheads, .)."""
-    if isinstance(mask.ends, int) and mask.ends < k.shape[1] and mask.valid is None:  # a static cache that begins
+    """Attention by the kind of call that suits the mask. q, k, v: (batch, seqlen, nheads, .)."""
+    if isinstance(mask.ends, int) and mask.ends < k.shape[1] and mask.valid is None:  # a static cache that is not full
         k, v = k[:, : mask.ends], v[:, : mask.ends]
         mask = replace(mask, shape=(*mask.shape[:3], mask.ends))
     random = draw_dropout(dropout, q.device)
@@ -500,7 +504,7 @@ def _documents_too(mask: Mask, sees: torch.Tensor) -> torch.Tensor:
 
 
 def _packed(q, k, v, lengths, options: dict) -> torch.Tensor:
-    """Sequences that lie one behind the other in the flattened batch. lengths: cu_seqlens_q, cu_seqlens_k and the
+    """Attention of sequences that follow each other in the flattened batch. lengths: cu_seqlens_q, cu_seqlens_k and the
     longest of each."""
     cu_q, cu_k, longest_q, longest_k = lengths
     q_, k_, v_ = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
@@ -509,10 +513,10 @@ def _packed(q, k, v, lengths, options: dict) -> torch.Tensor:
 
 
 def _unpadded_rows(q, k, v, packing: Packing, options: dict) -> torch.Tensor:
-    """The rows of a padded batch that count, packed; where k is longer than q, it is a cache that q has begun."""
+    """Attention of the rows of a padded batch that count, packed. If k is longer than q, q is the start of a cache."""
     batch, seqlen = q.shape[:2]
     rows, cu_seqlens, longest = packing
-    if k.shape[1] != seqlen:  # numbers in the flattened cache -> in the flattened queries
+    if k.shape[1] != seqlen:  # from numbers in the flattened cache to numbers in the flattened queries
         rows = rows // k.shape[1] * seqlen + rows % k.shape[1]
         k, v = k[:, :seqlen], v[:, :seqlen]
     packed = (x.reshape(-1, *x.shape[2:]).index_select(0, rows) for x in (q, k, v))
@@ -521,7 +525,7 @@ def _unpadded_rows(q, k, v, packing: Packing, options: dict) -> torch.Tensor:
 
 
 def _unpadded_keys(q, k, v, packing: Packing, options: dict) -> torch.Tensor:
-    """All rows over the keys that count."""
+    """Attention of all rows over the keys that count."""
     batch, seqlen = q.shape[:2]
     rows, cu_seqlens, longest = packing
     k, v = (x.reshape(-1, *x.shape[2:]).index_select(0, rows) for x in (k, v))
@@ -531,7 +535,7 @@ def _unpadded_keys(q, k, v, packing: Packing, options: dict) -> torch.Tensor:
 
 
 def _over_cache(q, k, v, mask: Mask, options: dict) -> torch.Tensor:
-    """Rows over keys that lie where the cache has them, some of which may be nobody's: no gradient, nothing copied."""
+    """Attention over keys where they lie in the cache, some of which may not count. No gradient; nothing is copied."""
     given = options["softmax_scale"], options["softcap"], mask.causal, *mask.window, mask.chunk
     length, ends = (mask.ends, None) if isinstance(mask.ends, int) else (0, mask.ends)
     call = _over_cache_op if torch.compiler.is_compiling() else _over_cache_now

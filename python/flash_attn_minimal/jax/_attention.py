@@ -1,6 +1,6 @@
 """flash_attn_func and flash_attn_varlen_func in a JAX program.
 
-q, k, v, bias, sinks and a traced softmax_scale have gradients, through out and lse. There are no second derivatives.
+q, k, v, bias, sinks and a traced softmax_scale have gradients, through out and lse. Second derivatives do not exist.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _HALVES = ("float16", "bfloat16")
 
 
 def traced(q, k, v, varlen, out, return_lse, options: Options, filled=None):
-    """A call as part of a JAX program. Options that are not arrays are Python values, but for softmax_scale.
+    """A call as part of a JAX program. Options that are not arrays are Python values, except softmax_scale.
 
     varlen: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), the last two Python integers. filled: for
     q, k and v with four axes, None or (seqlens_q, seqlens_k), (batch,) int32 each: the rows and keys from the start of
-    each sequence that count. Rows behind them are 0 in out and -inf in lse. The alignment is then that of top_left.
+    each sequence that count. Rows after them are 0 in out and -inf in lse. The alignment is then that of top_left.
     """
     given = {"q": q, "k": k, "v": v, **{name: getattr(options, name) for name in ARRAYS}}
     options = options._replace(**dict.fromkeys(ARRAYS))
@@ -51,7 +51,7 @@ def traced(q, k, v, varlen, out, return_lse, options: Options, filled=None):
     given["q"], options = scaled(given["q"], options)
     names = tuple(given)
     passes = _Passes(names, tuple(longest), options)
-    passes.call_of(given.values())  # says what is wrong with the call before XLA's compiler meets it
+    passes.call_of(given.values())  # raises for a wrong call before XLA's compiler sees it
     attend_once, gradients_once = passes.on_devices(given)
     arrays = vary([jnp.asarray(array) for array in given.values()], given.values())
 
@@ -89,16 +89,16 @@ def traced(q, k, v, varlen, out, return_lse, options: Options, filled=None):
         return gradients_once(*inputs)
 
     gradients_of.defvjp(lambda *inputs: (gradients_once(*inputs), None), no_second_derivative)
-    # A jax.shard_map that is not in a jax.jit knows no symbolic zeros.
+    # jit, because jax.shard_map alone does not support symbolic zeros.
     out, lse = (jax.jit(attend, inline=True) if is_manual() else attend)(*arrays)
-    if varlen:  # XLA does not initialise results, and nothing writes the rows behind the last sequence
+    if varlen:  # XLA does not initialise results, and nothing writes the rows after the last sequence
         covered = jnp.arange(out.shape[0]) < arrays[names.index("cu_seqlens_q")][-1]
         out, lse = jnp.where(covered[:, None, None], out, 0), jnp.where(covered, lse, -jnp.inf)
     return (out, lse) if _flag("return_lse", return_lse) else out
 
 
 def check_served(out, return_lse, options: Options, longest) -> None:
-    """Refuses options that no traced call has, and traced values of options that have to be known when the call is
+    """Refuses options that no traced call has, and traced values of options that must be known when the call is
     traced."""
     if out is not None:
         raise Unsupported("out is given, but a traced call has no memory to write to: pass out=None")
@@ -121,8 +121,8 @@ def is_tracer(value) -> bool:
 
 
 def scaled(q, options: Options) -> tuple[Any, Options]:
-    """q and options without a traced softmax_scale: q takes it, relative to the usual scale, which a call without
-    softmax_scale multiplies by. So q keeps its magnitude, and at the usual scale its bits."""
+    """q and options without a traced softmax_scale. q is multiplied by the scale relative to the default scale, by
+    which a call without softmax_scale multiplies. So q keeps its magnitude, and with the default scale its bits."""
     scale = options.softmax_scale
     if not is_tracer(scale):
         return q, options
@@ -133,8 +133,8 @@ def scaled(q, options: Options) -> tuple[Any, Options]:
 
 
 def _serve_all_dtypes(given: dict, longest) -> None:
-    """Half-precision sinks and slopes as float32, a bias of the other half precision too, and all columns of a bias or
-    mask that has one."""
+    """Converts half-precision sinks and slopes to float32, and a bias of the other half-precision dtype too. Expands a
+    bias or mask with one column to all columns."""
     for name in ("sinks", "alibi_slopes"):
         if name in given and str(given[name].dtype) in _HALVES:
             given[name] = jnp.asarray(given[name]).astype(jnp.float32)
@@ -154,7 +154,7 @@ def no_second_derivative(saved, cotangents):
 
 
 class _Passes:
-    """Both passes of a call. The sizes are those of the arrays, which may be a device's share of them."""
+    """Both passes of a call, for arrays of any sizes: each device may have a share of them."""
 
     def __init__(self, names: tuple[str, ...], longest: tuple[int, ...], options: Options):
         self.names, self.longest, self.options = names, longest, options
@@ -162,7 +162,7 @@ class _Passes:
         self._calls: dict[tuple, Any] = {}
 
     def call_of(self, arrays):
-        """The call of arrays of these sizes."""
+        """The call for arrays of these sizes."""
         types = tuple((x.shape, str(x.dtype)) for x in arrays)
         if types not in self._calls:
             kind = _FilledCall if "seqlens_q" in self.names else Call
@@ -170,10 +170,10 @@ class _Passes:
         return self._calls[types]
 
     def on_devices(self, given: dict):
-        """Both passes as functions of arrays that may be spread over devices. vmap makes one call after the other:
-        XLA's own rule would stack the workspaces."""
+        """Both passes as functions of arrays that may be spread over devices. vmap makes one call after the other,
+        because XLA's own rule would stack the workspaces."""
         operands, results = self._axes(given)
-        rows = [*operands.values(), *results]  # of the backward pass, with dout and then maybe dlse behind
+        rows = [*operands.values(), *results]  # the backward pass has dout and maybe dlse after these
 
         def forward(*arrays):
             return self.call_of(arrays).forward(*arrays)
@@ -194,8 +194,9 @@ class _Passes:
         return attend, gradients
 
     def _axes(self, given: dict) -> tuple[dict[str, tuple], tuple]:
-        """By name of an argument the names of its axes (see Rule), and those of out and lse. Batch and heads are cut,
-        in a varlen call heads alone. Dropout counts the heads and sequences of the whole call: nothing is cut then."""
+        """The names of the axes (see Rule) of each argument, and those of out and lse. Batch and heads can be cut, in a
+        varlen call only heads. With dropout nothing is cut, because it counts the heads and sequences of the whole
+        call."""
         batch, heads, heads_k = "batch", *head_axes(given["q"].shape[-2], given["k"].shape[-2])
         if self.options.dropout_p:
             batch = heads = heads_k = None
@@ -220,7 +221,8 @@ class Call:
 
     def __init__(self, names, types, longest, options):
         """types: (shape, dtype) of each array. longest: () or, in a varlen call, (max_seqlen_q, max_seqlen_k). Instead
-        of cu_seqlens_k it may have `parts`, (batch, 8) int32: the fields of an fa_part (flash_attn.h) each."""
+        of cu_seqlens_k the call may have `parts`, (batch, 8) int32: each row has the fields of an fa_part
+        (flash_attn.h)."""
         self.names, self.types, self.longest, self.options = names, types, longest, options
         self.wanted = [name for name in _DIFFERENTIABLE if name in names]
         args, q, v = self._prepare(options)
@@ -236,8 +238,8 @@ class Call:
         self._backward: dict[bool, Any] = {}
 
     def backward(self, *arrays):
-        """The gradients of `wanted`, that of bias as float32, of (*arrays, out, lse, dout), and dlse where the loss
-        depends on lse."""
+        """The gradients of `wanted`, bias's as float32. arrays: those of the call, then out, lse, dout, and dlse if the
+        loss depends on lse."""
         through_lse = len(arrays) > len(self.names) + 3
         if through_lse not in self._backward:
             self._backward[through_lse] = self._describe_backward(through_lse)
@@ -249,7 +251,7 @@ class Call:
         out, lse, dout, *dlse = (place(i, *about) for i, about in enumerate(inputs) if i >= len(self.names))
         results = [(types[name][0], "float32" if name == "bias" else types[name][1]) for name in self.wanted]
         places = {name: place(len(inputs) + i, *results[i]) for i, name in enumerate(self.wanted)}
-        args, *_ = self._prepare(self.options._replace(kernel=None))  # `kernel` names one of the forward pass
+        args, *_ = self._prepare(self.options._replace(kernel=None))  # `kernel` names a kernel of the forward pass
         _put_tensor(args, "out", out)
         args.lse = lse.pointer
         call = new(AttentionBackwardArgs)
@@ -269,7 +271,7 @@ class Call:
         return custom_call("attention_backward", call, results, size)
 
     def _prepare(self, options: Options):
-        """AttentionArgs without outputs, and the places of q and v."""
+        """AttentionArgs without outputs, and the Views of q and v."""
         places = {name: place(i, *about) for i, (name, about) in enumerate(zip(self.names, self.types, strict=True))}
         lengths, parts = None, places.pop("parts", None)
         if self.longest:
@@ -278,13 +280,14 @@ class Call:
         q, k, v = (places.pop(name) for name in "qkv")
         args, _ = _prepare(q, k, v, lengths, options._replace(**places))
         if parts:
-            args.parts, args.cu_seqlens_k = parts.pointer, None  # parts name their keys
+            args.parts, args.cu_seqlens_k = parts.pointer, None  # parts describe their keys
         return args, q, v
 
 
 class _FilledCall:
-    """A call whose sequences fill their rows and keys in part, from the start: a varlen call, each of whose sequences
-    is a part (fa_part of flash_attn.h), so that a kernel skips what does not count. Its arrays have four axes."""
+    """A call whose sequences fill only the first of their rows and keys. It becomes a varlen call in which each
+    sequence is a part (fa_part of flash_attn.h), so that a kernel skips what does not count. Its arrays have four
+    axes."""
 
     def __init__(self, names, types, longest, options):
         by_name = dict(zip(names, types, strict=True))
@@ -294,7 +297,7 @@ class _FilledCall:
         inner = tuple(name for name in names if not name.startswith("seqlens"))
         packed = [((shape[0] * shape[1], *shape[2:]), kind) for shape, kind in (by_name[name] for name in "qkv")]
         packed += [by_name[name] for name in inner[3:]] + [((batch + 1,), "int32"), ((batch, 8), "int32")]
-        options = options._replace(top_left=False)  # the shift of a part says it
+        options = options._replace(top_left=False)  # the shift of a part gives the alignment
         self.call = Call((*inner, "cu_seqlens_q", "parts"), tuple(packed), (rows, keys), options)
 
     @staticmethod
@@ -328,7 +331,7 @@ class _FilledCall:
         for name, length in (("q", rows), ("k", keys), ("v", keys)):
             x = self._four_axes(gradients[name])
             covered = jnp.arange(x.shape[1]) < length[:, None]
-            gradients[name] = jnp.where(covered[:, :, None, None], x, 0)  # nothing writes the rest
+            gradients[name] = jnp.where(covered[:, :, None, None], x, 0)  # nothing writes the other rows
         return tuple(gradients.values())
 
     def _packed(self, arrays) -> list:
@@ -344,7 +347,8 @@ class _FilledCall:
         return x.reshape(self.batch, -1, *x.shape[1:])
 
     def _lengths(self, arrays) -> tuple:
-        """Rows and keys that count. Without rows no key does: a part whose seqlen_q is 0 has all of its rows."""
+        """The rows and keys that count. Without rows there are no keys: a part with seqlen_q = 0 would have all
+        rows."""
         given = dict(zip(self.names, arrays, strict=True))
         rows, keys = jnp.clip(given["seqlens_q"], 0, self.rows), jnp.clip(given["seqlens_k"], 0, self.keys)
         return rows, jnp.where(rows > 0, keys, 0)

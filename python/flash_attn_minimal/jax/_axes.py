@@ -1,5 +1,5 @@
 """The axes of a mesh that an array varies over. In jax.shard_map the arguments, results and gradients of a custom call
-have to vary over the same ones."""
+must vary over the same axes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import jax
 
 
 def vary(arrays, others) -> list:
-    """The arrays, marked as varying over every axis that one of `others` varies over."""
+    """The arrays, marked as varying over every axis that any of `others` varies over."""
     axes = frozenset().union(*map(varying_axes, others))
     missing = [tuple(sorted(axes - varying_axes(array))) for array in arrays]
     return [_cast(array, more) if more else array for array, more in zip(arrays, missing, strict=True)]

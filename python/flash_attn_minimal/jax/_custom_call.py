@@ -1,4 +1,4 @@
-"""From the structs of a call to a custom call of XLA. cuda/api/xla_ffi.cpp says what one consists of."""
+"""From the structs of a call to a custom call of XLA, whose parts cuda/api/xla_ffi.cpp describes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ except ImportError:  # before JAX 0.5
     from jax.extend import ffi
 
 _TARGET = "flash_attn_minimal_call"
-# Placeholders are aligned, and farther apart than any buffer is long, so they pass the checks of alignment and overlap.
+# Placeholders are aligned, and farther apart than any buffer is long, so they pass checks of alignment and overlap.
 _ADDRESS_UNIT = 1 << 48
 
 
 class PlaceDoor(Door):
-    """Buffers of a custom call, which have no address yet."""
+    """A door for buffers of a custom call, which have no address yet."""
 
     name = "JAX"
 
@@ -36,22 +36,23 @@ class PlaceDoor(Door):
 
 
 _PLACES = PlaceDoor()
-_arrays._doors[View] = _PLACES  # a view is taken as it is
+_arrays._doors[View] = _PLACES  # so that a View can be passed as an array
 
 
 def address(index: int) -> int:
-    """What stands in a struct for the address of a buffer."""
+    """The placeholder in a struct for the address of a buffer."""
     return _ADDRESS_UNIT * (1 + index)
 
 
 def place(index: int, shape: Sequence[int], dtype: str, door: Door = _PLACES, writable: bool = True) -> View:
-    """Buffer `index` of a custom call (arguments first, then results): a dense view."""
+    """A dense View of buffer `index` of a custom call (arguments first, then results)."""
     strides = tuple(math.prod(max(size, 1) for size in shape[axis + 1 :]) for axis in range(len(shape)))
     return View(None, door, address(index), tuple(shape), strides, dtype, CPU, 0, writable)
 
 
 def as_array(name: str, array: Any) -> Any:
-    """An array of JAX or NumPy, not converted: its own dtype is checked, and JAX may turn float64 into float32."""
+    """Checks that an array is JAX's or NumPy's and returns it unconverted: JAX may turn float64 into float32, and the
+    array's own dtype has to be checked."""
     if isinstance(array, jax.Array):
         return array
     door = _arrays.view(array, name).door
@@ -61,8 +62,8 @@ def as_array(name: str, array: Any) -> Any:
 
 
 def workspace_bytes(args: Any, query: Callable[[AttentionPlan], int]) -> int:
-    """Bytes of workspace on a GPU; on the CPU the handler allocates its own. Raises if no device of this machine serves
-    the call. args: the struct that has the device and q."""
+    """The bytes of workspace on a GPU; on the CPU the handler allocates its own. Raises if no device of this machine
+    can serve the call. args: the struct with the fields device and q."""
     lib, plan, size, served = load(), new(AttentionPlan), 0, False
     q, args.q_data = args.q_data, None  # the query asks the driver which GPU q is on; NULL means the current one
     for device in (CPU, CUDA) if lib.fa_cuda_device_count() else (CPU,):
@@ -86,8 +87,9 @@ def custom_call(
 ) -> Callable[..., tuple]:
     """fa_<operation>(struct) as a function of arrays, which returns the results.
 
-    results: their shapes and dtypes. The struct has the `address` of each buffer. workspace: the bytes of one more
-    result, for a call that has a workspace. aliases: arguments that are results too, by their numbers."""
+    results: their shapes and dtypes. struct: has the placeholder `address` of each buffer. workspace: the bytes of an
+    additional result, for a call that has a workspace. aliases: for arguments that are also results, the number of the
+    argument and that of the result."""
     _register()
     if workspace is not None:
         results = (*results, ((workspace,), "uint8"))
@@ -113,7 +115,7 @@ def custom_call(
 
 
 class _Image:
-    """A struct, those that it points to, and its texts, in one piece of memory."""
+    """A struct, the structs that it points to, and its strings, in one piece of memory."""
 
     def __init__(self) -> None:
         self.bytes = bytearray()
@@ -122,7 +124,7 @@ class _Image:
         self.workspace = -1
 
     def add(self, struct: ct.Structure) -> int:
-        """Returns the byte where it begins."""
+        """Adds a struct; returns the offset of its first byte."""
         begin = self._append(bytes(struct))
         for name, kind in struct._fields_:
             at, value = begin + getattr(type(struct), name).offset, getattr(struct, name)
@@ -139,7 +141,7 @@ class _Image:
             else:
                 target = -1 - (self._append(value + b"\0") if kind is ct.c_char_p else self.add(value.contents))
             self.links.append((at, target))
-            self.bytes[at : at + 8] = bytes(8)  # no program has an address of this process in it
+            self.bytes[at : at + 8] = bytes(8)  # a program must not hold addresses of this process
         return begin
 
     def _append(self, data: bytes) -> int:
@@ -150,7 +152,7 @@ class _Image:
 
 @functools.cache
 def _register() -> None:
-    """Tells XLA about the handlers, once."""
+    """Registers the handlers with XLA, once."""
     lib = load()
     for platform in ("cpu", "CUDA"):
         handler = getattr(lib, f"fa_xla_call_{platform.lower()}")

@@ -1,4 +1,5 @@
-"""Which axes of a function's arrays are cut when they are spread over devices, named as _partition.Rule says."""
+"""The axes of a function's arrays that may be cut when the arrays are spread over devices, named as in
+_partition.Rule."""
 
 from __future__ import annotations
 
@@ -6,20 +7,20 @@ from typing import Any
 
 
 def head_axes(nheads: int, nheads_k: int) -> tuple[Any, Any]:
-    """How the heads of q and those of k are cut: each device has the key heads of its heads."""
+    """The names of the heads' axes of q and of k: each device gets the key heads that its heads of q read."""
     if nheads_k == 1:
         return "heads", None
     return ("heads" if nheads == nheads_k else ("heads", "group")), "heads"
 
 
 def own_axes(names: tuple, shape: tuple[int, ...]) -> tuple:
-    """Those of an array that broadcasts to axes with these names."""
+    """The names of the axes of an array that broadcasts to axes with these names."""
     names = names[len(names) - len(shape) :]
     return tuple(name if size != 1 else None for name, size in zip(names, shape, strict=True))
 
 
 def of_function(title: str, arrays: dict, plain: dict, results: list) -> tuple[dict[str, tuple], list[tuple]]:
-    """The names of the axes of each array and of each result, whose shapes `results` has."""
+    """The names of the axes of each array and of each result. results: the shapes of the results."""
     names, out = _NAMES[title](arrays, plain) if title in _NAMES else ({}, [])
     named = {name: names.get(name, (None,) * x.ndim) for name, x in arrays.items()}
     return named, out or [(None,) * len(shape) for shape in results]
@@ -56,7 +57,7 @@ def _linear(arrays, plain):
 
 
 def _sample(arrays, plain):
-    """Rows that have a seed do not depend on their number."""
+    """Rows can be cut if each has a seed: their draws do not depend on their number."""
     if "seeds" not in arrays or arrays["logits"].ndim != 2:
         return {}, []
     names = {"logits": ("rows", None), "seeds": ("rows",)}
@@ -66,7 +67,7 @@ def _sample(arrays, plain):
 
 
 def _cache(arrays, plain):
-    """Heads are cut, and sequences where each has a cache entry of its own."""
+    """Heads can be cut, and sequences if each has its own cache entry."""
     heads, heads_k = head_axes(arrays["q"].shape[2], arrays["k_cache"].shape[2])
     batch = "batch" if arrays.keys().isdisjoint(("block_table", "cache_batch_idx")) else None
     if arrays["k_cache"].shape[0] != arrays["q"].shape[0]:

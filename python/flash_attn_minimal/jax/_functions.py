@@ -1,5 +1,5 @@
-"""Every other function of the package in a JAX program: it is called once, with placeholders for its arrays, and what
-it asks of the library becomes a custom call."""
+"""All functions except attention itself in a JAX program: the function is called once with placeholders for its arrays,
+and the call that it makes to the library becomes a custom call."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from ._partition import Rule, is_manual, laid_like, partitioned
 
 def traced_function(function: Callable[..., Any], given: Mapping[str, Any], written: Sequence[str] = ()) -> Any:
     """function(**given) as part of a JAX program. given: its arguments by name, arrays and others. written: arrays that
-    it writes; with them the result is a pair, of the function's own and of a tuple of what these arrays become. XLA
-    writes them in place where nobody needs the old ones: donate them to the outermost jax.jit."""
+    it writes; the result is then a pair: the function's own result, and a tuple of the new values of these arrays. XLA
+    writes them in place if the old values are not used any more: donate them to the outermost jax.jit."""
     arrays = {name: as_array(name, x) for name, x in given.items() if isinstance(x, (jax.Array, np.ndarray))}
     plain = {name: x for name, x in given.items() if name not in arrays}
     names, title = tuple(arrays), function.__name__
@@ -57,17 +57,17 @@ def traced_function(function: Callable[..., Any], given: Mapping[str, Any], writ
     return (result, tuple(became)) if written else result
 
 
-# Arguments of 64 bits, which JAX has with jax_enable_x64 alone: of 32 bits they are widened, and lie there as words.
+# Arguments of 64 bits, which JAX has only with jax_enable_x64: 32-bit ones are widened, and passed as 32-bit words.
 _WIDE = {"seeds": "int64", "tree_mask": "uint64"}
 
 
 def _is_wide(array) -> bool:
-    """Integers of 32 bits, or of 64 that jnp.asarray would cut."""
+    """Whether integers have 32 bits, or 64 that jnp.asarray would cut to 32."""
     return array.dtype.kind in "iu" and array.dtype.itemsize in ((4, 8) if isinstance(array, np.ndarray) else (4,))
 
 
 def _words(array) -> Any:
-    """(..., 2) words of 32 bits, the low one first."""
+    """(..., 2) words of 32 bits, the low word first."""
     if isinstance(array, np.ndarray):
         return array.astype(array.dtype.kind + "8", order="C").view(np.uint32).reshape(*array.shape, 2)
     high = array >> 31 if array.dtype.kind == "i" else jnp.zeros_like(array)
@@ -99,7 +99,7 @@ def _with_gradient(once, function, names, plain) -> Callable[..., tuple]:
 
 
 class _Recorder(Door):
-    """Arrays of a call that is described, not made."""
+    """A door for arrays of a call that is described, not made."""
 
     name = "JAX"
 
@@ -129,8 +129,8 @@ class _Recorder(Door):
 
 
 class _Described:
-    """A call with arrays of these types. run: a function of the arrays, which returns the function's results and what
-    the arrays in `written` become."""
+    """A call with arrays of these types. run: a function of the arrays that returns the function's results and the new
+    values of the arrays in `written`."""
 
     def __init__(self, function, names, types, plain, written):
         door = _Recorder(len(names), len(written))

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-NONE = ("sample", "quantize_fp8")  # steps: their gradient is 0
+NONE = ("sample", "quantize_fp8")  # piecewise constant functions: their gradient is 0
 
 
 def nothing(array):
-    """The gradient of an array that no gradient goes through."""
+    """A zero gradient for an array that has no gradient."""
     if jnp.issubdtype(array.dtype, jnp.floating):
         return jnp.zeros_like(array)
     return np.zeros(array.shape, jax.dtypes.float0)
@@ -23,19 +23,20 @@ def _of_merge(again, given, plain, results, cotangents):
     gradients = {}
     for side in "ab":
         own, kind = given[f"out_{side}"].astype(jnp.float32), given[f"out_{side}"].dtype
-        share = jnp.exp(given[f"lse_{side}"] - jnp.where(jnp.isneginf(lse), 0, lse))  # of a row that sees nothing: 0
+        share = jnp.exp(given[f"lse_{side}"] - jnp.where(jnp.isneginf(lse), 0, lse))  # 0 for a row that sees no key
         rows = share.swapaxes(-1, -2)[..., None]
         gradients[f"out_{side}"] = (rows * dout).astype(kind)
-        through = jnp.where(rows > 0, dout * (own - out), 0).sum(-1).swapaxes(-1, -2)  # such an out may hold anything
+        through = jnp.where(rows > 0, dout * (own - out), 0).sum(-1).swapaxes(-1, -2)  # out is arbitrary where rows = 0
         gradients[f"lse_{side}"] = share * (dlse + through)
     return gradients
 
 
 def _of_rope(again, given, plain, results, cotangents):
-    """The same turn, backwards."""
+    """The rotation by the negative angles."""
     (dout,) = cotangents
     return {"x": again({**given, **plain, "x": dout, "inverse": not plain.get("inverse", False)})}
 
 
-# By the function's name: again(arguments) is one more call of it. given and plain: its arguments, arrays and others.
+# Gradients by the function's name. again(arguments) calls the function; given are its arrays, plain its other
+# arguments.
 OF = {"merge": _of_merge, "rope": _of_rope}

@@ -1,13 +1,13 @@
 """How a call is cut when its arrays are spread over the devices of a mesh.
 
-Some axes of its arrays may be cut, such as batch and heads: every device then makes the call for its own share, and a
-result that lacks such an axis is summed over the devices. All other axes are whole on every device. So an input that is
+Some axes of its arrays may be cut, such as batch and heads. Every device then makes the call for its own share, and a
+result that lacks a cut axis is summed over the devices. All other axes are whole on every device. So an input that is
 spread over its batch stays spread, and so does the result.
 
-    axes of the mesh    who says how arrays are spread    how the call is cut
-    Auto                XLA, while it compiles            custom_partitioning, by a rule of Shardy
-    Explicit            the types of the arrays           jax.shard_map
-    Manual              the caller: it is cut already     not at all
+    axes of the mesh    who decides how arrays are spread    how the call is cut
+    Auto                XLA, while it compiles               custom_partitioning, by a rule of Shardy
+    Explicit            the types of the arrays              jax.shard_map
+    Manual              the caller, who has cut them         not at all
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _HAS_RULES = "sharding_rule" in inspect.signature(custom_partitioning.def_partit
 
 
 class Rule(NamedTuple):
-    """For each array the names of its axes; None is an axis that is not cut. Axes of one name are cut together, and a
-    pair (outer, inner) is an axis of which `outer` may be cut, as in heads = (key head, head of its group)."""
+    """The names of the axes of each array; None is an axis that is not cut. Axes with the same name are cut together. A
+    pair (outer, inner) is an axis of which only `outer` may be cut, as in heads = (key head, head of its group)."""
 
     operands: tuple[tuple, ...]
     results: tuple[tuple, ...]
 
 
 def partitioned(call: Callable[..., tuple], rule: Rule) -> Callable[..., tuple]:
-    """The call of arrays that may be spread over devices. `call` takes arrays of any sizes that fit together."""
+    """The call for arrays that may be spread over devices. `call` takes arrays of any sizes that fit together."""
 
     def run(*arrays):
         if jax.device_count() == 1 or not _HAS_RULES or is_manual():
@@ -62,17 +62,17 @@ def _explicit_mesh(arrays) -> Any | None:
 
 
 def laid_like(array, other) -> Any:
-    """The array, spread as the type of `other` says, where types say so: a gradient has the type of its input."""
+    """The array, spread as the type of `other` says, if types say so: a gradient must have the type of its input."""
     if is_manual() or _explicit_mesh([other]) is None:
         return array
     return jax.reshard(array, jax.typeof(other).sharding)
 
 
-# ---- which axes of the mesh cut what ----
+# ---- which axes of the mesh cut which axes of the call ----
 
 
 class _Cut(NamedTuple):
-    """By name of a call's axis, the axes of the mesh that it is spread over."""
+    """For each name of a call's axis, the axes of the mesh that it is spread over."""
 
     axes: dict[str, tuple[str, ...]]
 
@@ -85,7 +85,7 @@ class _Cut(NamedTuple):
         return tuple(itertools.chain(*(axes for name, axes in self.axes.items() if name not in there)))
 
     def local(self, call: Callable[..., tuple], rule: Rule) -> Callable[..., tuple]:
-        """What each device does."""
+        """The function that each device runs."""
 
         def run(*arrays):
             return tuple(_sum(x, self.summed(names)) for x, names in zip(call(*arrays), rule.results, strict=True))
@@ -102,7 +102,8 @@ def _outer(name):
 
 
 def _cut(rule: Rule, shapes: Sequence, specs: Sequence, mesh: Any) -> _Cut:
-    """As the operands lie, where that works out: an axis of the mesh cuts one axis of the call, into equal shares."""
+    """Cuts a call as its operands lie, if possible: an axis of the mesh cuts one axis of the call, into equal
+    shares."""
     sizes = {name: min(found) for name, found in _sizes(rule.operands, shapes).items()}
     axes: dict[str, tuple[str, ...]] = {}
     for names, spec in zip(rule.operands, specs, strict=True):
@@ -121,7 +122,7 @@ def _cut(rule: Rule, shapes: Sequence, specs: Sequence, mesh: Any) -> _Cut:
 
 
 def _sizes(operands, shapes) -> dict[str, set[int]]:
-    """By name of an axis its size; of an outer one, which has a size of its own elsewhere, also that of the pair."""
+    """The sizes by axis name. An outer axis, which also occurs alone, gets its own size and that of the pair."""
     sizes: dict[str, set[int]] = {}
     for names, shape in zip(operands, shapes, strict=True):
         for name, size in zip(names, shape, strict=True):
@@ -149,7 +150,7 @@ def _by_partitioner(call, rule: Rule, arrays) -> tuple:
     whole = custom_partitioning(lambda *arrays: call(*arrays))
 
     def found(mesh, operands) -> _Cut | None:
-        """None where JAX does not know the mesh: nothing is cut then."""
+        """The cut, or None if JAX does not know the mesh: then nothing is cut."""
         shardings = [x.sharding for x in operands]
         if not all(isinstance(x, NamedSharding) for x in shardings):
             return None
@@ -165,7 +166,7 @@ def _by_partitioner(call, rule: Rule, arrays) -> tuple:
         ]
         return mesh, cut.local(call, rule), *map(tuple, shardings)
 
-    def infer(mesh, operands, results):  # for XLA's partitioner before Shardy
+    def infer(mesh, operands, results):  # for XLA's partitioner from before Shardy
         cut = found(mesh, operands)
         if cut is None:
             return tuple(_everywhere(operands[0].sharding) for _ in results)
@@ -177,12 +178,12 @@ def _by_partitioner(call, rule: Rule, arrays) -> tuple:
 
 
 def _everywhere(sharding) -> Any:
-    """All of an array on every device, as a sharding of this kind, which knows no mesh."""
+    """A sharding with the whole array on every device, of the kind of the given one, which has no mesh."""
     return type(sharding).get_replicated(sharding._device_assignment)
 
 
 def _for_shardy(rule: Rule, shapes) -> tuple[str, dict]:
-    """The rule in Shardy's notation: "b i0 h i1, ... -> b i2 h i3". An axis that is not cut has a name of its own."""
+    """The rule in Shardy's notation: "b i0 h i1, ... -> b i2 h i3". An axis that is not cut gets a unique name."""
     sizes = {name: min(found) for name, found in _sizes(rule.operands, shapes).items()}
     inner = {
         name[1]: size // sizes[name[0]]
@@ -190,7 +191,7 @@ def _for_shardy(rule: Rule, shapes) -> tuple[str, dict]:
         for name, size in zip(names, shape, strict=True)
         if isinstance(name, tuple)
     }
-    whole: dict[str, None] = {}  # in the order in which they appear
+    whole: dict[str, None] = {}  # names of axes that are not cut, in order of appearance
 
     def words(names):
         for name in names:

@@ -1,22 +1,23 @@
 """A Llama model on top of the attention kernels: real checkpoints in, text out.
 
-    config.py       what a model is: its shape and the constants of its formulas
+    config.py       a model's shape and the constants of its formulas
     checkpoint.py   its tensors by name
     llama2c.py      llama2.c checkpoints (v0, v1, v2), memory-mapped
     huggingface.py  Hugging Face folders: config.json, *.safetensors, tokenizer.json
-    weights.py      any of these by its path, and the tokenizer that lies with it
+    weights.py      finds any of these by its path, and the tokenizer beside it
     tokenizer.py    byte-pair encoding; reads tokenizer.bin and sentencepiece's tokenizer.model
     model.py        one forward pass over a cache, in terms of a device's operations
     host.py         those operations on the CPU: NumPy, and this library for attention
-    cuda.py         the same on a GPU: CuPy's arrays, this library's kernels, cuBLAS for larger products, CUDA graphs
-    attend.py       standard attention in array operations, to compare with
+    cuda.py         those operations on a GPU: CuPy's arrays, this library's kernels, cuBLAS for larger products, CUDA
+                    graphs
+    attend.py       flash attention over the cache, and standard attention to compare with
     cache.py        the KV cache, contiguous or paged
     engine.py       sequences that join and leave a running batch
     sampling.py     greedy, temperature, top-k, top-p
     w4.py           models with 4-bit weights, and their file
-    quality.py      what 4-bit weights cost a model, and which matrices are to stay wider
-    quality_report.py   that as tables, JSON and a picture
-    quantize.py     the command line of both: python -m flash_attn_minimal quantize MODEL
+    quality.py      measures what 4-bit weights cost a model, and chooses the matrices that stay wider
+    quality_report.py   the result as tables, JSON and a picture
+    quantize.py     the command line of w4.py and quality.py: python -m flash_attn_minimal quantize MODEL
     generate.py     the command line: python -m flash_attn_minimal generate CHECKPOINT
     synthetic.py    random models of any shape in the real file formats
 

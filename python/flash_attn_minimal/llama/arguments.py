@@ -1,4 +1,4 @@
-"""What the command lines of a model share."""
+"""The argument parser shared by the command lines for models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .._library import BadArgument
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """Says what is wrong in one line, like every other error here, instead of printing the usage."""
+    """Reports an error as a BadArgument, whose text is one line, instead of printing the usage."""
 
     def error(self, message: str) -> NoReturn:
         raise BadArgument(message)

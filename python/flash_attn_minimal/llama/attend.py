@@ -1,6 +1,6 @@
 """Attention over the cache. Flash attention is one call of this library. Standard attention keeps the whole score
-matrix in memory: in the host's decode step it is a kernel of the library, elsewhere array operations, which work
-without the library."""
+matrix in memory. It is a kernel of the library in a decode step on the host; elsewhere it uses array operations, which
+work without the library."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def check_names(attention: str, dtype: str) -> None:
 
 
 def flash_attention(q: Array, k: Array, v: Array, cache_k: Array, cache_v: Array, rows, rope, config: Config) -> Array:
-    """Rotates q and k, appends k and v to the cache, attends: (batch, seqlen, nheads, headdim), one call."""
+    """Rotates q and k, appends k and v to the cache, and attends, in one call: (batch, seqlen, nheads, headdim)."""
     return cached_attention(q, k, v, cache_k, cache_v, rows, rope, config)
 
 
 def cached_attention(
     q: Array, k: Array, v: Array, cache_k: Array, cache_v: Array, rows, rope, config: Config, kernel: str | None = None
 ) -> Array:
-    """As flash_attention, with a kernel of the library by its name; cpu_naive is standard attention."""
+    """flash_attention, with a kernel of the library by its name; cpu_naive is standard attention."""
     from .. import flash_attn_with_kvcache
 
     if rows.table is None:
@@ -68,11 +68,11 @@ def standard_attention(xp, q: Array, k: Array, v: Array, window: int = 0) -> Arr
     """Causal attention of the last rows of each sequence over all its keys: the last row sees the last key.
 
     q (batch, seqlen_q, nheads, headdim), k and v (batch, seqlen_k, nheads_k, headdim) -> the shape of q. 16-bit inputs
-    are widened to float32 first. A row sees the last `window` keys up to its own, 0 = all of them.
+    are converted to float32 first. A row sees the last `window` keys up to its own; 0 = all keys up to its own.
     """
     batch, seqlen_q, nheads, headdim = q.shape
     seqlen_k, nheads_k = k.shape[1:3]
-    group = nheads // nheads_k  # query heads of one key head are neighbours: their rows go into one product
+    group = nheads // nheads_k  # the query heads that share a key head are adjacent: one product has all their rows
     rows = (
         q.reshape(batch, seqlen_q, nheads_k, group, headdim)
         .transpose(0, 2, 3, 1, 4)

@@ -1,8 +1,8 @@
 """The KV cache: keys (already rotated) and values of every layer, in one allocation made at the start.
 
 Paged: k[layer], v[layer] are (num_pages + 1, page_size, nheads_k, headdim). A sequence's row of the block table lists
-the pages that it owns, in order. The last page belongs to no sequence: idle slots write there.
-Contiguous: (slots, context, nheads_k, headdim). Sequence i is in slot i, and there is no table.
+the pages that it owns, in order. The last page belongs to no sequence; idle slots write there.
+Contiguous: (slots, context, nheads_k, headdim). Sequence i is in slot i; there is no table.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def pages_of(tokens: int, page_size: int) -> int:
 
 
 class PagePool:
-    """Which pages are free. The page given back last is given out first."""
+    """The free pages. The page given back last is given out first."""
 
     def __init__(self, num_pages: int):
         self._free = list(range(num_pages - 1, -1, -1))
@@ -46,8 +46,8 @@ class PagePool:
 
 
 class KVCache:
-    """page_size None means contiguous: `slots` sequences of `context` positions each. `rope` has the cosines and sines
-    of all positions."""
+    """The cache of all layers. With page_size=None it is contiguous: `slots` sequences of `context` positions each.
+    `rope` holds the cosines and sines of all positions."""
 
     def __init__(
         self, device: Any, config: Config, slots: int, context: int, page_size: int | None = None, num_pages: int = 0
@@ -64,11 +64,11 @@ class KVCache:
         self.v: list[Any] = [storage[layer, 1] for layer in range(config.n_layers)]
         self.rope = tuple(device.vector(table) for table in config.rope_tables(context))
         self.nbytes = storage.nbytes
-        self._bits = storage.view(np.dtype(f"u{storage.dtype.itemsize}"))  # CuPy does not fill bfloat16
+        self._bits = storage.view(np.dtype(f"u{storage.dtype.itemsize}"))  # as integers: CuPy cannot fill bfloat16
         self.position_bytes = self.nbytes // (rows[0] * rows[1])
 
     def clear(self, slot: int) -> None:
-        """Zeros in a slot of a contiguous cache."""
+        """Fills a slot of a contiguous cache with zeros."""
         self._bits[:, :, slot] = 0
 
     def describe(self) -> str:

@@ -1,6 +1,6 @@
 """A model's tensors by name, from any source.
 
-Names, with matrices as (out, in) and one entry for each layer where (layers):
+Names. Matrices are (out, in); names marked (layers) have one entry for each layer:
 
     token_embedding                       rms_att, rms_ffn (layers)                rms_final      wcls (unless tied)
     wq, wk, wv, wo, w1, w2, w3 (layers)   bq, bk, bv (layers; only some models)
@@ -20,10 +20,10 @@ LAYERED = ("rms_att", "rms_ffn", "wq", "wk", "wv", "wo", "w1", "w2", "w3")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What the model is, with every tensor read when it is first used."""
+    """A model's description and tensors; each tensor is read when it is first used."""
 
     path: str
-    format: str  # "llama2.c v0", for people
+    format: str  # such as "llama2.c v0", for messages
     tied: bool  # the classifier is the embedding
     config: Config
     dtype: str  # of the matrices as stored: float32, float16, bfloat16, int8
@@ -36,8 +36,7 @@ class Checkpoint:
         return name in self.tensors
 
     def parts(self, name: str, layer: int) -> list[Any]:
-        """The arrays that make up a matrix of STACKED, from top to bottom, as stored: several, or one that is the
-        whole."""
+        """The stored arrays that make up a matrix of STACKED, from top to bottom; one array if it is stored whole."""
         if name in self.tensors:
             return [self.tensors[name][layer]]
         return [self.tensors[part][layer] for part in STACKED[name]]

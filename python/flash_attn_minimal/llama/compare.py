@@ -1,5 +1,5 @@
 """Times flash and standard attention on the same text, in turns, so that other load on the machine disturbs both
-alike."""
+equally."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from typing import Any
 from .._library import BadArgument, FlashAttnError
 from .engine import Engine, Request
 
-PIECE = 16  # decode steps of one engine in its turn
-LEAST_ROUNDS = 3  # least number of times that the text is written, after once to warm up
+PIECE = 16  # decode steps that an engine makes in its turn
+LEAST_ROUNDS = 3  # the least number of times that the text is written, after one warm-up
 
 
 @dataclass(frozen=True)
 class Comparison:
     requests: list[Request]
-    steps_per_second: dict[str, float]  # the median of the pieces
-    ratio: float  # the first engine's speed over the second's: the median over pieces at the same positions
+    steps_per_second: dict[str, float]  # the median over the pieces
+    ratio: float  # the first engine's speed over the second's: the median over pairs of pieces at the same positions
     pieces: int
 
 
 def in_turns(engines: Mapping[str, Engine], jobs: Sequence[tuple[Any, ...]], seconds: float = 3.0) -> Comparison:
-    """Two engines write the texts of `jobs` (arguments of Engine.add) again and again, for so many seconds.
+    """Two engines write the texts of `jobs` (arguments of Engine.add) again and again, for this many seconds.
 
-    The first and the last piece of a text do not count: on a GPU, which runs some steps ahead, the first piece takes
-    more steps than it counts and the last one fewer. Texts that differ raise a FlashAttnError.
+    The first and the last piece of a text do not count: a GPU runs some steps ahead, so the first piece runs more steps
+    than are counted in it, and the last one fewer. Raises FlashAttnError if the texts differ.
     """
     rates: dict[str, list[float]] = {name: [] for name in engines}
     started = 0.0

@@ -1,4 +1,4 @@
-"""What a Llama model is: its shape and the constants of its formulas, whatever the file format."""
+"""A Llama model's shape and the constants of its formulas, for all file formats."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import numpy as np
 
 from .._files import LARGEST, SMALLEST, is_constant, is_int, quoted
 
-MAX_DIMENSION = 1 << 24  # far above any Llama model's; text or another format, read as int32, is above it
+MAX_DIMENSION = 1 << 24  # far above any Llama model's; text or another format, read as int32, gives larger numbers
 
 
 @dataclass(frozen=True)
 class RopeScaling:
     """How RoPE is stretched to a context longer than that of the first training. "linear" divides all frequencies by
-    `factor`. "llama3" divides the slow ones alone, with a ramp between low_freq_factor and high_freq_factor turns in
-    the original context.
+    `factor`. "llama3" divides only the slow ones, with a ramp between low_freq_factor and high_freq_factor turns in the
+    original context.
     """
 
     kind: str
@@ -25,7 +25,7 @@ class RopeScaling:
     original_context: int = 8192
 
     def problem(self) -> str | None:
-        """What makes these numbers impossible, or None."""
+        """Describes the first impossible number, or None."""
         if self.kind not in ("linear", "llama3"):
             return f"kind={quoted(self.kind)} is neither 'linear' nor 'llama3'"
         for name in ("factor", "low_freq_factor", "high_freq_factor"):
@@ -40,15 +40,16 @@ class RopeScaling:
     def __call__(self, frequencies: np.ndarray) -> np.ndarray:
         if self.kind == "linear":
             return frequencies / self.factor
-        turns = self.original_context * frequencies / (2 * np.pi)  # in the original context
+        turns = self.original_context * frequencies / (2 * np.pi)  # of each pair over the original context
         ramp = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        kept = np.clip(ramp, 0, 1)  # 1: a fast pair, left alone; 0: a slow one, divided
+        kept = np.clip(ramp, 0, 1)  # 1: a fast pair, unchanged; 0: a slow one, divided
         return kept * frequencies + (1 - kept) * frequencies / self.factor
 
 
 @dataclass(frozen=True)
 class Config:
-    """The first seven are those of a llama2.c header, in its order; the rest default to llama2.c's constants."""
+    """The first seven fields are those of a llama2.c header, in its order; the others default to llama2.c's
+    constants."""
 
     dim: int
     hidden_dim: int
@@ -61,8 +62,8 @@ class Config:
     rms_eps: float = 1e-5
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
-    rope_interleaved: bool = True  # pairs (2i, 2i + 1) of a head turn together, else (i, i + head_dim / 2)
-    window: int = 0  # a row sees this many keys, itself included; 0 = all before it
+    rope_interleaved: bool = True  # RoPE rotates pairs (2i, 2i + 1) of a head, else pairs (i, i + head_dim / 2)
+    window: int = 0  # the number of keys that a row sees, its own included; 0 = all keys up to its own
 
     @property
     def head_dim(self) -> int:
@@ -83,11 +84,11 @@ class Config:
 
     @property
     def is_llama2c(self) -> bool:
-        """Whether a llama2.c checkpoint, which holds the seven numbers alone, can carry it."""
+        """Whether a llama2.c checkpoint, whose header has only the seven numbers, can hold this model."""
         return self == Config(*self.shape)
 
     def problem(self) -> str | None:
-        """What makes these numbers impossible, or None."""
+        """Describes the first impossible number, or None."""
         names = ("dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "seq_len")
         for name, value in zip(names, self.shape, strict=True):
             if not is_int(value, 1, MAX_DIMENSION):
@@ -114,8 +115,8 @@ class Config:
         return None
 
     def rope_tables(self, positions: int) -> tuple[np.ndarray, np.ndarray]:
-        """cos and sin, float32 (positions, head_dim / 2): pair i of a head at position t turns by the angle
-        t * theta^(-2i / head_dim)."""
+        """cos and sin, float32 (positions, head_dim / 2): pair i of a head at position t is rotated by the angle
+        t * theta^(-2i / head_dim), or by a smaller one with rope_scaling."""
         frequencies = self.rope_theta ** (-np.arange(0, self.head_dim, 2) / self.head_dim)
         if self.rope_scaling:
             frequencies = self.rope_scaling(frequencies)

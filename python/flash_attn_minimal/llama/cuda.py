@@ -1,8 +1,8 @@
-"""The GPU as the engine's device: CuPy's arrays on a stream of its own, this library's kernels, cuBLAS for products of
-many rows, and a CUDA graph for each kind of step.
+"""The GPU as the engine's device: CuPy's arrays on a stream of their own, this library's kernels, cuBLAS for products
+of many rows, and a CUDA graph for each kind of step.
 
-A captured step keeps every array it makes: they come from a memory pool that belongs to the graph, and a replay writes
-to the same places again.
+A captured step keeps every array that it makes: they come from a memory pool that belongs to the graph, and a replay
+writes to the same places again.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from .config import Config
 from .host import in_order
 from .sampling import Rule
 
-# ops.linear serves up to FUSED_ROWS rows, of a matrix above FUSED_BYTES one row. Beyond that: rms_norm, cuBLAS, swiglu.
+# ops.linear serves up to FUSED_ROWS rows, or 1 row of a matrix above FUSED_BYTES. Beyond that: rms_norm, cuBLAS,
+# swiglu.
 FUSED_ROWS, FUSED_BYTES = 8, 16 << 20
-WORKSPACE_BYTES = 32 << 20  # what cuBLAS's documentation recommends for Hopper
+WORKSPACE_BYTES = 32 << 20  # recommended by cuBLAS's documentation for Hopper
 
 
 def reason_against() -> str:
-    """Why there is no such device here; empty when there is."""
+    """The reason why there is no such device here, or "" if there is one."""
     try:
         import cupy
     except ImportError as error:
@@ -44,13 +45,13 @@ def reason_against() -> str:
 
 
 class Cublas:
-    """Matrix products, also inside a stream capture, where CuPy refuses them."""
+    """Matrix products that also work inside a stream capture, where CuPy's do not."""
 
     TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}  # cudaDataType
     COMPUTE_32F, DEFAULT_ALGORITHM = 68, -1
 
     def __init__(self, cupy, stream):
-        cupy.cuda.device.get_cublas_handle()  # CuPy knows where the library is, and loads it
+        cupy.cuda.device.get_cublas_handle()  # CuPy finds the library and loads it
         for version in (13, 12, 11):
             try:
                 self._lib = ct.CDLL(f"libcublas.so.{version}")
@@ -73,9 +74,9 @@ class Cublas:
     def product(
         self, a: Any, b: Any, out: Any, transpose_b: bool, alpha: float = 1.0, accumulate: bool = False
     ) -> None:
-        """out (batch, m, n) = alpha a (batch, m, k) times b (batch, k, n), or b (batch, n, k) transposed;
-        sums are float32, last axes contiguous."""
-        # Row-major matrices are the transposed column-major ones of cuBLAS: out^T = b^T a^T.
+        """out (batch, m, n) = alpha a (batch, m, k) times b (batch, k, n), or b (batch, n, k) transposed, with
+        accumulate added to out. Sums are float32; last axes are contiguous."""
+        # To cuBLAS row-major matrices are transposed column-major ones: out^T = b^T a^T.
         batch, m, n = out.shape
         arguments = [
             self._handle, int(transpose_b), 0, n, m, a.shape[2], ct.byref(ct.c_float(alpha)),
@@ -93,10 +94,10 @@ class Cublas:
 
 
 class Cuda:
-    """dtype is that of the matrices; cache_dtype, by default the same, that of q, k, v and the cache."""
+    """dtype: the type of the matrices. cache_dtype: the type of q, k, v and the cache, by default dtype."""
 
     name = "cuda"
-    ahead = 8  # steps queued beyond the one waited for: what the host does meanwhile costs nothing
+    ahead = 8  # steps queued beyond the one that is waited for, so that the host's work meanwhile costs no time
 
     def __init__(self, attention: str = "flash", dtype: str = "float32", cache_dtype: str | None = None):
         cache_dtype = cache_dtype or dtype
@@ -106,14 +107,14 @@ class Cuda:
 
         self.xp, self.attention = cupy, attention
         self.matrix_dtype, self.dtype = numpy_dtype(dtype), numpy_dtype(cache_dtype)
-        self.between = self.matrix_dtype  # of a result that only feeds the next product
+        self.between = self.matrix_dtype  # for results that only feed the next product
         for native in (self.matrix_dtype, self.dtype):
             try:
                 cupy.empty(1, native)
-            except (TypeError, ValueError, NotImplementedError) as error:  # bfloat16, CuPy before 14
+            except (TypeError, ValueError, NotImplementedError) as error:  # bfloat16 needs CuPy 14
                 what = f"dtype={native.name!r} is not served by this CuPy {cupy.__version__}"
                 raise BadArgument(f"{what}: {error}") from None
-        self.reads_unfilled = attention == "standard"  # and multiplies the values there by 0
+        self.reads_unfilled = attention == "standard"  # it multiplies the values there by 0
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self._cublas = Cublas(cupy, self.stream)
         self._kernels = _Kernels(cupy)
@@ -131,7 +132,7 @@ class Cuda:
 
     def stack(self, parts: Sequence[Any], dtype: np.dtype) -> Any:
         cupy = self.xp
-        bits = np.dtype(np.uint16) if dtype.itemsize == 2 else dtype  # CuPy moves bfloat16, but cannot compute with it
+        bits = np.dtype(np.uint16) if dtype.itemsize == 2 else dtype  # CuPy can copy bfloat16, but not compute with it
         on_device = [
             self.cast(part, dtype)
             if isinstance(part, cupy.ndarray)
@@ -142,7 +143,7 @@ class Cuda:
         return joined.view(dtype)
 
     def cast(self, x: Any, dtype: np.dtype) -> Any:
-        """x as another of the three dtypes; itself when it is that already."""
+        """x as another of the three dtypes; x itself if it has that dtype already."""
         if x.dtype == dtype:
             return x
         if x.dtype.name == "bfloat16":
@@ -158,7 +159,8 @@ class Cuda:
         return self._kernels.embed(embedding, tokens, x)
 
     def linear(self, x, weight, norm=None, eps=0.0, bias=None, residual=None, swiglu=False, out_dtype=None):
-        """As host.Host.linear, the result of out_dtype (None: float32); `residual` is overwritten with the sum."""
+        """As host.Host.linear; the result is of out_dtype (None: float32). `residual` may be overwritten with the
+        result."""
         from ..transformer import ops
 
         out_dtype = out_dtype or np.dtype(np.float32)
@@ -182,7 +184,7 @@ class Cuda:
         return ops.swiglu(y, out_dtype=out_dtype.name, programmatic=True) if swiglu else self.cast(y, out_dtype)
 
     def linears(self, products: Sequence[Mapping[str, Any]], ahead: Sequence[Any] = ()) -> list[Any]:
-        """As host.Host.linears. Where all weights have 4 bits it is one ops.linear_chain: for a few rows a single
+        """As host.Host.linears. If all weights are 4-bit, it is one ops.linear_chain, for a few rows a single
         launch."""
         from ..transformer import ops
 
@@ -198,8 +200,8 @@ class Cuda:
         return self._standard_attention(q, k, v, cache_k, cache_v, rows, rope, config)
 
     def _standard_attention(self, q, k, v, cache_k, cache_v, rows, rope, config: Config) -> Any:
-        """Standard attention in array operations, over the first rows.longest keys of every sequence; those beyond its
-        own keys are masked."""
+        """Standard attention in array operations over the first rows.longest keys of every sequence, in which keys
+        beyond a sequence's own are masked."""
         from ..transformer import ops
 
         xp, (batch, seqlen, nheads, headdim), nheads_k = self.xp, q.shape, k.shape[2]
@@ -211,7 +213,7 @@ class Cuda:
         visible = column <= own[..., None]
         if config.window:
             visible &= column > own[..., None] - config.window
-        if rows.table is not None:  # behind a sequence's keys pages may hold NaN, and 0 * NaN is NaN
+        if rows.table is not None:  # after a sequence's keys pages may hold NaN, and 0 * NaN is NaN
             values = xp.where((column <= own[:, -1:])[..., None, None], _bits(values), 0).view(values.dtype)
 
         group = nheads // nheads_k
@@ -249,8 +251,8 @@ class Cuda:
         return tuple(_bits(c)[pages].reshape(shape).view(c.dtype) for c in (cache_k, cache_v))
 
     def _by_head(self, x: Any) -> Any:
-        """(batch, n, nheads_k, headdim) -> (batch * nheads_k, n, headdim). A view for one sequence, else a copy: cuBLAS
-        takes a single stride between matrices."""
+        """(batch, n, nheads_k, headdim) -> (batch * nheads_k, n, headdim). A view for one sequence, else a copy,
+        because cuBLAS takes a single stride between matrices."""
         batch, n, nheads_k, headdim = x.shape
         if batch == 1:
             return x[0].transpose(1, 0, 2)
@@ -267,7 +269,7 @@ class Cuda:
         """As host.Host.select."""
         self.xp.copyto(tokens, drawn, where=where())
 
-    # ---- what the engine asks for ----
+    # ---- for the engine ----
 
     def scope(self):
         return self.stream
@@ -279,7 +281,7 @@ class Cuda:
         target.set(values, stream=self.stream)
 
     def shared(self, shape: tuple[int, ...]) -> tuple[Any, np.ndarray]:
-        """Page-locked host memory, which a kernel writes to directly."""
+        """Page-locked host memory to which kernels write directly: the device's view and the host's."""
         cuda, count = self.xp.cuda, int(np.prod(shape))
         memory = cuda.alloc_pinned_memory(4 * count)
         host = np.frombuffer(memory, np.int32, count).reshape(shape)
@@ -292,11 +294,11 @@ class Cuda:
 
     def longest_bucket(self, longest: int, context: int) -> int:
         """Standard attention reads keys up to the next power of two, so that steps share a graph until the keys reach
-        it. Flash attention reads the lengths on the device."""
+        it. Flash attention reads the lengths on the device, so its steps do not depend on them."""
         return 0 if self.attention == "flash" else min(context, max(64, 1 << (longest - 1).bit_length()))
 
     def once(self, body: Callable[[], None]) -> Callable[[], None]:
-        """A function that repeats what body() does, as one CUDA graph."""
+        """A function that repeats the work of body() as one CUDA graph."""
         return _Graph(self.xp, self.stream, body)
 
     def event(self) -> Callable[[], None]:
@@ -322,7 +324,7 @@ class Cuda:
         return 2 * size / min(times)
 
     def read_bandwidth(self, nbytes: int) -> float:
-        """Bytes per second of a sum over so many bytes, at most 512 MiB: the best of several."""
+        """The bytes per second of a sum over nbytes, at most 512 MiB: the best of several."""
         cupy = self.xp
         with self.stream:
             source = cupy.zeros(max(1, min(nbytes, 1 << 29) // 4), np.float32)
@@ -338,7 +340,7 @@ class Cuda:
 
 
 def _bits(x: Any) -> Any:
-    """16-bit arrays as integers, which CuPy can move whatever their dtype."""
+    """16-bit arrays as integers, which CuPy can copy whatever the dtype."""
     return x.view(np.uint16) if x.dtype.itemsize == 2 else x
 
 
@@ -351,7 +353,7 @@ def _of_chain(product: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Graph:
-    """Captured at the first call, replayed from then on."""
+    """A function that is captured at its first call and replayed from then on."""
 
     def __init__(self, cupy, stream, body: Callable[[], None]):
         self._cupy, self._stream, self._body = cupy, stream, body
@@ -376,7 +378,7 @@ class _Kernels:
         self._kernel = functools.partial(functools.cache(cupy.ElementwiseKernel))
 
     def embed(self, embedding: Any, tokens: Any, x: Any) -> Any:
-        """x (rows, dim) float32 = embedding[tokens]; the token -1, which is none, gets row 0."""
+        """x (rows, dim) float32 = embedding[tokens]; -1, which is not a token, gets row 0."""
         stored, value = _bits(embedding), "(float)stored"
         if embedding.dtype.name == "bfloat16":
             value = "__uint_as_float((unsigned int)stored << 16)"
@@ -399,6 +401,6 @@ class _Kernels:
         kernel(active, tokens, len(ring), len(count), ring, count, lengths)
 
     def round_bfloat16(self, bits: Any) -> Any:
-        """float32 bits to bfloat16 bits, to nearest even. A NaN may become an infinity: probabilities hold none."""
+        """float32 bits to bfloat16 bits, to nearest even. A NaN may become an infinity; probabilities have no NaN."""
         code = "y = (unsigned short)((x + 0x7fff + ((x >> 16) & 1)) >> 16)"
         return self._kernel("uint32 x", "uint16 y", code, "round_bfloat16")(bits)

@@ -1,17 +1,18 @@
-"""The engine: a batch of sequences that join and leave while the others run (continuous batching), over a paged or a
+"""The engine: a batch of sequences that join and leave while others run (continuous batching), over a paged or a
 contiguous cache.
 
-A slot is one row of the batch. The state of all slots (next token, filled positions, pages, sampling) lies on the
-device and is advanced there, so a decode step is one function without arguments: on a GPU one CUDA graph for each size
-of the batch, replayed. The host queues up to `ahead` steps before it reads the tokens of the first. It knows all
-lengths without reading them. It learns late that a token has ended a text: tokens drawn after that are thrown away.
+A slot is one row of the batch. The state of all slots (next token, filled positions, pages, sampling) is on the device
+and is advanced there, so a decode step is a function without arguments. On a GPU it is a CUDA graph, one for each batch
+size, length bucket and set of sampling rules, which is replayed. The host queues up to `ahead` steps before it reads
+the tokens of the first. It knows all lengths without reading them. It learns late that a token has ended a text; tokens
+drawn after that one are dropped.
 
-A sequence joins when a slot is free, and with it the pages for its prompt and all its new tokens: a full cache never
-stops a sequence.
+A sequence joins when a slot is free, and also the pages for its prompt and all its new tokens. So a full cache never
+stops a running sequence.
 
-A failure belongs to one sequence where it can: a pass over its prompt that raises, or a NaN in its logits. That
-sequence ends with `finished == "error"`. The others go on with the tokens that they have alone. A step that fails as a
-whole ends all that run. `step` itself raises neither; `run` raises the first of them at its end.
+A failure ends only one sequence if it can be traced to it: an exception in the pass over its prompt, or a NaN in its
+logits. That sequence ends with `finished == "error"`, and the other sequences get the tokens that they would get alone.
+A step that fails as a whole ends all running sequences. `step` raises neither; `run` raises the first error at its end.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from .cache import KVCache, pages_of
 from .model import Array, Llama, Rows
 from .sampling import GREEDY, Rule, Sampler, Sampling
 
-# Recorded steps that are kept, the latest used. There is one for each batch size, length bucket and set of sampling
-# rules. The rules are a client's to choose, so their number has no limit. A step that was dropped is recorded anew.
+# The number of recorded steps that are kept, those used last. There is one for each batch size, length bucket and set
+# of sampling rules. Clients choose the rules, so the number of sets is unlimited. A dropped step is recorded anew.
 KEPT_STEPS = 32
 
 
@@ -46,26 +47,26 @@ class Request:
     max_new: int
     sampling: Sampling
     stops: frozenset[int]
-    cut_by_context: bool  # fewer than the wanted new tokens fit
-    tokens: list[int] = field(default_factory=list)  # the new ones that the host has seen
-    queued: int = 0  # how many new ones are computed or on their way
+    cut_by_context: bool  # the context has no room for all the wanted new tokens
+    tokens: list[int] = field(default_factory=list)  # the new tokens that the host has read
+    queued: int = 0  # the number of new tokens that are computed or queued
     finished: str = ""  # "stop", "length", "context", "cancelled", "error"
-    error: BaseException | None = None  # why it ended with "error"; its tokens are those before
+    error: BaseException | None = None  # the reason of "error"; tokens are those drawn before it
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
 
     @property
     def positions(self) -> int:
-        """Positions of the cache that are filled at its end: the last new token does not go through the model."""
+        """The positions of the cache that are filled at its end: the last new token does not go through the model."""
         return max(len(self.prompt) + self.max_new - 1, len(self.prompt))
 
 
 @dataclass
 class _InFlight:
-    """Tokens that the host has not read yet: those of one decode step, or the first one of a sequence."""
+    """Tokens that the host has not read yet: those of one decode step, or the first token of one sequence."""
 
     wait: Callable[[], None]
-    row: int  # of the ring
+    row: int  # its row of the ring
     lanes: list[tuple[int, Request]]  # (slot, the request that gets its token)
     is_decode: bool
     started: float
@@ -73,22 +74,22 @@ class _InFlight:
 
 @dataclass
 class Timing:
-    """Sums over the steps that were collected. Steps overlap: the time of a step begins when it was queued, or when the
-    step before it arrived if that was later."""
+    """Sums over the steps whose tokens were collected. Steps overlap: the time of a step begins when it was queued, or
+    when the step before it arrived if that was later."""
 
     prompt_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_steps: int = 0
     decode_seconds: float = 0.0
-    decode_tokens: int = 0  # several a step when several sequences run
-    positions_read: int = 0  # of the cache, by the decode steps
+    decode_tokens: int = 0  # several per step when several sequences run
+    positions_read: int = 0  # positions of the cache that the decode steps have read
 
 
 class Engine:
-    """For one thread at a time.
+    """Runs sequences in a batch. One thread at a time may use it.
 
-    max_batch: sequences that run at once. page_size None: a contiguous cache. num_pages: by default enough for
-    max_batch full contexts. ahead: by default what suits the device."""
+    max_batch: the number of sequences that run at once. page_size: None for a contiguous cache. num_pages: by default
+    enough for max_batch full contexts. ahead: by default the number that suits the device."""
 
     def __init__(
         self,
@@ -127,30 +128,30 @@ class Engine:
         self.cache = KVCache(device, self.model.config, max_batch, self.context, page_size, num_pages)
 
         self._slots: list[Request | None] = [None] * max_batch
-        # The host's copies of state that the device advances by itself, as it will be after all work queued so far.
+        # The host's copies of the state that the device advances: the values after all work queued so far.
         self._lengths = np.full(max_batch, -1, np.int32)  # -1: an idle slot
         self._active = np.zeros(max_batch, np.int32)
         self._table = np.full((max_batch, max_pages), self.cache.scratch_page, np.int32)
-        self._stale = True  # the device's copies differ
-        self._recount = False  # the device's count may differ, too
-        self._held: np.ndarray | None = None  # the lengths on the device, where they are those of a held step
+        self._stale = True  # the device's copies may differ
+        self._recount = False  # the device's count may differ too
+        self._held: np.ndarray | None = None  # the lengths on the device, if they are those of a held step
         self.tokens = xp.zeros((max_batch, 1), np.int32)
         self.lengths, self.active, self.idle, self.zero = (xp.zeros(max_batch, np.int32) for _ in range(4))
         self.table = None if page_size is None else xp.zeros((max_batch, max_pages), np.int32)
         self.sampler = Sampler(device, max_batch)
         self._rules: tuple[Rule, ...] = ()
         self._ring_rows = self.ahead + max_batch + 2
-        self.ring, self._ring = device.shared((self._ring_rows, max_batch))  # row: one entry of _flight
-        self.count = xp.zeros(max_batch, np.int32)  # the ring's next row, the same for all
-        self._entries = 0  # the host's copy
+        self.ring, self._ring = device.shared((self._ring_rows, max_batch))  # each row: one entry of _flight
+        self.count = xp.zeros(max_batch, np.int32)  # the ring's next row, the same number in all entries
+        self._entries = 0  # the host's copy of count
 
     # ---- requests ----
 
     def add(
         self, prompt: Sequence[int], max_new: int, sampling: Sampling | None = None, stops: Iterable[int] = ()
     ) -> Request:
-        """Queues a sequence of up to max_new tokens behind the prompt, ended early by a token of `stops` (which is not
-        part of the text). A model of context n runs n tokens: a prompt of p is followed by at most n - p + 1."""
+        """Queues a sequence of up to max_new tokens after the prompt. A token of `stops` ends it early and is not part
+        of the text. A model of context n runs n tokens, so a prompt of p tokens is followed by at most n - p + 1."""
         prompt = [int(token) for token in prompt]
         if not prompt:
             raise BadArgument("prompt has no tokens")
@@ -182,8 +183,8 @@ class Engine:
         return request
 
     def cancel(self, request: Request) -> None:
-        """Ends a sequence that nobody waits for any more: it gives back its slot and pages, or its place in the queue.
-        It keeps the tokens that it has. One that has ended stays as it is."""
+        """Ends a sequence whose result is no longer wanted: it gives back its slot and pages, or its place in the
+        queue. It keeps the tokens that it has. A sequence that has ended does not change."""
         if request.finished:
             return
         request.finished = "cancelled"
@@ -193,15 +194,15 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything left to do."""
+        """Whether any sequence is waiting or running, or has tokens on their way."""
         return bool(self._waiting or self._flight or any(self._slots))
 
     def step(self) -> list[tuple[Request, int]]:
-        """Lets sequences join, queues work, and returns the tokens of the oldest step that was queued: (sequence,
-        token) for those that got one. There may be none; there is more to come as long as the engine is `busy`.
+        """Lets sequences join, queues work, and returns the tokens of the oldest queued step: (sequence, token) for
+        each sequence that got one. The list may be empty; more tokens come as long as the engine is `busy`.
 
-        A sequence that fails gets no token and is `finished` with "error". An interrupt ends all that run, and is
-        raised."""
+        A sequence that fails gets no token and is `finished` with "error". An interrupt ends all running sequences and
+        is raised."""
         try:
             with self.device.scope():
                 self._admit()
@@ -215,7 +216,7 @@ class Engine:
             return []
 
     def run(self) -> None:
-        """Until every sequence has ended. Raises the error of the first that failed, once the others are done."""
+        """Runs until every sequence has ended. Then raises the error of the first that failed, if any."""
         requests = sorted({*self._waiting, *self._running()}, key=lambda request: request.id)
         while self.busy:
             self.step()
@@ -224,8 +225,8 @@ class Engine:
                 raise request.error
 
     def hold(self, batch: int, position: int) -> Callable[[], Array]:
-        """A decode step of `batch` sequences that stay at one position, over whatever the cache holds: for timing. It
-        returns the logits (batch, vocab)."""
+        """Prepares, for timing, a decode step of `batch` sequences that stay at one position, over whatever the cache
+        holds. Returns a function that runs the step and returns the logits (batch, vocab)."""
         if self.busy or not (1 <= batch <= self.max_batch and 0 <= position < self.context):
             where = f"max_batch={self.max_batch}, context={self.context}, busy={self.busy}"
             raise BadArgument(f"batch={batch}, position={position} cannot be held: {where}")
@@ -251,7 +252,7 @@ class Engine:
                 raise BadArgument(f"batch={batch}, position={position} cannot be held while sequences run")
             self._recount = True  # the step advances the device's count and not the host's
             with self.device.scope():
-                if self._held is not lengths:  # sequences have run since, or other steps were held
+                if self._held is not lengths:  # sequences have run since then, or other steps were held
                     place()
                 step()
             return kept[0]
@@ -272,7 +273,7 @@ class Engine:
             if self.cache.page_size is not None:
                 wanted = pages_of(request.positions, self.cache.page_size)
                 if wanted > len(self.cache.pool):
-                    return  # first come, first served: a smaller request after it waits, too
+                    return  # first come, first served: smaller requests after this one wait too
             self._slots[slot], request.slot = request, slot
             self._waiting.popleft()
             try:
@@ -282,13 +283,13 @@ class Engine:
                 self._lengths[slot], self._active[slot], self._stale = len(request.prompt), 1, True
                 self.sampler.set(slot, request.sampling)
                 self._prefill(request, slot)
-            except Exception as error:  # nothing of it is in a queue that others read: it leaves, and they go on
+            except Exception as error:  # none of its work is in a queue that others read: only this sequence ends
                 self._recount = True
                 self._fail(request, error)
 
     def _leave(self, request: Request) -> None:
-        """Frees the slot. Queued steps may still write to its pages; the work of the pages' next owner is queued behind
-        them."""
+        """Frees the slot. Queued steps may still write to its pages, but the work of the pages' next owner is queued
+        after them."""
         slot = request.slot
         if slot is None:
             return
@@ -300,14 +301,14 @@ class Engine:
             self.cache.pool.give_back(pages)
 
     def _running(self) -> list[Request]:
-        """The sequences in slots, and those that have left theirs while their last tokens are on their way."""
+        """The sequences in slots, and those that have left their slot but whose last tokens are on their way."""
         underway = (request for entry in self._flight for _, request in entry.lanes)
         return [request for request in (*self._slots, *underway) if request and not request.finished]
 
     def _fail(self, request: Request, error: BaseException) -> None:
         """Ends one sequence with an error."""
         if isinstance(error, MemoryError):
-            traceback.clear_frames(error.__traceback__)  # its frames hold the arrays of the pass that found no room
+            traceback.clear_frames(error.__traceback__)  # its frames hold the arrays of the pass that ran out of memory
         if not request.finished:
             request.error, request.finished = error, "error"  # in this order: another thread may read them
             if request in self._waiting:
@@ -315,8 +316,9 @@ class Engine:
         self._leave(request)
 
     def _fail_step(self, error: BaseException) -> None:
-        """Ends the sequences that run, whose tokens are lost with the step. Where none runs, those that wait end: what
-        failed then is not of one sequence. The recorded steps go: what failed may have been one of them, or memory."""
+        """Ends the running sequences, whose tokens are lost with the step. If none runs, it ends the waiting ones,
+        because the failure then belongs to no single sequence. Drops the recorded steps: one of them, or a lack of
+        memory, may have been the cause."""
         for request in self._running() or list(self._waiting):
             self._fail(request, error)
         self._flight.clear()
@@ -342,7 +344,7 @@ class Engine:
         started = time.perf_counter()
         self._synchronise_state()
         if self.table is None and self.device.reads_unfilled:
-            self.cache.clear(slot)  # the sequence before may have left a NaN, and 0 * NaN is NaN
+            self.cache.clear(slot)  # the slot's last sequence may have left a NaN, and 0 * NaN is NaN
         here = slice(slot, slot + 1)
         rows = Rows(
             tokens=self.device.vector_int32([request.prompt]),
@@ -357,7 +359,7 @@ class Engine:
         self._sent([(slot, request)], False, started)
 
     def _decode(self) -> None:
-        """Queues one token for every sequence."""
+        """Queues one token for every sequence in a slot."""
         started = time.perf_counter()
         lanes = [(slot, request) for slot, request in enumerate(self._slots) if request]
         self._synchronise_state()
@@ -365,13 +367,13 @@ class Engine:
         longest = int(self._lengths.max()) + 1
         key = (batch, self.device.longest_bucket(longest, self.context), self._rules)
         body = self._steps.pop(key, None)
-        if body is None:  # a step of a new kind runs once uncaptured: this compiles what is compiled on first use
+        if body is None:  # the first step of a kind runs without capture, which compiles what is compiled on first use
             body = lambda: self._body(*key)  # noqa: E731
             body()
             body = self.device.once(body)
         else:
             body()
-        self._steps[key] = body  # the last of them: the first was not used for longest
+        self._steps[key] = body  # moves it to the end: the first entry is the one unused for longest
         if len(self._steps) > KEPT_STEPS:
             del self._steps[next(iter(self._steps))]
         self._lengths += self._active
@@ -379,7 +381,7 @@ class Engine:
         self._sent(lanes, True, started)
 
     def _body(self, batch: int, longest: int, rules: tuple[Rule, ...]) -> Array:
-        """One decode step of slots 0 .. batch - 1: reads and advances the state, nothing else."""
+        """One decode step of slots 0 .. batch - 1. It only reads and advances the state."""
         table = None if self.table is None else self.table[:batch]
         rows = Rows(self.tokens[:batch], self.lengths[:batch], table, 0, longest)
         logits = self.model.forward(rows, self.cache)

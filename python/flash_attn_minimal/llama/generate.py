@@ -1,4 +1,4 @@
-"""python -m flash_attn_minimal generate CHECKPOINT: text from a Llama model, with this library's attention."""
+"""python -m flash_attn_minimal generate CHECKPOINT: writes text with a Llama model and this library's attention."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .w4 import FORMATS, W4Checkpoint, quantize
 from .weights import DEFAULT_CHECKPOINT, find_tokenizer, load_checkpoint
 
 DEVICES = ("auto", "cpu", "cuda")
-BOTH = "both"  # attentions, in turns
+BOTH = "both"  # flash and standard attention, in turns
 
 DESCRIPTION = """\
 Load a llama2.c checkpoint or a Hugging Face model's folder, continue a prompt, and print the text as it comes.
@@ -51,11 +51,12 @@ def open_device(
     cache_dtype: str = "auto",
     weights: str = "auto",
 ) -> Any:
-    """The engine's device. The name "auto" is a GPU where CuPy and the library find one. dtype "auto" is float32 on the
-    host, on a GPU what the checkpoint stores. cache_dtype "auto" is dtype.
+    """Opens the engine's device. name: "auto" is a GPU where CuPy and the library find one. dtype: "auto" is float32 on
+    the host, and on a GPU the type that the checkpoint stores. cache_dtype: "auto" is dtype, but on a GPU the matrices'
+    type where dtype is float32.
 
-    With `weights` "bf16" or a 4-bit format, matrices that are not in 4 bits have a 16-bit type, and products with 4-bit
-    ones are computed in it. It is bfloat16, with a 4-bit format float16 where dtype or `stored` says so."""
+    weights: with "bf16" or a 4-bit format, matrices that are not in 4 bits have a 16-bit type, and products with 4-bit
+    matrices are computed in it. It is bfloat16, or float16 with a 4-bit format if dtype or `stored` is float16."""
     if name not in DEVICES:
         raise BadArgument(f"device={name!r} is none of {', '.join(DEVICES)}")
     narrow = "float16" if weights not in ("auto", "bf16") and "float16" in (dtype, stored) else "bfloat16"
@@ -75,8 +76,8 @@ def open_device(
 
 
 def with_weights(checkpoint: Checkpoint, weights: str, mixed: bool, device: Any) -> Checkpoint:
-    """The checkpoint as `--weights` and `--mixed` want it: quantised now, or refused if it is quantised in another
-    way."""
+    """The checkpoint as `--weights` and `--mixed` request it: quantised now. A checkpoint that is quantised already is
+    refused if its weights differ from the request."""
     if isinstance(checkpoint, W4Checkpoint):
         if weights not in ("auto", checkpoint.weights):
             raise BadArgument(f"weights={weights!r}, but checkpoint {checkpoint.path!r} holds {checkpoint.weights}")
@@ -94,7 +95,7 @@ def with_weights(checkpoint: Checkpoint, weights: str, mixed: bool, device: Any)
 
 
 def stream(engine: Engine, request: Request) -> Iterator[int]:
-    """The prompt's tokens, then the new ones, each as soon as it has come. Raises the error that it ended with."""
+    """The prompt's tokens, then each new token as soon as it has come. Raises the error that the request ended with."""
     yield from request.prompt
     sent = 0
     while True:
@@ -253,7 +254,7 @@ def report(
     lines.append(f"memory   {size}")
     if t.decode_steps and not comparison:
         read = model.step_bytes + t.positions_read * cache.position_bytes / t.decode_steps
-        # A step is a read, too: where it is faster than the measured pass over as many bytes, its rate is the limit.
+        # A step is a read too: if it is faster than the measured read of as many bytes, its rate is the limit.
         bandwidth = max(device.read_bandwidth(round(read)), steps_per_second * read)
         lines.append(
             f"limit    {_size(read)} read per step at {bandwidth / 1e9:.1f} GB/s (the fastest read of as much here) "
@@ -270,7 +271,7 @@ def report(
 
 def run(args: argparse.Namespace) -> int:
     seed = random.SystemRandom().getrandbits(32) if args.seed is None else args.seed
-    Sampling(args.temperature, args.top_k, args.top_p, seed)  # says what is wrong before anything is loaded
+    Sampling(args.temperature, args.top_k, args.top_p, seed)  # reports wrong values before anything is loaded
     for name, least in (("steps", 0), ("batch", 1), ("page_size", 1)):
         value = getattr(args, name)
         if value is not None and value < least:
@@ -326,19 +327,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command. Returns the exit status; never raises for bad input."""
+    """Runs the command. Returns the exit status; never raises for bad input."""
     try:
         return run(build_parser().parse_args(argv))
     except FlashAttnError as error:
         print(f"generate: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    except MemoryError as error:  # NumPy's and CuPy's say how much they were asked for
+    except MemoryError as error:  # NumPy's and CuPy's texts have the size
         print(f"generate: out of memory: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # the reader has seen enough, as in `generate ... | head`
+    except BrokenPipeError:  # the reader of the output, as in `generate ... | head`, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except OSError as error:  # a file that may not be read, a disk that fails
+    except OSError as error:  # an unreadable file, a failing disk
         print(f"generate: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # before the text began

@@ -1,7 +1,7 @@
-"""The host as the engine's device: NumPy arrays, and this library for everything in a step of a few rows.
+"""The host as the engine's device: NumPy arrays, and this library for all operations of a step with few rows.
 
-A decode step is recorded once (_record.py) and replayed as one call of the library. Products of many rows, as in a long
-prompt, are BLAS's; standard attention of several rows is in array operations.
+A decode step is recorded once (_record.py) and replayed as one call of the library. BLAS computes products of many
+rows, as in a long prompt. Standard attention of several rows uses array operations.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from .attend import cached_attention, check_names, flash_attention, rotate, stan
 from .config import Config
 from .sampling import GREEDY, Rule
 
-NARROW_ROWS = 16  # products of up to so many rows are the library's, larger ones BLAS's
+NARROW_ROWS = 16  # the library computes products of up to this many rows, BLAS larger ones
 
 
 def in_order(linear: Callable[..., Any], products: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """A device's `linears`, made of its `linear`."""
+    """A device's `linears`, by its `linear`: see Host.linears."""
     results = []
     for product in products:
         earlier = {name: results[at] for name in ("x", "residual") if isinstance(at := product.get(name), int)}
@@ -36,12 +36,12 @@ def in_order(linear: Callable[..., Any], products: Sequence[Mapping[str, Any]]) 
 
 
 class Host:
-    """dtype is that of q, k, v and the cache. matrix_dtype is that of the matrices: float32 or 16 bits. The library
+    """dtype: the type of q, k, v and the cache. matrix_dtype: the type of the matrices, float32 or 16 bits; the library
     reads 16-bit matrices as they are, BLAS gets a float32 copy. Sums are float32. Without the library there is only
     standard attention, in array operations."""
 
     name, xp = "cpu", np
-    between = np.dtype(np.float32)  # of a result that only feeds the next product: rounding it would gain nothing
+    between = np.dtype(np.float32)  # for results that only feed the next product: rounding them would gain nothing
 
     def __init__(self, attention: str = "flash", dtype: str = "float32", matrix_dtype: str = "float32"):
         check_names(attention, dtype)
@@ -52,8 +52,8 @@ class Host:
     # ---- weights ----
 
     def matrix(self, *parts: Any, pair: bool = False) -> Any:
-        """The parts stacked into one matrix. 4-bit weights come as one part; `pair` says that it is gate above up, of a
-        SwiGLU."""
+        """The parts stacked into one matrix. A 4-bit weight is a single part. pair: it is a SwiGLU's gate above its
+        up."""
         if isinstance(parts[0], W4Weight):
             return parts[0].pack(self.matrix_dtype.name, pair=pair)
         return self.stack(parts, self.matrix_dtype)
@@ -68,7 +68,7 @@ class Host:
     # ---- the operations of a forward pass ----
 
     def array(self, compute: Callable[[], np.ndarray]) -> np.ndarray:
-        """The result of compute(), which does not call the library. A replay computes it again into the same array."""
+        """The result of compute(), which must not call the library. A replay computes it again into the same array."""
         result = compute()
         self.do(lambda: np.copyto(result, compute()), now=False)
         return result
@@ -84,8 +84,8 @@ class Host:
         return self.array(lambda: embedding[tokens.ravel()].astype(np.float32, copy=False))
 
     def linear(self, x, weight, norm=None, eps=0.0, bias=None, residual=None, swiglu=False, out_dtype=None):
-        """rms(x) weight^T + bias + residual, or with swiglu silu of the first half of the columns times the second.
-        The result is of out_dtype (None: float32)."""
+        """rms(x) weight^T + bias + residual; with swiglu, silu of the first half of the columns times the second. The
+        result is of out_dtype (None: float32)."""
         out_dtype = out_dtype or np.dtype(np.float32)
         if isinstance(weight, PackedW4) or (self.has_library and len(x) <= NARROW_ROWS):
             return ops.linear(x, weight, bias, norm, eps, residual, swiglu, out_dtype=out_dtype.name)
@@ -93,7 +93,7 @@ class Host:
         return self.array(lambda: product().astype(out_dtype, copy=False))
 
     def _product(self, x, weight, norm, eps, bias, residual, swiglu) -> np.ndarray:
-        """linear by BLAS."""
+        """`linear` by BLAS."""
         x = x.astype(np.float32, copy=False)
         if norm is not None:
             mean_square = (x * x).sum(-1, keepdims=True) * (1 / x.shape[-1])
@@ -104,13 +104,13 @@ class Host:
         if swiglu:
             columns = y.shape[1] // 2
             gate, up = y[:, :columns], y[:, columns:]
-            half = gate * 0.5  # silu by way of tanh, which cannot overflow
+            half = gate * 0.5  # silu through tanh, which cannot overflow
             return (half + half * np.tanh(half)) * up
         return y if residual is None else residual + y
 
     def linears(self, products: Sequence[Mapping[str, Any]], ahead: Sequence[Any] = ()) -> list[np.ndarray]:
-        """The results of linear(**product) for each. An integer as x or residual stands for the result of that product.
-        `ahead` names the matrices of the products after the next attention, which a device may fetch early."""
+        """The results of linear(**product) for each product. An integer as x or residual stands for the result of that
+        product. ahead: the matrices of the products after the next attention, which a device may fetch early."""
         return in_order(self.linear, products)
 
     def attend(self, q, k, v, cache_k, cache_v, rows, rope, config: Config) -> np.ndarray:
@@ -122,7 +122,7 @@ class Host:
         return self.array(lambda: self._standard(q, k, v, cache_k, cache_v, rows, rope, config))
 
     def _standard(self, q, k, v, cache_k, cache_v, rows, rope, config: Config) -> np.ndarray:
-        """attend in array operations."""
+        """`attend` in array operations."""
         batch, seqlen = q.shape[:2]
         positions = np.maximum(rows.lengths, 0)[:, None] + np.arange(seqlen)
         cos, sin = rope[0][positions], rope[1][positions]
@@ -139,8 +139,8 @@ class Host:
         return out
 
     def _append(self, k, v, cache_k, cache_v, rows, b, start, end):
-        """Writes the new keys and values of sequence b to the cache; returns all of the sequence, of a contiguous cache
-        as views."""
+        """Writes the new keys and values of sequence b to the cache; returns all keys and values of the sequence, as
+        views if the cache is contiguous."""
         if rows.table is None:
             at = rows.first + b
             cache_k[at, start:end], cache_v[at, start:end] = k, v
@@ -153,14 +153,14 @@ class Host:
         keys, values = (c[pages].reshape(1, -1, *c.shape[2:])[:, :end] for c in (cache_k, cache_v))
         return keys, values
 
-    # ---- what the engine asks for ----
+    # ---- for the engine ----
 
     def scope(self) -> contextlib.AbstractContextManager:
-        """Everything the engine does happens inside."""
+        """The context in which the engine does everything."""
         return contextlib.nullcontext()
 
-    ahead = 0  # a step is done when it returns
-    reads_unfilled = False  # a pass reads no position of a contiguous cache that its sequence has not filled
+    ahead = 0  # steps to queue ahead: none, because a step is done when it returns
+    reads_unfilled = False  # whether a pass reads positions of a contiguous cache that its sequence has not filled
 
     def vector_int32(self, values) -> np.ndarray:
         return np.asarray(values, np.int32)
@@ -169,12 +169,12 @@ class Host:
         target[...] = values
 
     def shared(self, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """int32 memory that the device writes and the host reads: its two views."""
+        """int32 memory that the device writes and the host reads: the device's view and the host's."""
         memory = np.zeros(shape, np.int32)
         return memory, memory
 
     def advance(self, tokens, ring, count, lengths, active) -> None:
-        """The end of a step: the tokens go to the host, by way of the ring; active sequences are one longer."""
+        """Ends a step: the tokens go to the host through the ring; active sequences get one position longer."""
 
         def step() -> None:
             ring[count[0]] = tokens[:, 0]
@@ -186,25 +186,25 @@ class Host:
         self.do(step)
 
     def sample(self, logits, tokens, rule: Rule, seeds, steps) -> None:
-        """tokens (batch, 1): drawn by the rule, as ops.sample, -1 where a row holds a NaN or nothing above -inf."""
+        """Draws tokens (batch, 1) by the rule, as ops.sample; -1 where a row holds a NaN or nothing above -inf."""
         if rule == GREEDY and not self.has_library:
             best = logits.argmax(-1)
             largest = logits[np.arange(len(logits)), best]
-            tokens[:, 0] = np.where(largest > -np.inf, best, -1)  # argmax finds a NaN first, and NaN > -inf is false
+            tokens[:, 0] = np.where(largest > -np.inf, best, -1)  # argmax returns a NaN first, and NaN > -inf is false
             return
         ops.sample(logits, *rule, seeds=seeds, step=steps, out=tokens[:, 0])
 
     def select(self, tokens, drawn, where) -> None:
-        """tokens = drawn where `where`() says so."""
+        """Copies `drawn` to `tokens` where `where`() is true."""
         self.do(lambda: np.copyto(tokens, drawn, where=where()))
 
     def longest_bucket(self, longest: int, context: int) -> int:
-        """What a step depends on of the longest sequence's length: one step is made for each value. Here it is
-        nothing."""
+        """The part of the longest sequence's length that a step depends on: one step is made for each value. On the
+        host a step does not depend on it."""
         return 0
 
     def once(self, body: Callable[[], None]) -> Callable[[], None]:
-        """A function that repeats what body() does, on the same arrays."""
+        """A function that repeats the work of body() on the same arrays."""
         return _Replay(body) if self.has_library else body
 
     def event(self) -> Callable[[], None]:
@@ -215,7 +215,7 @@ class Host:
         """Waits for all work on the device."""
 
     def bandwidth(self) -> float:
-        """Bytes per second that a large copy reads and writes."""
+        """The bytes per second that a large copy reads and writes."""
         source, target = np.ones(1 << 26, np.uint8), np.ones(1 << 26, np.uint8)
         best = math.inf
         for _ in range(3):
@@ -225,8 +225,8 @@ class Host:
         return 2 * source.nbytes / best
 
     def read_bandwidth(self, nbytes: int) -> float:
-        """Bytes per second of a product with a matrix of so many bytes, at most 256 MiB: the best of several. What fits
-        into a cache is read from there, as a step's weights are."""
+        """The bytes per second of a product with a matrix of nbytes, at most 256 MiB: the best of several. A matrix
+        that fits into a cache is read from the cache, like a step's weights."""
         matrix = np.ones((max(1, min(nbytes, 1 << 28) // 4096), 1024), np.float32)
         vector, best = np.ones(1024, np.float32), math.inf
         for _ in range(5):
@@ -237,9 +237,10 @@ class Host:
 
 
 class _Replay:
-    """Records the step at its first call and replays it from then on. A replay refuses when its workspace is too small,
-    because environment variables now ask for more threads or another kernel. Then the step is run and recorded anew.
-    That is safe: up to its last part, which cannot fail, a step writes the same numbers to the same places."""
+    """Records a step at its first call and replays it from then on. A replay refuses when its workspace is too small,
+    because environment variables now ask for more threads or another kernel. Then the step runs and is recorded anew.
+    That is safe: all parts of a step except the last write the same numbers to the same places, and the last cannot
+    fail."""
 
     def __init__(self, body: Callable[[], None]):
         self._body, self._recording = body, None

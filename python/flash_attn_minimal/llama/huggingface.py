@@ -1,8 +1,8 @@
 """A Hugging Face model's folder: config.json, *.safetensors (with an index when there are several), tokenizer.json.
 
-LlamaForCausalLM, MistralForCausalLM and Qwen2ForCausalLM, which are one architecture: Mistral's has a sliding window,
-Qwen2's has biases on q, k and v. Fields of config.json that change the arithmetic are understood or refused; the rest
-(dropout for training, names, versions) is not read.
+Reads LlamaForCausalLM, MistralForCausalLM and Qwen2ForCausalLM, which are one architecture: Mistral's has a sliding
+window, Qwen2's has biases on q, k and v. Fields of config.json that change the arithmetic are interpreted or refused;
+other fields (dropout for training, names, versions) are not read.
 
 tokenizer.json is read by the tokenizers package.
 """
@@ -28,7 +28,7 @@ from .checkpoint import Checkpoint, matrix_shapes
 from .config import MAX_DIMENSION, Config, RopeScaling
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
-NAMES = {  # ours -> Hugging Face's; {} is the layer
+NAMES = {  # this package's name -> Hugging Face's; {} is the layer
     "token_embedding": "model.embed_tokens.weight",
     "rms_att": "model.layers.{}.input_layernorm.weight",
     "wq": "model.layers.{}.self_attn.q_proj.weight",
@@ -45,9 +45,9 @@ NAMES = {  # ours -> Hugging Face's; {} is the layer
     "rms_final": "model.norm.weight",
     "wcls": "lm_head.weight",
 }
-CONTEXT = 16  # tokens in front of a token that its text may depend on; any tokenizer's looks at fewer
-SHORT = 1 << 12  # characters of a text that is encoded in a few milliseconds
-UNREAD = (".rotary_emb.inv_freq",)  # tensors of older files that follow from config.json
+CONTEXT = 16  # the number of tokens before a token that its text may depend on; every tokenizer needs fewer
+SHORT = 1 << 12  # characters of a text that is encoded within a few milliseconds
+UNREAD = (".rotary_emb.inv_freq",)  # endings of tensors in older files that follow from config.json
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 class _Rope(NamedTuple):
-    """What one object of config.json says of RoPE; None where it does not say it."""
+    """The statements of one object of config.json about RoPE; None for what it does not state."""
 
     theta: float | None
     kind: str | None  # "default": without scaling
@@ -75,8 +75,8 @@ class _Rope(NamedTuple):
 
 def _rope(fields: Fields) -> tuple[float, RopeScaling | None]:
     """rope_theta and rope_scaling, or the one field rope_parameters that newer files have instead. A file may have all
-    of them: rope_parameters may say no more than rope_theta, and what is said twice must agree. rope_theta of an object
-    counts before that of the file, as it does to transformers."""
+    three: rope_parameters may state only rope_theta, and fields that state the same thing must agree. rope_theta inside
+    an object takes precedence over that of the file, as in transformers."""
     names = [name for name in ("rope_parameters", "rope_scaling") if fields.fields.get(name) not in (None, {})]
     stated = [_rope_of(fields, name) for name in names]
     thetas = {x.theta for x in stated if x.theta is not None}
@@ -89,7 +89,7 @@ def _rope(fields: Fields) -> tuple[float, RopeScaling | None]:
 
 
 def _rope_of(fields: Fields, name: str) -> _Rope:
-    """The object `name`. It may hold one object for each type of layers, which must then agree."""
+    """Reads the object `name`. It may hold one object for each type of layer; these must then agree."""
     found = Fields(fields.where, fields.fields[name], f"{name}.")
     kinds = {kind: x for kind, x in found.fields.items() if isinstance(x, dict)}
     if not kinds:
@@ -122,7 +122,7 @@ def _one_rope(fields: Fields, scaling: Fields) -> _Rope:
     if low >= high:
         raise scaling.refuse("low_freq_factor", f"is not below high_freq_factor={high}")
     name = "original_max_position_embeddings"
-    given = [x for x in (scaling, fields) if x.fields.get(name) is not None]  # to transformers the file's counts
+    given = [x for x in (scaling, fields) if x.fields.get(name) is not None]  # transformers takes the file's
     contexts = [x.get(name, int) for x in given or [scaling]]
     if len(set(contexts)) > 1:
         raise fields.refuse(name, f"contradicts {scaling.prefix}{name}={contexts[0]}")
@@ -168,7 +168,7 @@ def _read_config(path: Path) -> tuple[Config, str, bool, bool]:
 
 
 def stop_ids(folder: str | os.PathLike[str]) -> frozenset[int]:
-    """The ids that end a text: eos_token_id of generation_config.json, else of config.json."""
+    """The ids that end a text: eos_token_id of generation_config.json, or else of config.json."""
     for name in ("generation_config.json", "config.json"):
         path = Path(folder) / name
         found = _read_json(path).get("eos_token_id") if path.is_file() else None
@@ -208,7 +208,7 @@ def _read_tensors(folder: Path) -> dict[str, np.ndarray]:
 
 
 def tensor_names(config: Config, tied: bool, biases: bool) -> dict[str, tuple[str, int | None, tuple[int, ...]]]:
-    """Hugging Face's name -> (ours, layer, shape), in the order in which we write them."""
+    """Hugging Face's name -> (this package's name, layer, shape), in the order in which they are written."""
     matrices = matrix_shapes(config)
     layered: dict[str, tuple[int, ...]] = {"rms_att": (config.dim,), "rms_ffn": (config.dim,), **matrices}
     if biases:
@@ -223,7 +223,7 @@ def tensor_names(config: Config, tied: bool, biases: bool) -> dict[str, tuple[st
 
 
 def load_folder(path: str | os.PathLike[str]) -> Checkpoint:
-    """Maps the model in a folder; nothing of the tensors is read yet."""
+    """Maps the model in a folder; no tensor is read yet."""
     folder = Path(path)
     if not (folder / "config.json").is_file():
         raise BadArgument(f"checkpoint {str(path)!r} is a folder without config.json: not a Hugging Face model")
@@ -234,7 +234,7 @@ def load_folder(path: str | os.PathLike[str]) -> Checkpoint:
             f"checkpoint {str(path)!r}: num_hidden_layers={config.n_layers}, but its files hold {len(found)} tensors"
         )
     wanted = tensor_names(config, tied, biases)
-    if tied:  # some files carry the classifier all the same
+    if tied:  # some files hold the classifier anyway
         found.pop(NAMES["wcls"], None)
     tensors: dict[str, Any] = {}
     for name, (ours, layer, shape) in wanted.items():
@@ -256,7 +256,7 @@ def load_folder(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 class _Views(Iterable):
-    """(Hugging Face's name, array) of a checkpoint's tensors, made one at a time."""
+    """(Hugging Face's name, array) for each tensor of a checkpoint, made one at a time."""
 
     def __init__(self, names, tensors, dtype):
         self.names, self.tensors, self.dtype = names, tensors, dtype
@@ -276,8 +276,8 @@ def save_folder(
     shards: int = 1,
     eos: int = 2,
 ) -> None:
-    """Writes config.json and the safetensors files; `tensors` as a Checkpoint holds them, converted to dtype. The
-    architecture follows from what they are: biases make a Qwen2, a window a Mistral, else it is a Llama."""
+    """Writes config.json and the safetensors files. `tensors` is as a Checkpoint holds them; the values are converted
+    to dtype. The architecture follows from the model: with biases it is Qwen2, with a window Mistral, else Llama."""
     if problem := config.problem():
         raise BadArgument(f"config: {problem}")
     if config.rope_interleaved:
@@ -296,7 +296,7 @@ def save_folder(
     kind = 2 if biases else 1 if config.window else 0
     fields = {
         "architectures": [ARCHITECTURES[kind]],
-        "model_type": ("llama", "mistral", "qwen2")[kind],  # what transformers goes by
+        "model_type": ("llama", "mistral", "qwen2")[kind],  # read by transformers
         "hidden_size": config.dim,
         "intermediate_size": config.hidden_dim,
         "num_hidden_layers": config.n_layers,
@@ -340,9 +340,9 @@ def save_folder(
 
 
 def _check_tables(path: str | os.PathLike[str], data: bytes) -> None:
-    """A precompiled_charsmap begins with four bytes that give the size of a table in it. The package trusts them, and
-    aborts the process where it cannot allocate that much."""
-    if not re.search(rb"precompiled_charsmap|\\u00[4-7]", data):  # its letters may be written as \u0063
+    """Raises for a precompiled_charsmap that is too short. It begins with four bytes that give the size of a table in
+    it. The package trusts them, and aborts the process if it cannot allocate that much."""
+    if not re.search(rb"precompiled_charsmap|\\u00[4-7]", data):  # its letters may be escaped, as in \u0063
         return
     try:
         todo = [parse_json(data)]
@@ -366,7 +366,7 @@ def _check_tables(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 class JsonTokenizer:
-    """A tokenizer.json, run by the tokenizers package; the interface of tokenizer.Tokenizer."""
+    """A tokenizer.json, run by the tokenizers package. It has the interface of tokenizer.Tokenizer."""
 
     def __init__(self, path: str | os.PathLike[str], stops: frozenset[int] = frozenset()):
         try:
@@ -380,15 +380,15 @@ class JsonTokenizer:
         self.path, self.stops = str(path), stops
         with self._refusing("the file"):
             self._tokenizer = tokenizers.Tokenizer.from_str(data.decode("utf-8"))
-            self._tokenizer.no_padding()  # a text is continued as it is, neither filled up nor cut
+            self._tokenizer.no_padding()  # a text must be neither padded nor cut
             self._tokenizer.no_truncation()
             added = self._tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token for token, piece in added.items() if piece.special)
 
     @contextlib.contextmanager
     def _refusing(self, what: str) -> Iterator[None]:
-        """The package raises a bare Exception for whatever it cannot read, and where its Rust code panics a
-        PanicException, which is a BaseException of a class that cannot be imported."""
+        """Turns errors of the package into BadArgument. It raises a bare Exception for whatever it cannot read. Where
+        its Rust code panics it raises a PanicException, a BaseException whose class cannot be imported."""
         try:
             yield
         except MemoryError:
@@ -405,7 +405,7 @@ class JsonTokenizer:
 
     @functools.cached_property
     def longest(self) -> int:
-        """Characters of the longest token."""
+        """The number of characters of the longest token."""
         with self._refusing("its vocabulary"):
             return max(map(len, self._tokenizer.get_vocab()), default=1)
 
@@ -413,21 +413,21 @@ class JsonTokenizer:
         with self._refusing(f"text {quoted(text)}"):
             if len(text) <= SHORT:
                 return self._tokenizer.encode(text).ids
-            return self._tokenizer.encode_batch([text])[0].ids  # unlike encode, it lets other threads of Python run
+            return self._tokenizer.encode_batch([text])[0].ids  # unlike encode, it releases the GIL
 
     def decode(self, tokens: Iterable[int]) -> str:
         with self._refusing("decoding"):
             return self._tokenizer.decode(list(tokens))
 
     def stream(self, tokens: Iterable[int], after: Sequence[int] = ()) -> Iterator[str]:
-        """The text of the tokens as they come, one string for each and one more at the end. A token's text can depend
-        on the tokens before it, so each string is what decoding one token more has added. An unfinished character
-        waits. `after`: the tokens in front, whose text is not part of it."""
+        """The text of the tokens as they come: one string for each token and one more at the end. A token's text can
+        depend on the tokens before it, so each string is what decoding one token more has added. An unfinished
+        character waits for its last token. after: the tokens before these, whose text is not returned."""
         kept = self._ending([token for token in after if token not in self._special])
         text = self.decode(kept)
         shown = len(text)
         for token in tokens:
-            if token in self._special:  # without text; decoding leaves it out before anything else
+            if token in self._special:  # it has no text, and decoding drops it first of all
                 yield ""
                 continue
             kept.append(token)
@@ -443,8 +443,8 @@ class JsonTokenizer:
         yield text[shown:]
 
     def _ending(self, tokens: list[int]) -> list[int]:
-        """The last tokens of a text. What the next token adds depends on these alone. They begin with a whole
-        character: where a run of bytes begins with a part of one, decoding may take all of them for damaged."""
+        """The last tokens of a text, on which alone the text of the next token depends. They begin with a whole
+        character: if a run of bytes begins with a part of one, decoding may take the whole run for damaged."""
         for count in range(CONTEXT, CONTEXT + 4):  # a character has at most 4 bytes
             ending = self.decode(tokens[-count:])
             if ending and not ending.startswith("\ufffd"):

@@ -1,13 +1,13 @@
 """llama2.c checkpoints, memory-mapped.
 
-Its three formats are little endian: a header, then tensors without padding, row-major, each per-layer tensor stored for
-all layers together.
+The three formats are little endian: a header, then tensors without padding, row-major. A tensor that each layer has is
+stored for all layers together.
 
-v0      7 int32: dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, seq_len. A negative vocab_size says that
-        the classifier is not tied to the embedding and stands at the end of the file. The body, float32, carries two
-        RoPE tables that nothing reads.
+v0      7 int32: dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, seq_len. A negative vocab_size means that
+        the classifier is not tied to the embedding and is at the end of the file. The body is float32 and includes two
+        RoPE tables, which are not read.
 v1      256 bytes: "24ka", int32 1, the same 7 int32 (vocab_size positive), uint8 1 = tied classifier, zeros. float32.
-v2      the header of v1 with int32 2 and, behind the tied flag, int32 group size. Norms float32; every matrix int8,
+v2      the header of v1 with int32 2 and, after the tied flag, int32 group size. Norms float32; every matrix int8,
         followed by one float32 factor for each group of consecutive values: value = int8 * factor.
 """
 
@@ -55,7 +55,7 @@ def header_bytes(version: int) -> int:
 
 
 def checkpoint_bytes(config: Config, version: int, tied: bool, group: int = 0) -> int:
-    """The exact size of the file; `group` is version 2's."""
+    """The exact size of the file; `group` is for version 2."""
     size = header_bytes(version)
     for name, shape in tensor_shapes(config, version, tied).items():
         count = math.prod(shape)
@@ -64,7 +64,7 @@ def checkpoint_bytes(config: Config, version: int, tied: bool, group: int = 0) -
 
 
 class Quantised(Sequence):
-    """The layers of one matrix of a v2 file; each becomes float32 when it is taken."""
+    """One matrix of a v2 file, for each layer; an item becomes float32 when it is read."""
 
     def __init__(self, body: np.ndarray, layers: int, shape: tuple[int, int], group: int):
         self.layers = body.reshape(layers, -1)  # uint8: the int8 values of a layer, then its factors
@@ -76,7 +76,7 @@ class Quantised(Sequence):
     def __getitem__(self, layer: int) -> np.ndarray:
         raw, count = self.layers[layer], math.prod(self.shape)
         values = raw[:count].view(np.int8).reshape(-1, self.group)
-        factors = np.frombuffer(raw[count:].tobytes(), "<f4")  # a copy: they need not lie aligned in the file
+        factors = np.frombuffer(raw[count:].tobytes(), "<f4")  # a copy, because they may be unaligned in the file
         return (values * factors[:, None]).reshape(self.shape)
 
 
@@ -105,7 +105,7 @@ def _read_header(path: str | os.PathLike[str], size: int) -> tuple[int, bool, Co
 
 
 def load_llama2c(path: str | os.PathLike[str]) -> Checkpoint:
-    """Maps a llama2.c checkpoint. What is not exactly one raises BadArgument."""
+    """Maps a llama2.c checkpoint. Raises BadArgument for any other or damaged file."""
     size = read_file_size("checkpoint", path)
     version, tied, config, group = _read_header(path, size)
     problem = config.problem()
@@ -139,8 +139,8 @@ def load_llama2c(path: str | os.PathLike[str]) -> Checkpoint:
 def save_checkpoint(
     path: str | os.PathLike[str], config: Config, tensors: Mapping[str, Any], version: int = 0, tied: bool = True
 ) -> None:
-    """Writes a checkpoint; `tensors` by the names and shapes of tensor_shapes (or as a Checkpoint holds them),
-    converted to float32. The tables of version 0 that nothing reads may be left out and become zeros."""
+    """Writes a checkpoint. `tensors` has the names and shapes of tensor_shapes (or is as a Checkpoint holds them); the
+    values are converted to float32. The unread tables of version 0 may be left out and become zeros."""
     if version not in (0, 1):
         raise BadArgument(f"version={version} is neither 0 nor 1")
     if problem := config.problem():
@@ -156,7 +156,7 @@ def save_checkpoint(
     for name, wanted in shapes.items():
         if name not in tensors and not name.startswith("freq"):
             raise BadArgument(f"tensors lacks {name}, of shape {wanted}")
-    part = Path(f"{os.fspath(path)}.part")  # an older file stays until the new one is whole
+    part = Path(f"{os.fspath(path)}.part")  # an older file stays until the new one is complete
     try:
         with open(part, "wb") as file:
             file.write(header)

@@ -2,14 +2,14 @@
 
     x = embedding[tokens]                                        (rows, dim), float32
     for every layer:
-        q, k, v = wqkv rms(x)                                    k and v go to the cache, q and k rotated by position
+        q, k, v = wqkv rms(x)                                    k and v go to the cache; RoPE rotates q and k
         x += wo attention(q, cache)                              causal: a row sees the keys up to its own
         x += w2 (silu(w1 rms(x)) * w3 rms(x))
     logits = wcls rms(x)
 
-A device's `linear` is a product together with the norm before it and the sum or the gate after it. `linears` is the
-sequence of such products between two attentions. A decode step on a GPU therefore takes five kernels a layer, four
-products and the attention; with 4-bit weights on Hopper it takes two.
+A device's `linear` is a product together with the norm before it and the sum or the gate after it. `linears` computes
+the products between two attentions. A decode step on a GPU therefore takes five kernels a layer, four products and the
+attention; with 4-bit weights on Hopper it takes two.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .checkpoint import Checkpoint
 from .config import Config
 
 Array = Any  # numpy.ndarray or cupy.ndarray
-Matrix = Any  # an Array, or a PackedW4
+Matrix = Any  # Array or PackedW4
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,14 @@ class Rows:
     lengths: Array  # (batch,) int32: how many positions of the cache are filled before these tokens
     table: Array | None  # (batch, max_pages) int32: the pages of each sequence; None = contiguous cache
     first: int = 0  # contiguous: sequence b is row first + b of the cache
-    longest: int = 0  # a bound of lengths + seqlen that the host knows
+    longest: int = 0  # an upper bound of lengths + seqlen, known to the host
 
 
 class Llama:
-    """A model ready to run: its matrices on the device.
+    """A model ready to run: its matrices are on the device.
 
-    Norms, the residual stream and the logits are float32. The device's `dtype` is that of q, k, v and the cache, its
-    `matrix_dtype` that of the matrices: on the host float32, the one type BLAS is fast in. There float32 tensors stay
+    Norms, the residual stream and the logits are float32. q, k, v and the cache have the device's `dtype`, matrices its
+    `matrix_dtype`. On the host that is by default float32, the type in which BLAS is fast. There float32 tensors stay
     views of the mapped file, except wqkv and w13: stacking them copies them once.
     """
 
@@ -85,24 +85,24 @@ class Llama:
         self.wcls = self.embedding if c.tied else matrix(c["wcls"])
 
     def on(self, device) -> Llama:
-        """The same matrices under another device object of the same kind and dtypes."""
+        """The same matrices with another device object of the same kind and dtypes."""
         other = copy.copy(self)
         other.device = device
         return other
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the model's arrays, those in a mapped file included."""
+        """The size of the model's arrays, including those in a mapped file."""
         return self.step_bytes + (0 if self.wcls is self.embedding else self.embedding.nbytes)
 
     @property
     def packed(self) -> list[PackedW4]:
-        """The matrices in 4 bits."""
+        """The 4-bit matrices."""
         return [a for layer in self.layers for a in vars(layer).values() if isinstance(a, PackedW4)]
 
     @property
     def step_bytes(self) -> int:
-        """Bytes of them that a decode step reads: all but an embedding that is not the classifier, too."""
+        """The bytes that a decode step reads: all arrays except an embedding that is not also the classifier."""
         arrays = [a for layer in self.layers for a in vars(layer).values() if a is not None]
         arrays += [self.rms_final, self.wcls]
         return sum(array.bytes if isinstance(array, PackedW4) else array.nbytes for array in arrays)
@@ -117,7 +117,7 @@ class Llama:
 
 
 def blocks(device, config: Config, layers: Sequence[Layer], x: Array, rows: Rows, cache: KVCache) -> Array:
-    """Runs Transformer blocks, layer i with entry i of the cache. x and the result are (batch * seqlen, dim) float32; x
+    """Runs Transformer blocks; layer i uses entry i of the cache. x and the result are (batch * seqlen, dim) float32; x
     may be overwritten."""
     batch, seqlen = rows.tokens.shape
     nheads, nheads_k, headdim = config.n_heads, config.n_kv_heads, config.head_dim
@@ -129,7 +129,7 @@ def blocks(device, config: Config, layers: Sequence[Layer], x: Array, rows: Rows
         attended = device.attend(q, k, v, cache.k[i], cache.v[i], rows, cache.rope, config)
         attended = attended.reshape(batch * seqlen, nheads * headdim)
         ffn = {"norm": layer.rms_ffn, "eps": config.rms_eps, "swiglu": True, "out_dtype": device.between}
-        products = [  # a number stands for the result of that product
+        products = [  # an integer stands for the result of that product
             {"x": attended, "weight": layer.wo, "residual": x},
             {"x": 0, "weight": layer.w13, **ffn},
             {"x": 1, "weight": layer.w2, "residual": 0},

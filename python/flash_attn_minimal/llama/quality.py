@@ -1,12 +1,15 @@
-"""What 4-bit weights cost a model: errors of its matrices and blocks, perplexity; and which matrices are to stay wider.
+"""Measures what 4-bit weights cost a model (errors of matrices and blocks, perplexity), and chooses which matrices stay
+wider.
 
-Everything is compared with the same model in 16-bit matrices. Products are float32 ones on the host, with the weights
-as the kernels decode them, so that only the weights differ. One layer is in memory at a time, for all the text.
+Everything is compared with the same model with 16-bit matrices. Products are computed in float32 on the host, with the
+weights decoded as the kernels decode them, so that only the weights differ. One layer at a time is in memory, for all
+of the text.
 
     error        of a matrix: |q - w| / |w|, Frobenius norms
-    block error  |y' - y| / |y - x|: x goes into a block, y comes out, y' with 4-bit weights; relative to what it adds
+    block error  |y' - y| / |y - x|: x goes into a block, y comes out, y' with 4-bit weights; relative to what the block
+                 adds to x
     rise         of the perplexity, in percent
-    divergence   mean of KL(p | p') over the tokens, in nats: how far the predictions are from the 16-bit model's
+    divergence   mean of KL(p | p') over the tokens, in nats: p from the 16-bit model, p' from the 4-bit one
 """
 
 from __future__ import annotations
@@ -32,19 +35,19 @@ from .w4 import Place
 from .weights import find_tokenizer
 
 CHUNK = 1 << 26  # float32 numbers in the largest array
-WINDOW = 512  # most tokens of one window
-WRITERS = 16  # sequences at once, of the model that writes its own text
-BUDGET = 1.0  # percent that the perplexity may rise
-HELD_OUT = "held_out.txt"  # beside a checkpoint: text that it was not trained on
-CURVE = 6  # points between all matrices in 4 bits and none, measured before the search
+WINDOW = 512  # the most tokens in one window
+WRITERS = 16  # sequences that a model writes at once when it writes its own text
+BUDGET = 1.0  # percent by which the perplexity may rise
+HELD_OUT = "held_out.txt"  # a file beside a checkpoint: text that the model was not trained on
+CURVE = 6  # points that are measured before the search, between all matrices in 4 bits and none
 
 
 # ---- text ----
 
 
 def read_windows(text: str, tokenizer: Any, context: int, tokens: int) -> np.ndarray:
-    """(n, seqlen + 1) tokens, each row overlapping the next by one: paragraphs (empty lines between them) are encoded
-    one by one, as texts of their own, and stand one behind the other."""
+    """(n, seqlen + 1) tokens, where each row overlaps the next by one. Paragraphs (separated by empty lines) are
+    encoded one by one, as texts of their own, and joined."""
     ids: list[int] = []
     for paragraph in text.split("\n\n"):
         if paragraph.strip():
@@ -75,7 +78,7 @@ def write_windows(checkpoint: Checkpoint, tokenizer: Any, tokens: int, seed: int
 def find_text(
     checkpoint: Checkpoint, tokenizer: Any, tokens: int, seed: int = 0, path: str | None = None
 ) -> tuple[np.ndarray, str]:
-    """Windows of tokens, and where they come from: the file named, HELD_OUT beside the checkpoint, or the model."""
+    """Windows of tokens and their source: the file `path`, HELD_OUT beside the checkpoint, or the model itself."""
     beside = Path(checkpoint.path).with_name(HELD_OUT)
     file = Path(path) if path else beside if beside.is_file() else None
     if file is None:
@@ -83,7 +86,7 @@ def find_text(
         return windows, f"written by the model itself at temperature 1, seed {seed}"
     try:
         text = file.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # unreadable, no UTF-8, or a name that no file can have
+    except (OSError, ValueError) as error:  # unreadable, not UTF-8, or an impossible file name
         raise BadArgument(f"text {str(file)!r}: {error}") from None
     return read_windows(text, tokenizer, checkpoint.config.seq_len, tokens), file.name
 
@@ -93,11 +96,11 @@ def find_text(
 
 @dataclass(frozen=True)
 class Loss:
-    """Of one variant, against 16 bit, over all tokens of a text."""
+    """The loss of one variant over all tokens of a text, compared with 16 bit."""
 
-    nats: float  # mean loss
-    rise: float  # of the perplexity, percent
-    rise_error: float  # standard error of that
+    nats: float  # the mean loss
+    rise: float  # of the perplexity, in percent
+    rise_error: float  # the standard error of `rise`
     divergence: float
 
     def row(self) -> dict[str, float]:
@@ -106,11 +109,11 @@ class Loss:
         }
 
 
-Change = Callable[[int, Layer], Layer]  # layer number, its 16-bit matrices -> the variant's
+Change = Callable[[int, Layer], Layer]  # layer number, its 16-bit matrices -> the variant's matrices
 
 
 class Text:
-    """A model's blocks over windows of text."""
+    """Runs a model's blocks over windows of text."""
 
     def __init__(self, checkpoint: Checkpoint, windows: np.ndarray):
         self.checkpoint, self.windows, self.host = checkpoint, windows, Host()
@@ -134,7 +137,7 @@ class Text:
         return self.rounded(x) if round_to_16 else x
 
     def block(self, layer: Layer, x: np.ndarray) -> np.ndarray:
-        """Runs one block on all windows: x and the result are (n * seqlen, dim)."""
+        """Runs one block on all windows. x and the result are (n * seqlen, dim)."""
         config, cache, parts = self.checkpoint.config, self.cache, []
         seqlen = self.windows.shape[1] - 1
         for start in range(0, len(self.windows), self.batch):
@@ -145,8 +148,8 @@ class Text:
         return np.concatenate(parts)
 
     def losses(self, sixteen: np.ndarray, variants: dict[str, np.ndarray], wide: str = "") -> dict[str, Loss]:
-        """The losses of the variants, from their outputs of the last block; "" is 16 bit. The variant `wide` has the
-        classifier as stored."""
+        """The losses of the variants, from the outputs of their last blocks; the name "" is for 16 bit. The variant
+        `wide` has the classifier as stored."""
         c, host = self.checkpoint, self.host
         norm, eps = host.vector(c["rms_final"]), c.config.rms_eps
         stored = host.matrix(c["wcls"])
@@ -176,8 +179,8 @@ class Text:
         return out
 
     def run(self, variants: dict[str, Change], wide: str = "") -> dict[str, Loss]:
-        """The loss of each variant of the matrices, and under "" of 16 bit. `wide`, if given, is one more variant:
-        everything as stored."""
+        """The loss of each variant of the matrices, and under the name "" that of 16 bit. `wide`, if given, names one
+        more variant: everything as stored."""
         base = self.embed()
         xs = dict.fromkeys(variants, base)
         if wide:
@@ -206,7 +209,7 @@ class MatrixError:
     matrix: str
     weights: int
     error: float
-    block_error: float  # of the block in which this matrix alone is in 4 bits
+    block_error: float  # of its block, if only this matrix is in 4 bits
 
     @property
     def place(self) -> Place:
@@ -214,14 +217,14 @@ class MatrixError:
 
     @property
     def harm(self) -> float:
-        """Squared block error for each weight that 16 bits would widen."""
+        """The squared block error divided by the number of weights that 16 bits would widen."""
         return self.block_error**2 / self.weights
 
 
 @dataclass(frozen=True)
 class Errors:
     matrices: list[MatrixError]
-    blocks: list[float]  # block error with all four matrices in 4 bits, by layer
+    blocks: list[float]  # the block error with all four matrices in 4 bits, for each layer
     quantized: dict[Place, Any]  # W4Weight
 
     def change(self, kept: Iterable[Place] = ()) -> Change:
@@ -237,7 +240,7 @@ class Errors:
 
 
 def measure(text: Text, weights: str) -> Errors:
-    """The errors of every matrix and block. Each block gets the input that it has in the 16-bit model."""
+    """The errors of every matrix and block. Each block gets the input that it gets in the 16-bit model."""
     errors = Errors([], [], {})
     x = text.embed()
     for i in range(text.checkpoint.config.n_layers):
@@ -259,12 +262,12 @@ def measure(text: Text, weights: str) -> Errors:
 
 
 def _share(error: float, whole: float) -> float:
-    """error / whole. Where `whole` is 0, as for a matrix of zeros in a file: 0 without an error, else infinity."""
+    """error / whole. If whole is 0, as for a matrix of zeros: 0 without an error, else infinity."""
     return error / whole if whole else math.inf if error else 0.0
 
 
 def _grow(exp: Callable[[float], float], x: float) -> float:
-    """exp(x), infinity where it overflows: a damaged model's loss has no bound."""
+    """exp(x), or infinity if it overflows: the loss of a damaged model has no bound."""
     try:
         return exp(x)
     except OverflowError:
@@ -281,12 +284,12 @@ def _norm(x: np.ndarray) -> float:
 @dataclass(frozen=True)
 class Choice:
     kept: frozenset[Place]
-    curve: list[dict[str, float]]  # on the text it was chosen with: kept matrices, their share of the weights, loss
+    curve: list[dict[str, float]]  # on the text of the choice: kept matrices, their share of the weights, loss
 
 
 def choose(text: Text, errors: Errors, budget: float, curve: bool = False) -> Choice:
-    """Which matrices stay 16 bits wide: the most harmful ones, as few as keep the rise of the perplexity within
-    `budget` percent. The rise is assumed to fall with their number, so a binary search finds it."""
+    """Chooses the matrices that stay 16 bits wide: the most harmful ones, as few as keep the rise of the perplexity
+    within `budget` percent. The rise is assumed to fall with their number, so a binary search finds it."""
     order = sorted(errors.matrices, key=lambda m: (-m.harm, m.place))
     total = sum(m.weights for m in order)
     found: dict[int, Loss] = {}
@@ -297,7 +300,7 @@ def choose(text: Text, errors: Errors, budget: float, curve: bool = False) -> Ch
         found.update({int(name): losses[name] for name in new})
 
     look(round(i * len(order) / CURVE) for i in range(CURVE)) if curve else look([0])
-    within = min((n for n in found if found[n].rise <= budget), default=len(order))  # all wide: no rise at all
+    within = min((n for n in found if found[n].rise <= budget), default=len(order))  # with all wide there is no rise
     below = max((n for n in found if n < within), default=-1)
     while within - below > 1:
         look([middle := (below + within) // 2])
@@ -311,7 +314,8 @@ def choose(text: Text, errors: Errors, budget: float, curve: bool = False) -> Ch
 
 
 def choose_kept(checkpoint: Checkpoint, weights: str, budget: float = BUDGET, tokens: int = 2048) -> list[Place]:
-    """The matrices that stay 16 bits wide, by a short text: for a model that is quantised as it is loaded."""
+    """The matrices that stay 16 bits wide, chosen with a short text, for a model that is quantised while it is
+    loaded."""
     windows, _ = find_text(checkpoint, find_tokenizer(checkpoint), tokens)
     text = Text(checkpoint, windows)
     return sorted(choose(text, measure(text, weights), budget).kept)

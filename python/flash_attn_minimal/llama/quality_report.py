@@ -1,4 +1,4 @@
-"""What `quantize` measured, as tables on the terminal, JSON and Markdown beside each other, and a picture."""
+"""The measurements of `quantize` as tables on the terminal, as JSON and Markdown files, and as a picture."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from .._library import BadArgument
 from .._report import STYLE, commit, show_table, table
 from .checkpoint import STACKED
 
-COLOURS = {"nvfp4": "#D55E00", "mxfp4": "#0072B2", "int4": "#009E73"}  # Okabe and Ito's
+COLOURS = {"nvfp4": "#D55E00", "mxfp4": "#0072B2", "int4": "#009E73"}  # from Okabe and Ito's palette
 MARKERS = {"nvfp4": "o", "mxfp4": "s", "int4": "^"}
-LAST = list(STACKED)[-1]  # of a layer's matrices
+LAST = list(STACKED)[-1]  # the last matrix of a layer
 
 
 def size_text(count: float) -> str:
@@ -24,7 +24,7 @@ def size_text(count: float) -> str:
 
 
 def tables(data: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
-    """(title, head, body) of each."""
+    """(title, head, body) of each table."""
     text, formats = data["text"], data["formats"]
     total = len(next(iter(formats.values()))["matrices"])
     body = []
@@ -69,7 +69,7 @@ def show(data: dict[str, Any]) -> None:
 
 
 def write(data: dict[str, Any], file: Path) -> list[Path]:
-    """JSON, and the tables in Markdown beside it."""
+    """Writes the JSON file, and a Markdown file with the tables beside it."""
     whole = {"date": datetime.date.today().isoformat(), "commit": commit(), **data}
     lines = [f"# 4-bit weights of {data['model']}", "", f"`{data['command']}`", ""]
     for title, head, body in tables(data):
@@ -85,7 +85,7 @@ def write(data: dict[str, Any], file: Path) -> list[Path]:
 
 
 def draw(data: dict[str, Any], file: Path) -> Path:
-    """Errors over the layers, divergence of every variant, and what wider matrices buy."""
+    """Draws errors over the layers, the perplexity's rise for every variant, and what wider matrices gain."""
     try:
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -131,7 +131,7 @@ def draw(data: dict[str, Any], file: Path) -> Path:
         figure.suptitle(f"4-bit weights of {data['model']}", fontsize=11)
         try:
             figure.savefig(file, metadata={"Software": None})
-        except (OSError, ValueError) as error:  # a suffix that it does not know
+        except (OSError, ValueError) as error:  # such as an unknown suffix
             raise BadArgument(f"picture {str(file)!r}: {error}") from None
     return file
 

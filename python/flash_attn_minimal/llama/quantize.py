@@ -1,4 +1,5 @@
-"""python -m flash_attn_minimal quantize MODEL: what 4-bit weights cost a model, and the model with them."""
+"""python -m flash_attn_minimal quantize MODEL: measures what 4-bit weights cost a model, and writes the model with
+them."""
 
 from __future__ import annotations
 
@@ -82,7 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def tensor_bytes(checkpoint: W4Checkpoint) -> dict[str, int]:
-    """Bytes of the file's data by what they are."""
+    """Bytes of the file's data by kind: "codes", "scales", "kept" matrices, and the "rest"."""
     found = dict.fromkeys(("codes", "scales", "kept", "rest"), 0)
     for name, (code, shape) in tensor_shapes(checkpoint).items():
         matrix, _, part = name.removeprefix("layers.").partition(".")[2].partition(".")
@@ -92,7 +93,7 @@ def tensor_bytes(checkpoint: W4Checkpoint) -> dict[str, int]:
 
 
 def build_report(args: argparse.Namespace, checkpoint: Checkpoint, tokenizer: Any) -> dict[str, Any]:
-    """Everything that the tables, the JSON and the picture show."""
+    """All data that the tables, the JSON and the picture show."""
     formats = list(FORMATS) if args.weights == "all" else [args.weights]
     print("text", file=sys.stderr)
     windows, source = find_text(checkpoint, tokenizer, args.tokens, args.seed, args.text)
@@ -115,7 +116,7 @@ def build_report(args: argparse.Namespace, checkpoint: Checkpoint, tokenizer: An
     rows = [{"weights": "16 bit", "bits": 16.0, "bytes": 2 * count + rest, **losses[""].row()}]
     if stored:
         vocabulary = config.vocab_size * config.dim * (1 if checkpoint.tied else 2)
-        total = 4 * count + rest + 2 * vocabulary  # the rest has 16 bits for each of these
+        total = 4 * count + rest + 2 * vocabulary  # `rest` counts 16 bits for each number of embedding and classifier
         rows.insert(0, {"weights": f"{stored}, stored", "bits": 32.0, "bytes": total, **losses[stored].row()})
     for weights, choice in choices.items():
         for name, kept in ((weights, frozenset()), (f"{weights} mixed", choice.kept)):
@@ -144,7 +145,7 @@ def kept_of(data: dict[str, Any], weights: str) -> list[tuple[int, str]]:
 
 
 def command_of(args: argparse.Namespace) -> str:
-    """What gives the same numbers, wherever the files lie."""
+    """The command that gives the same numbers, with file names instead of paths."""
     words = [] if args.checkpoint == str(DEFAULT_CHECKPOINT) else [Path(args.checkpoint).name]
     defaults = build_parser().parse_args([])
     for name in ("weights", "budget", "text", "tokens", "seed"):
@@ -194,7 +195,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command. Returns the exit status; never raises for bad input."""
+    """Runs the command. Returns the exit status; never raises for bad input."""
     try:
         return run(build_parser().parse_args(argv))
     except FlashAttnError as error:

@@ -1,4 +1,5 @@
-"""From logits to the next token: greedy, temperature, top-k, top-p, for each slot of a batch in its own way."""
+"""From logits to the next token: greedy, temperature, top-k, top-p, with different settings for each slot of a
+batch."""
 
 from __future__ import annotations
 
@@ -19,12 +20,13 @@ MOST_TOP_K = (1 << 31) - 1
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn: from softmax(logits / temperature), cut to the top_k likeliest tokens (0 = all),
-    then to the fewest likeliest that hold probability top_p of those. temperature 0 is greedy: the largest logit, the
-    lowest id on a tie, whatever the rest says. The same seed draws the same tokens, on every device and in any batch.
+    """How the next token is drawn: from softmax(logits / temperature), cut to the top_k most likely tokens (0 = all),
+    then to the fewest of the most likely tokens that hold the share top_p of their probability. temperature=0 is
+    greedy, whatever the other fields are: the largest logit, on a tie the lowest id. The same seed draws the same
+    tokens on every device and in any batch.
 
-    temperature and top_p are rounded to float32 here. A step draws for all sequences in one call and must find nothing
-    to refuse.
+    temperature and top_p are rounded to float32 and checked here, because a step draws for all sequences in one call,
+    which must have nothing to refuse.
     """
 
     temperature: float = 0.0
@@ -57,8 +59,8 @@ def _float32(value: Any) -> float:
 
 
 class Sampler:
-    """The sampling of every slot. The seeds lie on the device. The rules are part of a step: it draws once by each rule
-    in use, and each slot keeps the draw by its own."""
+    """The sampling of every slot. The seeds are arrays on the device. The rules are part of a step: it draws once with
+    each rule in use, and each slot keeps the draw made with its own rule."""
 
     def __init__(self, device: Any, slots: int):
         self.device = device
@@ -78,8 +80,8 @@ class Sampler:
         return tuple(rules)
 
     def draw(self, logits: Any, tokens: Any, steps: Any, rules: tuple[Rule, ...], first: int = 0) -> None:
-        """The next tokens, (batch, 1) int32, of the slots from `first` on, from logits (batch, vocab); -1 where a row
-        holds a NaN or nothing above -inf. steps (batch,): a number that differs between the draws of a sequence."""
+        """Draws the next tokens, (batch, 1) int32, of the slots from `first` on, from logits (batch, vocab); -1 where a
+        row holds a NaN or nothing above -inf. steps (batch,): a number that differs between the draws of a sequence."""
         device, here = self.device, slice(first, first + len(logits))
         seeds = self.seeds[here]
         if len(rules) == 1:

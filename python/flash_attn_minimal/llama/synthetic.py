@@ -3,8 +3,8 @@
     python -m flash_attn_minimal synthetic stories110M model.bin [--version 1] [--untied] [--tokenizer tok32000.bin]
     python -m flash_attn_minimal synthetic 7b FOLDER [--dtype float16] [--shards 3]
 
-The text such a model writes is noise; its arithmetic, memory and file layout are those of a trained one. The story
-shapes become llama2.c checkpoints, the others Hugging Face folders.
+The text that such a model writes is noise; its arithmetic, memory and file layout are those of a trained model. The
+story shapes become llama2.c checkpoints, the others Hugging Face folders.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SHAPES = {
 
 class RandomTensors(Mapping):
     """Normally distributed matrices (variance 1 / in, so activations keep their size) and norms near 1, by the names of
-    a Checkpoint. Each is made when it is asked for: a large model need not fit into memory at once."""
+    a Checkpoint. Each is made when it is read, so a large model need not fit into memory at once."""
 
     def __init__(self, config: Config, tied: bool = True, biases: bool = False, seed: int = 0):
         dim, matrices = config.dim, matrix_shapes(config)
@@ -52,7 +52,7 @@ class RandomTensors(Mapping):
 
     def __getitem__(self, name: str) -> np.ndarray | Sequence[np.ndarray]:
         if name in LAYERED or name in ("bq", "bk", "bv"):
-            self.shapes[name]  # a KeyError for what this model has not
+            self.shapes[name]  # raises KeyError for a name that this model does not have
             return _Layers(self, name)
         return self.make(name, 0)
 

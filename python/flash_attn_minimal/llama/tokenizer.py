@@ -5,9 +5,9 @@ Two file formats carry the same content, and one encoder serves both:
 tokenizer.bin       llama2.c: uint32 longest token, then per token in id order float32 score, int32 length, bytes.
 tokenizer.model     sentencepiece: a protobuf message ModelProto.
 
-The .model file is read here and not by the sentencepiece package: only a list of (piece, score, type) and three flags
-are needed from it, and sentencepiece would apply the file's remove_extra_whitespaces flag, where llama2.c keeps every
-space; a model then answers differently depending on which of its two tokenizer files was at hand.
+The .model file is read here and not by the sentencepiece package. Only a list of (piece, score, type) and three flags
+are needed from it. And sentencepiece would apply the file's remove_extra_whitespaces flag, where llama2.c keeps every
+space; a model would then answer differently depending on which of its two tokenizer files was at hand.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from .._files import quoted, read_bytes
 from .._library import BadArgument
 
 UNKNOWN, BOS, EOS = 0, 1, 2
-MAX_TOKEN_BYTES = 1 << 16  # a longer "longest token" is another file format
+MAX_TOKEN_BYTES = 1 << 16  # a file with a larger "longest token" has another format
 SPACE_MARK = "\u2581".encode()  # what sentencepiece writes for a space
 BYTE_PIECE = re.compile(rb"<0x([0-9A-F]{2})>")
-TYPE_NORMAL, TYPE_USER_DEFINED = 1, 4  # SentencePiece.Type; of Llama's pieces only normal ones are made from text
+TYPE_NORMAL, TYPE_USER_DEFINED = 1, 4  # SentencePiece.Type; in Llama's files only normal pieces are made from text
 MODEL_TYPE_BPE = 2  # TrainerSpec.ModelType
 
 
@@ -59,19 +59,19 @@ class Tokenizer:
 
     @functools.cached_property
     def longest(self) -> int:
-        """Bytes of the longest token, which has no more characters."""
+        """The number of bytes of the longest token, which is at least its number of characters."""
         return max(map(len, self.pieces), default=1)
 
     def encode(self, text: str) -> list[int]:
-        """BOS, then the tokens of the text behind one added space (nothing is added to the empty text).
+        """BOS, then the tokens of the text after one added space (nothing is added to an empty text).
 
-        Starting from single characters, the adjacent pair whose concatenation is the token of the highest score is
-        merged, the first such pair on a tie, until no pair makes a token. The heap holds every candidate pair once, so
+        Starts from single characters. The adjacent pair whose concatenation is the token with the highest score is
+        merged, on a tie the first such pair, until no pair makes a token. The heap holds every candidate pair once, so
         n characters take O(n log n).
         """
         ids: list[int] = []
         for character in " " + text if text else "":
-            try:  # an undecodable byte of the command line stays that byte
+            try:  # a byte of the command line that could not be decoded stays that byte
                 utf8 = character.encode("utf-8", "surrogateescape")
             except UnicodeEncodeError as error:
                 raise BadArgument(f"text {quoted(text)} holds {character!r}: {error.reason}") from None
@@ -81,7 +81,7 @@ class Tokenizer:
         # A linked list of live tokens; a merge keeps the left node and removes the right one.
         n = len(ids)
         left, right, alive = list(range(-1, n - 1)), list(range(1, n + 1)), [True] * n
-        heap: list[tuple[float, int, int, int, int]] = []  # (-score, left node, its id, the right node's id, merged id)
+        heap: list[tuple[float, int, int, int, int]] = []  # (-score, left node, its id, right node's id, merged id)
 
         def propose(a: int) -> None:
             if 0 <= a and right[a] < n:
@@ -96,7 +96,7 @@ class Tokenizer:
             _, a, first, second, merged = heapq.heappop(heap)
             b = right[a]
             if not alive[a] or b >= n or (ids[a], ids[b]) != (first, second):
-                continue  # one of the two has merged with another neighbour since
+                continue  # one of the two nodes has since merged with another neighbour
             ids[a], alive[b], right[a] = merged, False, right[b]
             if right[a] < n:
                 left[right[a]] = a
@@ -105,18 +105,17 @@ class Tokenizer:
         return [BOS] + [ids[a] for a in range(n) if alive[a]]
 
     def token_bytes(self, token: int, previous: int | None = None) -> bytes:
-        """The text of one token; BOS and EOS are empty, and the space that `encode` adds behind BOS is dropped
-        again."""
+        """The text of one token. BOS and EOS are empty. The space that `encode` adds after BOS is removed again."""
         if not 0 <= token < len(self._bytes):
             raise BadArgument(f"token={token} is outside the vocabulary 0 .. {self.vocab_size - 1}")
         piece = self._bytes[token]
         return piece[1:] if previous == BOS and piece.startswith(b" ") else piece
 
     def stream(self, tokens: Iterable[int], after: Sequence[int] = ()) -> Iterator[str]:
-        """The text of the tokens as they come, one string for each and one more at the end. `after`: the tokens in
-        front, whose text is not part of it.
+        """The text of the tokens as they come: one string for each token and one more at the end. after: the tokens
+        before these, whose text is not returned.
 
-        A character whose bytes span several tokens appears with the last of them; bytes that make no character become
+        A character whose bytes span several tokens appears with the last of them; bytes that are not valid UTF-8 become
         U+FFFD.
         """
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -134,12 +133,12 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """Reads tokenizer.bin or tokenizer.model, told apart by their first bytes. Another or a damaged file raises
-    BadArgument."""
+    """Reads tokenizer.bin or tokenizer.model, which it distinguishes by their first bytes. Raises BadArgument for any
+    other or damaged file."""
     data = read_bytes("tokenizer", path)
     try:
-        # A .model file starts with the tag of its first piece, 0x0A, and as an integer its first four bytes exceed any
-        # token's length.
+        # A .model file starts with the tag of its first piece, 0x0A; its first four bytes as an integer exceed the
+        # length of any token.
         if len(data) >= 4 and int.from_bytes(data[:4], "little") < MAX_TOKEN_BYTES:
             return _parse_llama2c(data)
         if data[:1] == b"\x0a":
@@ -197,7 +196,8 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | float | bytes]]:
-    """(field number, value) of one message: varints as int, 4-byte fields as float, length-delimited ones as bytes."""
+    """(field number, value) of one message: varints as int, 4-byte fields as float, length-delimited fields as
+    bytes."""
     at = 0
     while at < len(data):
         key, at = _varint(data, at)

@@ -1,12 +1,12 @@
-"""Models with 4-bit weights, made of any checkpoint as it is loaded, and the file that holds one.
+"""Models with 4-bit weights, made from any checkpoint while it is loaded, and the file that holds one.
 
-The four matrices of a layer (checkpoint.STACKED) become W4Weight. Those that are `kept` stay 16 bits wide, and so do
-the embedding and the classifier: an embedding is looked up, not multiplied, and every token's logit depends on the
+The four matrices of a layer (checkpoint.STACKED) become W4Weights. Those in `kept` stay 16 bits wide, and so do the
+embedding and the classifier: an embedding is looked up, not multiplied, and every token's logit depends on the
 classifier, which may be the embedding.
 
-The file is a safetensors file with our names: layers.3.wqkv.codes, .scales and .tensor_scale, or layers.3.wqkv if kept;
-layers.3.rms_att, layers.3.bq, ...; token_embedding, rms_final, wcls. Its metadata say what the model is, where its
-tokenizer lies, and the CRC-32 of every tensor; quantized.load_file reads it too.
+The file is a safetensors file with this package's names: layers.3.wqkv.codes, .scales and .tensor_scale, or
+layers.3.wqkv if kept; layers.3.rms_att, layers.3.bq, ...; token_embedding, rms_final, wcls. Its metadata describe the
+model and hold its tokenizer's path and the CRC-32 of every tensor. quantized.load_file can also read it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .checkpoint import STACKED, Checkpoint, matrix_shapes
 from .config import MAX_DIMENSION, Config, RopeScaling
 
 FORMATS = tuple(BLOCK)
-SCALES = {"nvfp4": "F8_E4M3", "mxfp4": "U8", "int4": "F16"}  # safetensors' types
+SCALES = {"nvfp4": "F8_E4M3", "mxfp4": "U8", "int4": "F16"}  # safetensors' names of dtypes
 KEY, VERSION = "flash_attn_minimal.llama", 1
 PLACE = r"[0-9]{1,9}\.\w{1,16}"  # layer.matrix
 
@@ -43,12 +43,12 @@ Place = tuple[int, str]  # layer, name: one matrix
 @dataclasses.dataclass(frozen=True)
 class W4Checkpoint(Checkpoint):
     """`tensors` has the names of STACKED in place of their parts; an entry is a W4Weight, or an array if it is kept.
-    `dtype` is that of the other matrices, 16 bits."""
+    `dtype` is the 16-bit type of the other matrices."""
 
-    weights: str  # which of FORMATS
+    weights: str  # one of FORMATS
     kept: frozenset[Place]
-    tokenizer: dict[str, str] | None = None  # file, relative to the checkpoint's folder, and sha256
-    stops: frozenset[int] = frozenset()  # what ends a text, of a tokenizer.json
+    tokenizer: dict[str, str] | None = None  # "file", a path relative to the checkpoint's folder, and "sha256"
+    stops: frozenset[int] = frozenset()  # the ids that end a text, for a tokenizer.json
 
     def tokenizer_file(self) -> Path:
         folder, wanted = Path(self.path).parent, self.tokenizer
@@ -74,11 +74,12 @@ class W4Checkpoint(Checkpoint):
         )
 
 
-# ---- quantised on the way ----
+# ---- quantising while loading ----
 
 
 def quantize(checkpoint: Checkpoint, weights: str, kept: Iterable[Place] = (), device: Any = None) -> W4Checkpoint:
-    """The same model with 4-bit weights, each matrix quantised when it is taken: on `device` (host.Host, cuda.Cuda)."""
+    """The same model with 4-bit weights. Each matrix is quantised when it is read, on `device` (host.Host,
+    cuda.Cuda)."""
     if weights not in FORMATS:
         raise BadArgument(f"weights={weights!r} is none of {', '.join(FORMATS)}")
     if isinstance(checkpoint, W4Checkpoint):
@@ -98,7 +99,7 @@ def quantize(checkpoint: Checkpoint, weights: str, kept: Iterable[Place] = (), d
 
 
 class _Quantized(Sequence):
-    """One of STACKED, of every layer."""
+    """One matrix of STACKED, for every layer."""
 
     def __init__(self, checkpoint: Checkpoint, name: str, weights: str, kept: frozenset[Place], device: Any):
         self.checkpoint, self.name, self.weights, self.kept, self.device = checkpoint, name, weights, kept, device
@@ -125,7 +126,7 @@ def stacked_shapes(config: Config) -> dict[str, tuple[int, int]]:
 def contents(
     config: Config, weights: str, kept: Iterable[Place], dtype: str, tied: bool, biases: bool
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """What the file holds: name -> (dtype, shape), where the dtype of a W4Weight is its format."""
+    """The arrays in the file: name -> (dtype, shape). The dtype of a W4Weight is its format."""
     vocabulary = config.vocab_size, config.dim
     parts, shapes, kept = matrix_shapes(config), stacked_shapes(config), frozenset(kept)
     found: dict[str, tuple[str, tuple[int, ...]]] = {"token_embedding": (dtype, vocabulary)}
@@ -146,7 +147,7 @@ def contents_of(c: W4Checkpoint) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def tensor_shapes(c: W4Checkpoint) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """The same in safetensors' terms: a W4Weight is three tensors."""
+    """`contents_of` in safetensors' terms: a W4Weight is three tensors."""
     codes = {native: code for code, native in FLOATS.items()}
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, (dtype, shape) in contents_of(c).items():
@@ -161,7 +162,7 @@ def tensor_shapes(c: W4Checkpoint) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def _arrays(c: W4Checkpoint) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors in the order of tensor_shapes. Each matrix is taken once, because that quantises it."""
+    """The tensors in the order of tensor_shapes. Each matrix is read only once, because reading quantises it."""
     for name, (dtype, _) in contents_of(c).items():
         _, layer, matrix = name.split(".") if "." in name else ("", "", name)
         whole = c[matrix][int(layer)] if layer else c[name]
@@ -178,8 +179,9 @@ def save(
     tokenizer: str | os.PathLike[str] | None = None,
     stops: Iterable[int] = (),
 ) -> Path | None:
-    """Writes the file; `tokenizer` is the model's, to which the file will refer. One that lies elsewhere is copied
-    beside the file: what a checkpoint refers to is inside its folder. Returns the copy's path, or None."""
+    """Writes the file. It refers to `tokenizer`, the path of the model's tokenizer. A tokenizer that lies elsewhere is
+    copied beside the file, because a checkpoint may only refer to files inside its folder. Returns the path of the
+    copy, or None."""
     about: dict[str, Any] = {
         "version": VERSION,
         "source": checkpoint.format,
@@ -211,8 +213,8 @@ def save(
 
 
 def _place_of(tokenizer: str | os.PathLike[str], path: Path) -> str:
-    """The tokenizer's path relative to the checkpoint's folder, or model.tokenizer.bin for one that has to be copied
-    there."""
+    """The tokenizer's path relative to the checkpoint's folder; for a tokenizer that must be copied there a name such
+    as model.tokenizer.bin."""
     place = Path(os.path.relpath(tokenizer, path.parent)).as_posix()
     return place if is_inside(path.parent, place) else f"{path.stem}.{Path(tokenizer).name}"
 
@@ -225,7 +227,7 @@ def _tokenizer_of(fields: Fields) -> dict[str, str] | None:
 
 
 def load(path: str | os.PathLike[str]) -> W4Checkpoint:
-    """Maps a file that `save` wrote. What is not exactly one raises BadArgument, with the tensor's name."""
+    """Maps a file that `save` wrote. Raises BadArgument for any other or damaged file, with the name of the tensor."""
 
     def bad(why: str) -> BadArgument:
         return BadArgument(f"checkpoint {str(path)!r}: {why}")
@@ -241,7 +243,7 @@ def load(path: str | os.PathLike[str]) -> W4Checkpoint:
         config = Config(**shape)
     except BadArgument:
         raise
-    except (ValueError, TypeError) as error:  # raised by the two classes: an unknown field, or a missing one
+    except (ValueError, TypeError) as error:  # from the two classes: an unknown or a missing field
         raise bad(f"its metadata are damaged: config: {error}") from None
     version, weights, dtype = fields.get("version", int), fields.get("weights", str), fields.get("dtype", str)
     tied, biases, source = fields.get("tied", bool), fields.get("biases", bool), fields.get("source", str)

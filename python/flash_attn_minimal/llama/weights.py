@@ -1,4 +1,4 @@
-"""A model by the path of its files: the checkpoint, and the tokenizer that lies with it."""
+"""Loads a model by the path of its files: the checkpoint, and the tokenizer beside it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ DEFAULT_CHECKPOINT = Path(__file__).with_name("default") / "stories.bin"  # writ
 
 def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Maps a llama2.c checkpoint, a Hugging Face model's folder, or a file with 4-bit weights that `quantize` wrote.
-    What is not exactly one raises BadArgument."""
+    Raises BadArgument for any other or damaged file."""
     if os.path.isdir(path):
         return load_folder(path)
     return load(path) if os.fspath(path).endswith(".safetensors") else load_llama2c(path)
 
 
 def tokenizer_file(checkpoint: Checkpoint, path: str | None = None) -> str:
-    """`path`, or where the tokenizer of this checkpoint lies."""
+    """`path`, or else the path of the tokenizer beside this checkpoint."""
     if path is not None:
         return path
     if isinstance(checkpoint, W4Checkpoint):
@@ -41,13 +41,13 @@ def tokenizer_file(checkpoint: Checkpoint, path: str | None = None) -> str:
 
 
 def find_tokenizer(checkpoint: Checkpoint, path: str | None = None) -> Tokenizer | JsonTokenizer:
-    """The tokenizer in `path`, or the one with the checkpoint; its size must fit the model's vocabulary."""
+    """The tokenizer in `path`, or else the one beside the checkpoint; its size must fit the model's vocabulary."""
     vocab_size, place = checkpoint.config.vocab_size, Path(checkpoint.path)
     path = tokenizer_file(checkpoint, path)
     if path.endswith(".json"):
         stops = checkpoint.stops if isinstance(checkpoint, W4Checkpoint) else frozenset()
         tokenizer = JsonTokenizer(path, stop_ids(place) if place.is_dir() else stops)
-        fits = tokenizer.vocab_size <= vocab_size  # the matrices of many of these models are padded
+        fits = tokenizer.vocab_size <= vocab_size  # many of these models have padded matrices
     else:
         tokenizer = load_tokenizer(path)
         fits = tokenizer.vocab_size == vocab_size

@@ -195,7 +195,7 @@ class W4LinearChainArgs(ct.Structure):
     ]
 
 
-# The functions of one struct and a stream: fa_<name>.
+# The functions fa_<name> that take one struct and a stream.
 SMALL_OPERATIONS = {
     "rms_norm": RmsNormArgs,
     "rope": RopeArgs,
@@ -220,7 +220,7 @@ KERNEL_TABLES = {
 
 @functools.cache
 def load() -> ct.CDLL:
-    """The library that the core loads, with these functions typed, too."""
+    """The library that the core loads, with the functions of this module typed too."""
     lib = _library.load()
     for name, struct in (SMALL_OPERATIONS | W4_OPERATIONS).items():
         declare_launch(lib, f"fa_{name}", struct)

@@ -1,6 +1,7 @@
 """safetensors files: uint64 little endian n, n bytes of JSON {name: {"dtype", "shape", "data_offsets": [begin, end]}},
-then the data, to which the offsets count. "__metadata__" among the names is a table of strings. Read here because the
-arrays are to stay views of the mapped file; written here tensor by tensor, with a CRC-32 of each in the metadata.
+then the data, from whose start the offsets count. The name "__metadata__" holds a table of strings. This module reads
+the format itself so that arrays stay views of the mapped file. It writes tensor by tensor, with a CRC-32 of each in the
+metadata.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from .._files import Fields, parse_json, quoted, read_file_size
 from .._library import BadArgument
 
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-ALL = {**FLOATS, "U8": "uint8", "F8_E4M3": "uint8"}  # 8-bit floats as their bits
-CHECKSUMS = "crc32"  # of the metadata: {name: CRC-32 of the bytes, 8 hexadecimal digits}
-MAX_HEADER_BYTES = 100_000_000  # the format's own library reads no longer one
-MAX_RANK = 32  # of older NumPys' arrays
+ALL = {**FLOATS, "U8": "uint8", "F8_E4M3": "uint8"}  # 8-bit floats are read as their bits
+CHECKSUMS = "crc32"  # a key of the metadata: {name: CRC-32 of the bytes, 8 hexadecimal digits}
+MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own library
+MAX_RANK = 32  # the limit of older NumPy releases
 
 
 def numpy_dtype(name: str) -> np.dtype:
-    """bfloat16 is NumPy's by way of the ml_dtypes package."""
+    """The NumPy dtype of this name; bfloat16 needs the ml_dtypes package."""
     if name != "bfloat16":
         return np.dtype(name)
     try:
@@ -40,7 +41,7 @@ Entry = tuple[str, tuple[int, ...], int, int]  # dtype, shape, begin, end
 
 
 def _header(path: str | os.PathLike[str]) -> tuple[np.ndarray, dict[str, Entry], dict[str, str]]:
-    """The file's data, its tensors by name, metadata."""
+    """The file's data, its tensors by name, and its metadata."""
     size = read_file_size("safetensors file", path)
     if size < 8:
         raise _bad(path, f"truncated: {size} bytes")
@@ -67,7 +68,7 @@ def _header(path: str | os.PathLike[str]) -> tuple[np.ndarray, dict[str, Entry],
 def _entry(where: str, name: str, entry: Any) -> Entry:
     fields = Fields(where, entry, f"{quoted(name)}.")
     shape, offsets = fields.ints("shape", 0, (1 << 63) - 1), fields.ints("data_offsets", 0, (1 << 63) - 1)
-    if len(shape) > MAX_RANK or math.prod(filter(None, shape)) >= 1 << 60:  # such an array has no strides
+    if len(shape) > MAX_RANK or math.prod(filter(None, shape)) >= 1 << 60:  # an array of that size has no valid strides
         raise fields.refuse("shape", f"has more than {MAX_RANK} axes, or more elements than there are addresses")
     if len(offsets) != 2:
         raise fields.refuse("data_offsets", "is not [begin, end]")
@@ -95,8 +96,8 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def read_safetensors(path: str | os.PathLike[str], dtypes: Mapping[str, str] = FLOATS) -> dict[str, np.ndarray]:
-    """The file's tensors by name: read-only views of the mapped file. `dtypes`: which of the format's types are read,
-    and as what. Where the metadata hold checksums, they are compared."""
+    """The file's tensors by name, as read-only views of the mapped file. dtypes: for each of the format's types that
+    may be read, the NumPy dtype to read it as. Checksums in the metadata are compared."""
     data, entries, metadata = _header(path)
     checksums = _checksums(path, metadata)
     tensors = {}
@@ -118,7 +119,7 @@ def read_safetensors(path: str | os.PathLike[str], dtypes: Mapping[str, str] = F
                 path, f"tensor {quoted(name)} is damaged: its CRC-32 is {_checksum(raw)}, not {quoted(wanted_sum)}"
             )
         native = native if dtype == "BF16" else native.newbyteorder("<")
-        if raw.ctypes.data % native.itemsize:  # never written so by the format's own library
+        if raw.ctypes.data % native.itemsize:  # the format's own library never writes such a file
             raw = raw.copy()
         tensors[name] = raw.view(native).reshape(shape)
     _check_tiling(path, entries, len(data))
@@ -146,7 +147,7 @@ def write_safetensors(
     metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Writes the tensors one after another, in the order of `shapes` (name -> (the format's dtype, shape)), so that a
-    large model need not be in memory at once. With metadata, checksums join them."""
+    large model need not be in memory at once. If metadata is given, checksums are added to it."""
     header: dict[str, Any] = {}
     checksums = dict.fromkeys(shapes, "0" * 8)
     at = 0
@@ -158,10 +159,10 @@ def write_safetensors(
     def head() -> bytes:
         more = {"__metadata__": {**metadata, CHECKSUMS: json.dumps(checksums)}} if metadata is not None else {}
         text = json.dumps({**more, **header}).encode()
-        text += b" " * (-len(text) % 8)  # the data start aligned
+        text += b" " * (-len(text) % 8)  # aligns the start of the data
         return len(text).to_bytes(8, "little") + text
 
-    part = Path(f"{os.fspath(path)}.part")  # an older file stays until the new one is whole
+    part = Path(f"{os.fspath(path)}.part")  # an older file stays until the new one is complete
     try:
         with open(part, "wb") as file:
             file.write(head())
@@ -172,7 +173,7 @@ def write_safetensors(
                 checksums[name] = _checksum(raw)
                 file.write(raw)
             file.seek(0)
-            file.write(head())  # of the same length
+            file.write(head())  # as long as before, now with the checksums
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)

@@ -1,13 +1,14 @@
 """The small operations around attention in a Transformer: rms_norm, rope, swiglu, linear, linear_chain, sample.
 
-Arrays come from NumPy, PyTorch, CuPy, JAX or anything else that _arrays.py has a door for, all from the same one; the
-work goes to the caller's current stream, nothing is waited for, and every call can be captured in a CUDA graph. Results
-are new arrays of the caller's own type, or `out`, which is returned. Types are float32, float16 and bfloat16, mixed
-freely where nothing else is said; sums are float32.
+Arrays come from NumPy, PyTorch, CuPy, JAX or anything else that _arrays.py has a door for; those of one call come from
+one framework. The work goes to the caller's current stream, nothing is waited for, and every call can be captured in a
+CUDA graph. Results are new arrays of the caller's own type, or `out`, which is also returned. Types are float32,
+float16 and bfloat16, and may differ between the arrays of a call unless a function says otherwise; sums are float32.
 
-`programmatic=True` lets the GPU (sm_90 and newer) start a kernel while those before it in the stream still run: what it
-reads of them waits for their end, except weight and norm_weight of `linear`, which it loads at once. So nothing between
-the last call without it and this one may write those two. It pays in chains of short calls inside a CUDA graph.
+`programmatic=True` lets the GPU (sm_90 and newer) start a kernel while earlier ones in the stream still run. The kernel
+waits for their end before it reads anything except weight and norm_weight of `linear`, which it loads at once. So
+nothing after the last call without `programmatic` may write those two. This helps in chains of short calls inside a
+CUDA graph.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ def rms_norm(
     Arguments:
         x: (..., dim).
         weight: (dim,).
-        residual: like x, of any dtype: x += residual comes first, in place, and is what is normalised.
-        out: (..., dim), may be x; out_dtype: its dtype when it is a new array, None means x's.
+        residual: like x, of any of the dtypes: first x += residual, in place; the sum is normalised.
+        out: (..., dim), may be x. out_dtype: the dtype of a new result; None means x's.
 
     >>> import numpy as np
     >>> from flash_attn_minimal.transformer.ops import rms_norm
@@ -107,15 +108,15 @@ def rope(
     """Rotary position embedding: pairs (a, b) of every head become (a cos - b sin, a sin + b cos).
 
     Arguments:
-        x: (batch, seqlen, nheads, headdim), any strides but that of the last axis.
+        x: (batch, seqlen, nheads, headdim); the last axis must be contiguous, other strides are free.
         cos, sin: (positions, rotary_dim / 2), both float32 or both of x's dtype: a row for each position.
         positions: int32 on x's device: (batch,), where token i of a sequence has position positions[b] + i; or (batch,
-            seqlen), one for each token; None means that they count from 0. Those outside the tables are refused on the
-            CPU; on a GPU, where nobody can look before the launch, they take the nearest row.
+            seqlen), one for each token; None counts them from 0. The CPU refuses positions outside the tables; a GPU,
+            where they are not read before the launch, takes the nearest row for them.
         interleaved: pair j is (2 j, 2 j + 1), as in llama2.c and GPT-J, instead of (j, j + rotary_dim / 2), as in
             Hugging Face's Llama and GPT-NeoX.
-        rotary_dim: how much of each head is turned, from the front; None means twice the width of cos.
-        inverse: turn back, which is also the gradient.
+        rotary_dim: how many dims of each head are rotated, from the first on; None means twice the width of cos.
+        inverse: rotate by the negative angles, which also gives the gradient.
         out: like x, may be x.
 
     >>> import numpy as np
@@ -162,11 +163,11 @@ def rope(
 def swiglu(
     gate_up: Array, *, out: Any = None, out_dtype: str | None = None, programmatic: bool = False, num_threads: int = 0
 ) -> Array:
-    """silu(gate) * up, silu(x) = x / (1 + exp(-x)): gate is the first half of the last axis, up the second.
+    """silu(gate) * up, where silu(x) = x / (1 + exp(-x)); gate is the first half of the last axis, up the second.
 
     Arguments:
         gate_up: (..., 2 dim).
-        out: (..., dim); out_dtype: its dtype when it is a new array, None means gate_up's.
+        out: (..., dim). out_dtype: the dtype of a new result; None means gate_up's.
     """
     xv = _input("gate_up", gate_up)
     args = _args(SwigluArgs, xv, programmatic, num_threads)
@@ -197,26 +198,26 @@ def linear(
     kernel: str | None = None,
     workspace: Any = None,
 ) -> Array:
-    """residual + act(norm(x) weight^T + bias): the products of a decoder, as fast as the weights come from memory.
+    """residual + act(norm(x) weight^T + bias): the products of a decoder, at the speed at which memory delivers
+    weights.
 
-    With a 16 or 32-bit weight it is for a row of x or a few: on a GPU and with large weights (4096 x 4096) your
-    framework's own product is faster from two rows of x on. With a packed 4-bit weight it is for any number of rows.
+    A 16 or 32-bit weight is for one or a few rows of x: on a GPU, with large weights (4096 x 4096), your framework's
+    own product is faster from two rows of x on. A packed 4-bit weight is for any number of rows.
 
     Arguments:
         x: (..., in_features).
-        weight: (out_features, in_features); or of 4 bits, a PackedW4 (quantized.py), to whose dtype x is rounded after
-            the norm.
+        weight: (out_features, in_features); or a PackedW4 (quantized.py), 4-bit, to whose dtype x is rounded after the
+            norm.
         bias: (out_features,).
         norm_weight: (in_features,): x is first normalised as by rms_norm(x, norm_weight, eps), in float32.
         swiglu: act(y) is silu(first half of y) * second half, and the result has out_features / 2 columns. A packed
-            weight has to be a pair.
+            weight must have been packed with pair=True.
         residual: like the result, added at the end; may be `out`.
-        out: (..., columns), not x; out_dtype: its dtype when it is a new array, None means x's.
-        kernel: force one by name, from kernel_tables()["linear"], with a PackedW4 from ["w4_linear"]; None means
-            $FLASH_ATTN_DENSE_LINEAR_KERNEL, with a PackedW4 $FLASH_ATTN_LINEAR_KERNEL, else the best one.
-        workspace: with a PackedW4, a uint8 array to use as scratch instead of a new one, of linear_query's size or
-            more: a captured graph needs memory that nobody else gets.
-
+        out: (..., columns), not x. out_dtype: the dtype of a new result; None means x's.
+        kernel: force a kernel by name, from kernel_tables()["linear"], or with a PackedW4 from ["w4_linear"]. None
+            means $FLASH_ATTN_DENSE_LINEAR_KERNEL, or with a PackedW4 $FLASH_ATTN_LINEAR_KERNEL, else the best one.
+        workspace: with a PackedW4, a uint8 array of at least linear_query's size to use as scratch instead of a new
+            one: a captured graph needs memory that nothing else uses.
     >>> import numpy as np
     >>> from flash_attn_minimal.transformer.ops import linear
     >>> linear(np.array([1, 2], np.float32), np.array([[1, 1], [1, -1]], np.float32), residual=np.float32([10, 20]))
@@ -245,8 +246,8 @@ def linear_query(
     programmatic: bool = False,
     kernel: str | None = None,
 ) -> Plan:
-    """What linear would do, without doing it: a Plan, with the kernel and its workspace.
-    `programmatic` as in the call: it may be another kernel's."""
+    """Tells what linear would do, without doing it: a Plan, with the kernel and its workspace. Pass `programmatic` as
+    in the call, because it can change the kernel."""
     args, _, _ = _linear_args(
         x, weight, bias, norm_weight, 1e-5, residual, swiglu, None, out_dtype, programmatic, 0, kernel
     )
@@ -261,20 +262,21 @@ def linear_chain(
     kernel: str | None = None,
     workspace: Any = None,
 ) -> list[Any]:
-    """Products with 4-bit weights one behind the other: the results of linear(**product) for each, in a list.
+    """Products with 4-bit weights one after the other: a list of the results of linear(**product) for each.
 
-    On Hopper a chain of a few rows is one launch, whose weights come from memory without a pause between the products;
-    everywhere else each is a launch of its own.
+    On Hopper a chain of a few rows is one launch, in which weights keep coming from memory between the products.
+    Elsewhere each product is a launch of its own.
 
     Arguments:
-        products: 1 to 8 dicts of linear's arguments but for its kernel and workspace; the weight is a PackedW4. x and
-            residual may be a number i, which means the result of products[i], one of those before. `programmatic` of
-            the first counts for all where they are one launch.
-        ahead: the weights that later calls begin with, PackedW4s, up to 4: a hint, for memory is idle while another
-            kernel, such as attention, has little to read.
-        kernel: force one by name: "chain_w4_sm90" (of one format, dtype and number of rows, up to 8 that fit into
-            shared memory) or "one_by_one", on the CPU "cpu"; None means $FLASH_ATTN_CHAIN_KERNEL, else the best one.
-        workspace: as linear's, of linear_chain_query's size or more.
+        products: 1 to 8 dicts of linear's arguments except kernel and workspace; the weight is a PackedW4. x and
+            residual may be an integer i, which stands for the result of products[i], an earlier product. In a chain of
+            one launch `programmatic` of the first product holds for all.
+        ahead: up to 4 PackedW4s that later calls read first: a hint to fetch them early, because memory is idle while
+            another kernel, such as attention, reads little.
+        kernel: force a kernel by name: "chain_w4_sm90" (products of one format, dtype and number of rows, up to 8 rows
+            that fit into shared memory), "one_by_one", or on the CPU "cpu". None means $FLASH_ATTN_CHAIN_KERNEL, else
+            the best one.
+        workspace: as for linear, of at least linear_chain_query's size.
 
     >>> import numpy as np
     >>> from flash_attn_minimal.transformer.ops import linear, linear_chain
@@ -292,12 +294,12 @@ def linear_chain(
 
 
 def linear_chain_query(products: Sequence[Mapping[str, Any]], *, kernel: str | None = None) -> Plan:
-    """What linear_chain would do, without doing it: a Plan, with the kernel and its workspace."""
+    """Tells what linear_chain would do, without doing it: a Plan, with the kernel and its workspace."""
     args, _, _ = _chain_args(products, kernel)
     return plan_from(lambda plan: load().fa_w4_linear_chain_query(args, plan))
 
 
-# linear's arguments, in its order; None where it has no default.
+# linear's arguments, in its order, with their defaults; None for those without a default.
 _LINEAR = {
     name: None if argument.default is argument.empty else argument.default
     for name, argument in inspect.signature(linear).parameters.items()
@@ -306,7 +308,8 @@ _LINEAR = {
 
 
 def _chain_args(products, kernel) -> tuple[W4LinearChainArgs, list[View], list]:
-    """The struct, filled but for a workspace; what keeps its memory alive; the results."""
+    """Checks the products. Returns the struct, complete except for a workspace; the Views that keep its memory alive;
+    the results."""
     structs, views, results = [], [], []
     for i, product in enumerate(_sequence("products", products)):
         if not isinstance(product, Mapping):
@@ -356,7 +359,7 @@ def _put_ahead(args: W4LinearChainArgs, views: list[View], ahead: Sequence[Packe
 
 
 def _run_w4(name: str, args: W4LinearArgs | W4LinearChainArgs, views: list[View], workspace: Any) -> None:
-    """fa_<name> in the caller's workspace, or in a new one."""
+    """Runs fa_<name> with the caller's workspace, or with a new one."""
     if workspace is None:
         query = getattr(load(), f"fa_{name}_query")
         _with_workspace(
@@ -375,7 +378,8 @@ def _run_w4(name: str, args: W4LinearArgs | W4LinearChainArgs, views: list[View]
 def _linear_args(
     x, weight, bias, norm_weight, eps, residual, swiglu, out, out_dtype, programmatic, num_threads, kernel
 ) -> tuple[LinearArgs | W4LinearArgs, list[View], View]:
-    """The struct, filled but for a workspace; what keeps its memory alive; the output."""
+    """Checks the arguments. Returns the struct, complete except for a workspace; the Views that keep its memory alive;
+    the output."""
     xv = _input("x", x)
     packed = isinstance(weight, PackedW4)
     args = _args(W4LinearArgs if packed else LinearArgs, xv, programmatic, num_threads)
@@ -438,19 +442,20 @@ def sample(
     programmatic: bool = False,
     num_threads: int = 0,
 ) -> Array:
-    """Draws a token of every row from softmax(logits / temperature): int32 ids on the device of the logits.
+    """Draws a token for each row from softmax(logits / temperature): int32 ids on the device of the logits.
 
-    top_k keeps the k likeliest tokens (0: all), top_p then the fewest likeliest that hold this share of what is left.
-    Equal logits count in the order of their indices; temperature=0 takes the first of the largest. A row that holds a
-    NaN, or nothing above -inf, gives -1. The same arguments draw the same tokens on every device.
+    top_k keeps the k most likely tokens (0: all). top_p then keeps the fewest of the most likely tokens whose sum
+    reaches this share of what top_k has left. Equal logits count in the order of their indices; temperature=0 takes the
+    first of the largest. A row that holds a NaN, or nothing above -inf, gives -1. The same arguments draw the same
+    tokens on every device.
 
     Arguments:
         logits: (..., vocab), vocab up to 2^20.
         seed, offset: 64-bit integers; draws with different offsets are independent.
-        step: int32, on the device, a single number or (rows,): read when the kernel runs, so that a replayed CUDA graph
-            draws anew; different steps are independent. The lengths of the sequences will do.
-        seeds: (rows,) int64, on the device: a seed for each row, whose draws then do not depend on its place in the
-            batch. None: `seed`, and the rows draw independently.
+        step: int32 on the device of the logits, one number or (rows,). It is read when the kernel runs, so a replayed
+            CUDA graph draws anew; different steps are independent. The lengths of the sequences can serve as steps.
+        seeds: (rows,) int64 on the device of the logits: a seed for each row, whose draws then do not depend on its
+            place in the batch. None: `seed`, and the rows draw independently.
         out: int32, the shape of logits without its last axis.
 
     >>> import numpy as np
@@ -489,7 +494,7 @@ def sample(
             raise BadArgument(f"out has shape {tuple(ov.shape)}: expected {shape}")
         if not ov.writable:
             raise BadArgument(f"out is a read-only {ov.door.name} array")
-        lv.door.stream([lv, ov])  # waits for a stream of its own
+        lv.door.stream([lv, ov])  # waits for the stream of `out`, if it has another one
         ov.written = True
     args.out = ov.pointer
     return _run("sample", args, views, out, ov)
@@ -507,13 +512,13 @@ def _args(kind: type, first: View, programmatic, num_threads) -> Any:
 
 
 def _run(name: str, args: Any, views: list[View], out: Any, out_view: View):
-    """`views` keep the memory alive; the first decides about the stream."""
+    """Runs fa_<name> on the stream of the first View; returns `out` or the new array. `views` keep the memory alive."""
     _record.run(load(), name, args, views[0].door.stream(views), [*views, out_view])
     return out if out is not None else out_view.door.result(out_view)
 
 
 def _input(name: str, array: Any, first: View | None = None, shape: tuple[int, ...] | None = None) -> View:
-    """A float array, from where the first one comes from."""
+    """Checks a float array, which must come from the framework and device of `first`."""
     view = _arrays.view(array, name)
     if first:
         _check_same_place(name, view, "the first argument", first)
@@ -554,15 +559,15 @@ def _output(array: Any, first_name: str, first: View, shape: tuple[int, ...], dt
     _check_last_axis("out", view)
     if not view.writable:
         raise BadArgument(f"out is a read-only {view.door.name} array")
-    first.door.stream([first, view])  # waits for a stream of its own
+    first.door.stream([first, view])  # waits for the stream of `out`, if it has another one
     view.written = True
     return view
 
 
 def _put_matrix(args: ct.Structure, name: str, view: View) -> tuple[int, int]:
-    """The address and row stride of an array seen as (rows, columns); returns these two."""
+    """Puts the address and row stride of an array seen as (rows, columns) into args; returns rows and columns."""
     *lead, columns = view.shape
-    stride = None  # between rows: the innermost axis that has more than one entry decides, the outer ones must agree
+    stride = None  # between rows: the stride of the innermost axis longer than 1, with which the outer ones must agree
     expected = 0
     for size, step in zip(reversed(lead), reversed(view.strides[:-1]), strict=True):
         if size == 1:

@@ -1,14 +1,14 @@
-"""Weights of 4 bits: NVFP4, MXFP4 and INT4, for the products of ops.linear.
+"""4-bit weights, in the formats NVFP4, MXFP4 and INT4, for the products of ops.linear.
 
     weight[n, k] = code[n, k] * scale[n, k // block] * tensor_scale
 
-    format  code                     block  scale          tensor_scale  bits a weight
+    format  code                     block  scale          tensor_scale  bits per weight
     nvfp4   E2M1: 0, 0.5, 1, 1.5,      16   float8_e4m3    float32       4.5
             2, 3, 4, 6 and negatives
     mxfp4   E2M1                       32   power of two   1             4.25
     int4    -8 .. 7                   128   float16        1             4.125
 
-A W4Weight is the plain form, which files hold; `pack` reorders it, once, for the products:
+A W4Weight is the plain form, which files hold; `pack` reorders it once for the products:
 
 >>> import numpy as np
 >>> from flash_attn_minimal.transformer import ops
@@ -22,8 +22,8 @@ A W4Weight is the plain form, which files hold; `pack` reorders it, once, for th
 >>> bool(np.allclose(y, x @ weight.dequantize().T, rtol=1e-4, atol=1e-4))
 True
 
-Arrays come from NumPy, PyTorch, CuPy, JAX or anything else that _arrays.py has a door for, and results are of the same
-kind. Every function computes the same bytes on CPU and GPU.
+Arrays come from NumPy, PyTorch, CuPy, JAX or anything else that _arrays.py has a door for, and results are arrays of
+the same framework. Every function computes the same bytes on CPU and GPU.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ from ._safetensors import ALL, FLOATS, read_metadata, read_safetensors, write_sa
 BLOCK = {"nvfp4": 16, "mxfp4": 32, "int4": 128}
 _SCALES = {"nvfp4": ("uint8", "F8_E4M3"), "mxfp4": ("uint8", "U8"), "int4": ("float16", "F16")}
 _FLOATS = ("float32", "float16", "bfloat16")
-_ALIGNMENT = 128  # of a packed weight
-_KEY = "flash_attn_minimal.w4"  # of the metadata: {name: {"format", "in_features"}}
+_ALIGNMENT = 128  # of a packed weight, in bytes
+_KEY = "flash_attn_minimal.w4"  # a key of the metadata: {name: {"format", "in_features"}}
 
 
 class W4Weight:
-    """A matrix (out_features, in_features) in 4 bits, in the plain form.
+    """A 4-bit matrix (out_features, in_features), in the plain form.
 
-    codes: uint8 (out_features, ceil(in_features / 2)); an even column in the low 4 bits, the next in the high ones.
-    scales: (out_features, ceil(in_features / block)); uint8 (the bits of a float8_e4m3, or an exponent plus 127), of
-        int4 float16.
+    codes: uint8 (out_features, ceil(in_features / 2)); an even column in the low 4 bits, the next in the high 4.
+    scales: (out_features, ceil(in_features / block)); uint8 (the bits of a float8_e4m3, or an exponent plus 127), or
+        float16 for int4.
     tensor_scale: float32 (1,).
 
     All three are contiguous and from the same framework and device.
@@ -79,7 +79,7 @@ class W4Weight:
 
     @property
     def bytes(self) -> int:
-        """Of the three arrays, which is what a file of them takes."""
+        """The size of the three arrays, in memory and in a file."""
         columns = -(-self.in_features // 2), -(-self.in_features // BLOCK[self.format]) * (1 + (self.format == "int4"))
         return self.out_features * sum(columns) + 4
 
@@ -90,12 +90,12 @@ class W4Weight:
     def quantize(cls, w, format: str = "nvfp4", search: bool = True, *, num_threads: int = 0) -> W4Weight:
         """Rounds a float32, float16 or bfloat16 matrix.
 
-        search: of the scales near the one that takes a block's largest number to the largest code, the one of least
-            squared error. A block with a NaN or an infinity becomes NaN.
+        search: try several scales near the one that maps a block's largest number to the largest code, and take the one
+            with the least squared error. A block with a NaN or an infinity becomes NaN.
 
-        The scales of "int4" are float16: a block whose largest number is above 4.5e5 would lose it, and a block below
-        2e-7 becomes 0. On the CPU the first is refused, and so is a matrix of which nothing is left; arrays on a GPU
-        are not looked at, because that would wait for the GPU.
+        The scales of "int4" are float16: a block whose largest number is above 4.5e5 would be cut off, and a block
+        below 2e-7 becomes 0. The CPU refuses the first, and also a matrix of which nothing but zeros would be left.
+        Arrays on a GPU are not checked, because that would wait for the GPU.
         """
         format = _name("format", format, W4_FORMATS)
         view = _arrays.view(w, "w")
@@ -138,9 +138,9 @@ class W4Weight:
         return out.door.result(out)
 
     def pack(self, dtype: str = "bfloat16", pair: bool = False, *, num_threads: int = 0) -> PackedW4:
-        """Reorders the weight for ops.linear, whose products are made in `dtype`: "float16" or "bfloat16".
+        """Reorders the weight for ops.linear, which computes its products in `dtype`: "float16" or "bfloat16".
 
-        pair: for linear(swiglu=True); the first half of the rows is the gate, the second goes up.
+        pair: for linear(swiglu=True); the first half of the rows is the gate, the second half is up.
         """
         names, expected = ("float16", "bfloat16"), "neither 'float16' nor 'bfloat16', which products are made in"
         dtype = _name("dtype", dtype, names, expected)
@@ -159,7 +159,7 @@ class W4Weight:
         return packed
 
     def to(self, convert: Callable[[Any], Any]) -> W4Weight:
-        """The weight with each array converted: `weight.to(cupy.asarray)` takes a NumPy one to the GPU."""
+        """The weight with each array converted: `weight.to(cupy.asarray)` copies a NumPy weight to the GPU."""
         return W4Weight(
             self.format, convert(self.codes), convert(self.scales), convert(self.tensor_scale), self.in_features
         )
@@ -170,7 +170,7 @@ class W4Weight:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], name: str | None = None) -> W4Weight:
-        """From a file of save(); `name` may be left out where there is only one."""
+        """Reads a weight from a file of save(); `name` may be omitted where there is only one."""
         weights, _ = load_file(path)
         weights = {key: weight for key, weight in weights.items() if isinstance(weight, W4Weight)}
         if name is None and len(weights) == 1:
@@ -180,7 +180,7 @@ class W4Weight:
         return weights[name]
 
     def _views(self) -> list[View]:
-        """The arrays, checked."""
+        """Checks the three arrays; returns their Views."""
         views = [_arrays.view(getattr(self, name), name) for name in ("codes", "scales", "tensor_scale")]
         codes, scales, tensor_scale = views
         if len(codes.shape) != 2 or codes.dtype != "uint8" or codes.shape[1] != -(-self.in_features // 2):
@@ -207,7 +207,7 @@ class W4Weight:
 
 
 def _check_int4_range(w, scales: View) -> None:
-    """Refuses a matrix on the CPU that float16 scales cannot reach."""
+    """Raises if a matrix on the CPU is outside the range of float16 scales."""
     rows, blocks = scales.shape
     found = np.ctypeslib.as_array((ct.c_uint16 * (rows * blocks)).from_address(scales.pointer)).reshape(rows, blocks)
     if (found == 0x7BFF).any():  # 65504, the largest float16
@@ -225,9 +225,9 @@ def _check_int4_range(w, scales: View) -> None:
 
 
 class PackedW4:
-    """A weight as the products read it, made by W4Weight.pack. ops.linear takes it in place of `weight`.
+    """A weight in the order in which the products read it, made by W4Weight.pack. ops.linear takes it as `weight`.
 
-    `data` is its memory, uint8; the order is the library's own and may change with a release: files do not hold it.
+    `data` is its memory, uint8. The order is the library's own and may change with a release, so files do not hold it.
     """
 
     def __init__(self, format: str, dtype: str, pair: bool, shape: tuple[int, int], size: int):
@@ -240,10 +240,10 @@ class PackedW4:
         return f"PackedW4({self.format!r}, {self.shape[0]} x {self.shape[1]}, dtype={self.dtype!r}{pair})"
 
     def _allocate(self, like: View) -> None:
-        """Memory of the same framework, aligned."""
+        """Allocates aligned memory of the framework and on the device of `like`."""
         view = like.door.empty(like, (self.bytes + (_ALIGNMENT if like.device == CPU else 0),), "uint8")
         if like.device == CPU:  # frameworks align to 64 bytes or less there
-            owner = view.owner[0] if isinstance(view.owner, tuple) else view.owner  # of JAX a NumPy array
+            owner = view.owner[0] if isinstance(view.owner, tuple) else view.owner  # for JAX a NumPy array
             start = -view.pointer % _ALIGNMENT
             view = _arrays.view(owner[start : start + self.bytes], "packed")
         self.data, self._view = view.door.result(view), view
@@ -266,8 +266,8 @@ def linear_kernels() -> list[dict[str, str]]:
 
 
 def save(path: str | os.PathLike[str], weights: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> None:
-    """Writes a safetensors file of 4-bit weights, and of float arrays as they are: `name` becomes name.codes,
-    name.scales and name.tensor_scale. The metadata say the formats and hold a checksum of every tensor."""
+    """Writes a safetensors file of W4Weights and float arrays. A W4Weight `name` becomes name.codes, name.scales and
+    name.tensor_scale. The metadata hold the formats and a checksum of every tensor."""
     about, tensors, shapes = {}, {}, {}
     codes = {native: code for code, native in FLOATS.items()}
     for name, weight in weights.items():
@@ -285,14 +285,15 @@ def save(path: str | os.PathLike[str], weights: Mapping[str, Any], metadata: Map
 
 
 def _to_numpy(array: Any) -> np.ndarray:
-    for name in ("get", "cpu"):  # CuPy's and PyTorch's ways out of a GPU
+    for name in ("get", "cpu"):  # CuPy's and PyTorch's methods that copy an array from a GPU
         if hasattr(array, name):
             array = getattr(array, name)()
     return np.asarray(array)
 
 
 def load_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """({name: W4Weight or NumPy array}, metadata) of a file of save(): views of the mapped file, checksums compared."""
+    """Reads a file of save(): ({name: W4Weight or NumPy array}, metadata). The arrays are views of the mapped file;
+    checksums are compared."""
     metadata = read_metadata(path)
 
     def bad(why: str) -> BadArgument:

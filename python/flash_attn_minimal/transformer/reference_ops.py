@@ -1,4 +1,4 @@
-"""The small operations in NumPy float64, written to be read: what ops.py computes."""
+"""The operations of ops.py in NumPy float64, written to be read."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def linear(x, weight, bias=None, norm_weight=None, eps=1e-5, residual=None, act_
 
 
 def kept(logits, temperature=1.0, top_k=0, top_p=1.0):
-    """The probabilities that `sample` draws from, of one row: softmax, cut to top_k, then to top_p, and normalised."""
+    """The probabilities, for one row, that `sample` draws from: softmax, cut to top_k, then to top_p, and
+    normalised."""
     logits = np.asarray(logits, np.float64)
     order = np.argsort(-logits, kind="stable")  # equal logits by their index
     p = np.exp((logits[order] - logits[order[0]]) / temperature)

@@ -1,4 +1,5 @@
-"""Weights of 4 bits in NumPy, written to be read: the formats of cuda/transformer/w4/w4.h, and the library's bits.
+"""4-bit weights in NumPy, written to be read: the formats of cuda/transformer/w4/w4.h, and the same bits as the
+library.
 
     weight[n, k] = code[n, k] * scale[n, k // block] * tensor_scale
 
@@ -7,7 +8,7 @@
     mxfp4   E2M1                      32     E8M0: 2^(byte - 127)     1
     int4    two's complement, -8..7   128    float16, positive        1
 
-All arithmetic is float32, every step rounded once, so that C and CUDA can do the same.
+All arithmetic is float32 with every step rounded once, so that C and CUDA can compute the same bits.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ import numpy as np
 BLOCK = {"nvfp4": 16, "mxfp4": 32, "int4": 128}
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
-# What search tries beside the scale that takes a block's largest number to the largest code.
-# nvfp4: steps of the scale's byte, up to the scale that takes it to 4 instead of 6. mxfp4: steps of the exponent.
-# int4: the code that the largest number is taken to.
+# What `search` tries besides the scale that maps a block's largest number to the largest code:
+# nvfp4: steps of the scale's byte, up to the scale that maps it to 4 instead of 6. mxfp4: steps of the exponent.
+# int4: the code that the largest number is mapped to.
 STEPS = {"nvfp4": range(-2, 7), "mxfp4": (0, 1), "int4": np.arange(7, 11.5, 0.5, dtype=np.float32)}
 
 
@@ -27,16 +28,17 @@ STEPS = {"nvfp4": range(-2, 7), "mxfp4": (0, 1), "int4": np.arange(7, 11.5, 0.5,
 
 
 def encode_e2m1(x):
-    """The nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, half way the even code; beyond 6: 6; NaN: -0."""
+    """The nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives; ties to the even code; beyond 6: 6; NaN: -0."""
     x = np.asarray(x, np.float32)
     a = np.abs(x)
-    below, at = (0.25, 1.25, 2.5, 5), (0.75, 1.75, 3.5)  # half way from an even code up, and from an odd one
+    below, at = (0.25, 1.25, 2.5, 5), (0.75, 1.75, 3.5)  # midpoints after an even code, and after an odd one
     code = sum((a > b).astype(np.uint8) for b in below) + sum((a >= b).astype(np.uint8) for b in at)
     return code | np.where(np.signbit(x) | np.isnan(x), 8, 0).astype(np.uint8)
 
 
 def encode_e4m3(x):
-    """Of numbers >= 0, saturating at 448: 4 exponent bits with bias 7, 3 mantissa bits, no infinity; NaN is 0x7F."""
+    """Encodes numbers >= 0, saturating at 448: 4 exponent bits with bias 7, 3 mantissa bits, no infinity; NaN is
+    0x7F."""
     x = np.minimum(np.asarray(x, np.float32), np.float32(448))
     bits = np.ascontiguousarray(x).view(np.uint32).astype(np.int64)
     normal = (bits + 0x7FFFF + (bits >> 20 & 1) - 0x3C000000) >> 20
@@ -58,14 +60,14 @@ def decode_e8m0(byte):
 
 
 def decode_scales(scales, format):
-    """float32, without the tensor_scale."""
+    """The scales in float32, without the tensor_scale."""
     if format == "int4":
         return np.asarray(scales, np.float16).astype(np.float32)
     return (decode_e4m3 if format == "nvfp4" else decode_e8m0)(np.asarray(scales).view(np.uint8))
 
 
 def pack_nibbles(codes):
-    """(rows, columns) codes to bytes, the even column in the low nibble."""
+    """(rows, columns) codes as (rows, ceil(columns / 2)) bytes, the even column in the low nibble."""
     codes = np.pad(codes, ((0, 0), (0, codes.shape[1] % 2)))
     return codes[:, ::2] | codes[:, 1::2] << 4
 
@@ -84,7 +86,7 @@ def decode_codes(codes, format):
 
 
 def dequantize(codes, scales, tensor_scale, format, in_features):
-    """float32 (out_features, in_features): code * scale is exact, times tensor_scale rounded once."""
+    """float32 (out_features, in_features): code * scale is exact; the product with tensor_scale is rounded once."""
     values = decode_codes(unpack_nibbles(np.asarray(codes), in_features), format)
     scales = np.repeat(decode_scales(scales, format), BLOCK[format], 1)[:, :in_features]
     with np.errstate(over="ignore"):
@@ -92,8 +94,8 @@ def dequantize(codes, scales, tensor_scale, format, in_features):
 
 
 def quantize(w, format="nvfp4", search=True):
-    """(codes, scales, tensor_scale) of a matrix: codes uint8 (out_features, ceil(in_features / 2)), scales uint8 or, of
-    int4, float16 (out_features, ceil(in_features / block)), tensor_scale a float32 number.
+    """(codes, scales, tensor_scale) of a matrix: codes uint8 (out_features, ceil(in_features / 2)); scales
+    (out_features, ceil(in_features / block)), uint8, or float16 for int4; tensor_scale a float32 number.
 
     A block with a NaN or an infinity gets the scale NaN."""
     w = np.asarray(w).astype(np.float32)
@@ -102,19 +104,20 @@ def quantize(w, format="nvfp4", search=True):
     blocks = np.pad(w, ((0, 0), (0, -columns % block))).reshape(rows, -1, block)
     finite = np.isfinite(blocks)
     magnitude = np.where(finite, np.abs(blocks), 0)
-    largest = magnitude.max(-1, initial=0)  # of each block
+    largest = magnitude.max(-1, initial=0)  # the largest number of each block
     tensor_scale = _tensor_scale(largest.max(initial=0)) if format == "nvfp4" else np.float32(1)
 
-    # Errors are compared after multiplying by a power of two that takes the block near 1: its squares do not overflow.
+    # Errors are compared after multiplication by a power of two that brings the block near 1, so squares cannot
+    # overflow.
     exponent = np.ascontiguousarray(largest).view(np.uint32).astype(np.int64) >> 23
     power = np.ascontiguousarray(np.maximum(254 - exponent, 1).astype(np.uint32) << 23).view(np.float32)
     best = None
     for scale in _scales(largest, tensor_scale, format, search):
         factor = decode_scales(scale, format) * tensor_scale
         code = _codes(blocks, factor, format)
-        with np.errstate(over="ignore"):  # a scale far too large: its error is NaN, and never the least
+        with np.errstate(over="ignore"):  # with a scale far too large the error is NaN, which never wins
             value, unit = decode_codes(code, format), factor * power
-        sums = np.zeros((*largest.shape, 8), np.float32)  # as the library adds them up
+        sums = np.zeros((*largest.shape, 8), np.float32)  # added up in the library's order
         for i in range(0, block if search else 0, 8):
             with np.errstate(invalid="ignore", over="ignore"):
                 distance = blocks[..., i : i + 8] * power[..., None] - value[..., i : i + 8] * unit[..., None]
@@ -141,19 +144,19 @@ def quantize(w, format="nvfp4", search=True):
 
 
 def _tensor_scale(largest):
-    """The largest number of all becomes 6 (the largest code) * 448 (the largest scale). It is a normal number, and 1
-    for a matrix of zeros."""
+    """The scale that maps the matrix's largest number to 6 (the largest code) * 448 (the largest scale). It is a normal
+    number, and 1 for a matrix of zeros."""
     if largest == 0:
         return np.float32(1)
     return max(np.float32(largest) / np.float32(6 * 448), np.finfo(np.float32).tiny)
 
 
 def _scales(largest, tensor_scale, format, search):
-    """What to try: arrays like `largest`."""
+    """The scales to try, a list of arrays of the shape of `largest`."""
     if format == "nvfp4":
         first = encode_e4m3(largest / (np.float32(6) * tensor_scale)).astype(np.int32)
         return [np.clip(first + d, 0, 126).astype(np.uint8) for d in (STEPS[format] if search else (0,))]
-    if format == "mxfp4":  # the largest power of two in the block becomes 4, the largest in a code
+    if format == "mxfp4":  # the largest power of two in the block is mapped to 4, the largest power of two in a code
         first = np.maximum((np.ascontiguousarray(largest).view(np.uint32) >> 23).astype(np.int32) - 2, 0)
         return [(first + d).astype(np.uint8) for d in (STEPS[format] if search else (0,))]
     with np.errstate(over="ignore"):
@@ -162,7 +165,7 @@ def _scales(largest, tensor_scale, format, search):
 
 
 def _codes(blocks, factor, format):
-    """Of the blocks' numbers over the factor, 0 where that is 0."""
+    """The codes of the blocks' numbers divided by the factor; 0 where the factor is 0."""
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         x = np.where(factor[..., None] > 0, blocks / factor[..., None], np.float32(0))
     if format == "int4":

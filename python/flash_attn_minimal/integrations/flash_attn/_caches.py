@@ -1,6 +1,6 @@
-"""What flash_attn's calls over caches and pages have beyond flash_attn_minimal.flash_attn_with_kvcache: packed rows of
-q, packed new keys, positions of their own for the rotary embedding, scores of q and qv, float8 rows of q. They are made
-ready here, with PyTorch's own operations, and the core does the rest. None of it has a gradient."""
+"""The features of flash_attn's calls over caches and pages that flash_attn_minimal.flash_attn_with_kvcache does not
+have: packed rows of q, packed new keys, separate positions for the rotary embedding, scores of q and qv, float8 rows of
+q. They are prepared here with PyTorch's own operations; the core does the rest. None of them has a gradient."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def attend_packed(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cu_seqlens_q: torch.Tensor, max_seqlen_q: int,
     lengths: Any, where: dict[str, Any], options: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """out (total_q, nheads, headdim_v) and lse (nheads, total_q) of packed rows over a cache. lengths: the keys of the
-    sequences; where: how they are found in the cache."""
+    """out (total_q, nheads, headdim_v) and lse (nheads, total_q) of packed rows over a cache. lengths: the number of
+    keys of each sequence; where: the core's arguments that locate them in the cache."""
     tails = Tails(cu_seqlens_q, max_seqlen_q, q.shape[0])
     if isinstance(lengths, torch.Tensor):
         lengths = lengths.int().contiguous()
@@ -33,8 +33,8 @@ def attend_packed(
 def packed_keys(
     k: torch.Tensor, v: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_k: int
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Packed keys and values, (total_k, nheads_k, .), as a cache whose pages are one row each. It has one row at least,
-    which no sequence reaches where there are no keys."""
+    """Packed keys and values, (total_k, nheads_k, .), as a cache with pages of one row each. Without keys the cache
+    gets one row, which no sequence reaches."""
     if not k.shape[0]:
         k, v = (x.new_zeros(1, *x.shape[1:]) for x in (k, v))
     columns = torch.arange(max(max_seqlen_k, 1), device=k.device, dtype=torch.int32)
@@ -43,9 +43,9 @@ def packed_keys(
 
 
 def joined(v: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of v with those of k behind them, and their first columns, which are v. No copy where they lie so: keys and
-    values of latent attention are columns of one cache. Where a gradient is wanted they are copied: autograd sees of
-    such a view that it is one of v, and the gradient of k would be lost."""
+    """Rows of v followed by those of k, and their first columns, which are v. Nothing is copied if they lie like that
+    already, as in latent attention, where keys and values are columns of one cache. If a gradient is wanted they are
+    copied, because autograd would take such a view for a view of v, and the gradient of k would be lost."""
     width = v.shape[-1]
     beside = (
         not (torch.is_grad_enabled() and (v.requires_grad or k.requires_grad))
@@ -74,7 +74,7 @@ def append(
 
 
 def per_head(descale: torch.Tensor | None, group: int) -> Any:
-    """Factors of key heads, (batch, nheads_k), as (batch, 1, nheads, 1) float32; 1 without."""
+    """Factors of key heads, (batch, nheads_k), as (batch, 1, nheads, 1) float32; 1 if there are none."""
     return 1.0 if descale is None else descale.float().repeat_interleave(group, -1)[:, None, :, None]
 
 
@@ -83,7 +83,7 @@ def with_kvcache(
     cu_seqlens_k_new, max_seqlen_q, rotary_seqlens, q_descale, k_descale, v_descale, rotary_interleaved,
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """FlashAttention-3's flash_attn_with_kvcache: out and lse, of packed rows as attend_packed has them."""
+    """FlashAttention-3's flash_attn_with_kvcache: out and lse, for packed rows as in attend_packed."""
     for pair in ({"k": k, "v": v}, {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin}):
         if len(missing := [name for name, x in pair.items() if x is None]) == 1:
             raise RuntimeError(f"{missing[0]} is None, but {' and '.join(pair)} come together")
@@ -99,7 +99,7 @@ def with_kvcache(
         or qv is not None
         or (rotary and rotary_seqlens is not None)
     ):
-        # The core rotates and appends a dense batch at the positions of its keys: all else is done here before.
+        # The core rotates and appends only a dense batch at the positions of its keys. Everything else is done here.
         q, cache_seqlens = _rotate_and_append(
             q, k_cache, v_cache, k, v, (rotary_cos, rotary_sin, rotary_interleaved) if rotary else None, cache_seqlens,
             batch_idx, table, cu_seqlens_q, cu_seqlens_k_new, rotary_seqlens, options,
@@ -111,7 +111,7 @@ def with_kvcache(
     where = {"cache_batch_idx": batch_idx, "cache_leftpad": leftpad, "block_table": table}
     eight_bit = k_cache.dtype in (torch.float8_e4m3fn, torch.int8)
     group = q.shape[-2] // k_cache.shape[-2]
-    if eight_bit:  # a sequence's factors are none of the cache's: those of q and k join q, and those of v join out
+    if eight_bit:  # the factors belong to sequences, not to the cache: those of q and k go into q, those of v into out
         factor = per_head(q_descale, group) * per_head(k_descale, group)
         if isinstance(factor, torch.Tensor):
             if cu_seqlens_q is not None:
@@ -144,7 +144,7 @@ def _rotate_and_append(
     q, k_cache, v_cache, k, v, rotary, cache_seqlens, batch_idx, table, cu_seqlens_q, cu_seqlens_k_new, rotary_seqlens,
     options,
 ):  # fmt: skip
-    """q, rotated, and the lengths of the sequences with their new keys, which are in the cache then."""
+    """Rotates q, and rotates the new keys and appends them to the cache. Returns q and the new lengths."""
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     room = k_cache.shape[1] * (1 if table is None else table.shape[1])
     new = 0 if k is None else k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff()
@@ -180,7 +180,7 @@ def _rotate_and_append(
     if rotary is not None:
         counts = None if cu_seqlens_k_new is None else inside(cu_seqlens_k_new, k.shape[0])
         k = rotate(k, cos, sin, first[owner] + number, interleaved, counts)
-    row = (before[owner].long() + number).clamp(0, room - 1)  # a length on a GPU is not read: no wild address
+    row = (before[owner].long() + number).clamp(0, room - 1)  # lengths on a GPU are not read: clamped, to stay inside
     append(k_cache, k, owner, row, batch_idx, table)
     append(v_cache, v, owner, row, batch_idx, table)
     return q, after

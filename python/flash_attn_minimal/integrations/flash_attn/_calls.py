@@ -1,4 +1,4 @@
-"""What the functions of both packages have in common: options as the core takes them, errors, dropout's seed."""
+"""Shared by the functions of both packages: options as the core takes them, errors, dropout's seed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _Arguments, _Result = ParamSpec("_Arguments"), TypeVar("_Result")
 
 
 class Refused(RuntimeError):
-    """A call that the library does not serve; the cause is the library's own error, and the text its."""
+    """A call that the library does not serve. Its text is that of the library's own error, which is its cause."""
 
 
 def refusing(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """The function with RuntimeErrors, which is what flash_attn raises."""
+    """Makes a function raise RuntimeErrors, as flash_attn does, instead of the library's errors."""
 
     @functools.wraps(function)
     def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
@@ -35,7 +35,7 @@ def refusing(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _R
 
 
 class _NoGradient(torch.autograd.Function):
-    """Results of inputs that require a gradient: the backward pass says that there is none."""
+    """Marks results of inputs that require a gradient: a backward pass through them raises."""
 
     @staticmethod
     def forward(ctx, why: str, count: int, *tensors: torch.Tensor):
@@ -48,7 +48,7 @@ class _NoGradient(torch.autograd.Function):
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among arguments, and in their tuples and dicts."""
+    """The tensors among arguments, also those inside tuples, lists and dicts."""
     for x in values:
         if isinstance(x, torch.Tensor):
             yield x
@@ -57,8 +57,8 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def without_gradient(why: str) -> Callable[[Callable[_Arguments, Any]], Callable[_Arguments, Any]]:
-    """The function, whose results are one tensor or several, for tensors that may require a gradient, too. A gradient
-    that is asked for is an error with the text `why`, not lost."""
+    """Lets a function without a gradient, whose result is a tensor or several, take tensors that require one. A
+    backward pass through the results raises an error with the text `why`, instead of losing the gradient."""
 
     def decorate(function: Callable[_Arguments, Any]) -> Callable[_Arguments, Any]:
         @functools.wraps(function)
@@ -79,13 +79,13 @@ def without_gradient(why: str) -> Callable[[Callable[_Arguments, Any]], Callable
 
 
 def dense_rows(*tensors: torch.Tensor | None) -> list[Any]:
-    """The tensors with a contiguous last axis."""
+    """The tensors, made contiguous along the last axis."""
     return [x if x is None or x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous() for x in tensors]
 
 
 def autocast(*tensors: torch.Tensor | None) -> list[Any]:
-    """The tensors in the dtype of torch.autocast, where it is on for their device, as PyTorch gives them to its own
-    attention: float32, float16 and bfloat16 become that dtype, all others and None stay."""
+    """The tensors in the dtype of torch.autocast, if it is on for their device. As in PyTorch's own attention, float32,
+    float16 and bfloat16 become that dtype; other dtypes and None stay."""
     device = next(x.device.type for x in tensors if x is not None)
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return list(tensors)
@@ -97,7 +97,7 @@ def autocast(*tensors: torch.Tensor | None) -> list[Any]:
 
 
 def window(window_size: Any) -> tuple[int, int]:
-    """The window with -1 for an open end, which is any negative number there."""
+    """The window with -1 for an open end, for which flash_attn takes any negative number."""
     left, right = (max(edge, -1) for edge in window_size)
     return left, right
 
@@ -113,7 +113,7 @@ def score_options(softmax_scale, causal, window_size, softcap, alibi_slopes=None
 
 
 def draw_dropout(dropout_p: float, device: torch.device) -> dict[str, Any]:
-    """dropout_p with a seed and an offset from PyTorch's generator of the device, which moves on: torch.manual_seed
+    """dropout_p with a seed and an offset from PyTorch's generator of the device, which advances. So torch.manual_seed
     decides which probabilities are dropped, and activation checkpointing drops the same ones again."""
     if not dropout_p:
         return {}
@@ -121,21 +121,21 @@ def draw_dropout(dropout_p: float, device: torch.device) -> dict[str, Any]:
     return {"dropout_p": dropout_p, "dropout_seed": seed, "dropout_offset": offset}
 
 
-@torch.compiler.disable  # a graph would hold the numbers that were drawn as it was traced
+@torch.compiler.disable  # a graph would hold the numbers drawn while it was traced
 def _draw(device: torch.device) -> tuple[int, int]:
-    if device.type != "cuda" or _modes.mapped():  # under vmap PyTorch asks for its `randomness` as it draws
+    if device.type != "cuda" or _modes.mapped():  # PyTorch applies vmap's `randomness` when it draws
         return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")), 0
     check_replays_may_differ()
     index = torch.cuda.current_device() if device.index is None else device.index
     generator = torch.cuda.default_generators[index]
     seed, offset = generator.initial_seed() % 2**64, generator.get_offset()
-    generator.set_offset(offset + 4)  # a multiple of 4, which it asks for
+    generator.set_offset(offset + 4)  # the generator requires multiples of 4
     return seed, offset
 
 
 def check_replays_may_differ() -> None:
-    """Raises where a seed of PyTorch's generators would go into a CUDA graph. A launch holds its seed as a number, and
-    so every replay would drop the same probabilities."""
+    """Raises if a seed of PyTorch's generators would go into a CUDA graph. A launch holds its seed as a number, so
+    every replay would drop the same probabilities."""
     if torch.cuda.is_current_stream_capturing():
         raise Unsupported(
             "dropout with a seed of PyTorch's generators, in a CUDA graph that is being captured: every replay would "
@@ -144,12 +144,12 @@ def check_replays_may_differ() -> None:
         )
 
 
-_COLUMNS = 256  # of a unit matrix at a time
+_COLUMNS = 256  # columns of a unit matrix in one call
 
 
 def _probabilities(attend: Callable[..., torch.Tensor], key: torch.Tensor, longest: int) -> torch.Tensor:
-    """P of a call, (..., nheads, longest), read off attention over values that are rows of the unit matrix: attend(v)
-    is the call with these values, of which there is one for each key; key: its number in its sequence."""
+    """P of a call, (..., nheads, longest), read from attention over values that are rows of the unit matrix. attend(v):
+    makes the call with these values, one row for each key; key: the number of each key in its sequence."""
     columns = [
         attend((key[..., None, None] == torch.arange(first, min(first + _COLUMNS, longest), device=key.device)).float())
         for first in range(0, longest, _COLUMNS)
@@ -159,9 +159,9 @@ def _probabilities(attend: Callable[..., torch.Tensor], key: torch.Tensor, longe
 
 @torch.no_grad()
 def signed_probabilities(q, k, varlen: tuple | None, options: dict[str, Any]) -> torch.Tensor:
-    """What flash_attn calls S_dmask: (batch, nheads, seqlen_q, seqlen_k), of packed sequences with the longest ones'
-    lengths. An element is exp(score - the row's greatest score), negative where dropout struck. For tests: it has the
-    memory that FlashAttention avoids, and takes a call for every 256 keys.
+    """flash_attn's S_dmask: (batch, nheads, seqlen_q, seqlen_k), for packed sequences with the lengths of the longest
+    ones. An element is exp(score - the row's greatest score), negative if dropout drops it. For tests: it needs the
+    memory that FlashAttention avoids, and a call for every 256 keys.
 
     varlen: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)."""
     drops = {name: options[name] for name in ("dropout_p", "dropout_seed", "dropout_offset")}
@@ -186,7 +186,7 @@ def signed_probabilities(q, k, varlen: tuple | None, options: dict[str, Any]) ->
         for b, (first, last) in enumerate(zip(cu_q.tolist(), cu_q.tolist()[1:], strict=False)):
             p[b, : last - first] = packed[first:last]
     p = p / p.amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-    # Which elements are dropped does not depend on q and k. Where all are zero, an element that stays is 1 / seqlen_k.
+    # Dropout does not depend on q and k. With all of them zero, an element that is kept is 1 / seqlen_k.
     zeros = q32.new_zeros(batch, max(seqlen_q, seqlen_k), q.shape[-2], 1)
     key = torch.arange(seqlen_k, device=q.device).expand(batch, seqlen_k)
     kept = _probabilities(

@@ -1,4 +1,4 @@
-"""The stand-ins under the names that programs import."""
+"""Puts the stand-ins under the names that programs import."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MODULES = {
 
 def install() -> None:
     """Makes `import flash_attn` and `import flash_attn_interface` find the stand-ins, in this process. A second call
-    changes nothing. ImportError where one of the two is installed or imported: then nothing changes either."""
+    changes nothing. Raises ImportError, and changes nothing, if one of the two is installed or imported."""
     ours = {name: importlib.import_module(place) for name, place in _MODULES.items()}
     for name, module in ours.items():
         if "." in name or sys.modules.get(name) is module:
@@ -30,7 +30,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Takes the names back that `install` gave."""
+    """Removes the names that `install` has added."""
     for name, place in _MODULES.items():
         if name in sys.modules and sys.modules[name] is sys.modules.get(place):
             del sys.modules[name]

@@ -1,5 +1,5 @@
-"""Packed rows, which lie one sequence behind the other, and what else has to be done to them before the core takes
-them. Nothing here reads a tensor's contents on the host, so nothing waits for a GPU."""
+"""Operations on packed rows, which hold one sequence after the other, to prepare them for the core. Nothing here reads
+a tensor's contents on the host, so nothing waits for a GPU."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 
 def owners(cu_seqlens: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(total,) the sequence that each packed row belongs to, and its number in there. Rows behind the last sequence
-    count as more rows of that one."""
+    """(total,) the sequence of each packed row, and (total,) the row's number in it. Rows after the last sequence count
+    as further rows of that sequence."""
     rows = torch.arange(total, device=cu_seqlens.device)
     owner = torch.searchsorted(cu_seqlens[1:].contiguous(), rows, right=True).clamp_max(cu_seqlens.shape[0] - 2)
     return owner, rows - cu_seqlens[owner]
@@ -21,8 +21,9 @@ def inside(cu_seqlens: torch.Tensor, total: int) -> torch.Tensor:
 
 
 class Tails:
-    """Packed rows as a dense batch (batch, longest, ...), each sequence at the end of its entry. A call that aligns its
-    last row with its last key then aligns every sequence so. The rows in front of a sequence hold others' rows."""
+    """Packed rows as a dense batch (batch, longest, ...), with each sequence at the end of its entry. A call that
+    aligns the last row with the last key then aligns every sequence that way. Rows before a sequence hold rows of
+    others."""
 
     def __init__(self, cu_seqlens: torch.Tensor, longest: int, total: int):
         columns = torch.arange(longest, device=cu_seqlens.device)
@@ -41,8 +42,8 @@ class Tails:
 
 
 class Used:
-    """Sequences of packed rows of which only the first `used` (batch,) rows count, moved together: row j of sequence b
-    goes from row cu_seqlens[b] + j to row self.cu_seqlens[b] + j of as many rows."""
+    """Packed sequences of which only the first `used` (batch,) rows count, moved together: row j of sequence b moves
+    from row cu_seqlens[b] + j to row self.cu_seqlens[b] + j. The number of rows stays the same."""
 
     def __init__(self, cu_seqlens: torch.Tensor, used: torch.Tensor, total: int):
         self.cu_seqlens = F.pad(used.cumsum(0, dtype=torch.int32), (1, 0))

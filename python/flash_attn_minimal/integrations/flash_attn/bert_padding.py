@@ -1,4 +1,4 @@
-"""Between padded batches (batch, seqlen, ...) and packed rows (total, ...): flash_attn.bert_padding."""
+"""flash_attn.bert_padding: conversion between padded batches (batch, seqlen, ...) and packed rows (total, ...)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def index_first_axis(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 
 
 def index_put_first_axis(values: torch.Tensor, indices: torch.Tensor, first_axis_dim: int) -> torch.Tensor:
-    """(first_axis_dim, ...) zeros whose rows `indices`, each there once, are `values`."""
+    """(first_axis_dim, ...) zeros with `values` in the rows `indices`, each of which occurs once."""
     return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices, values)
 
 
@@ -24,16 +24,16 @@ def index_first_axis_residual(x: torch.Tensor, indices: torch.Tensor) -> tuple[t
 def unpad_input(
     hidden_states: torch.Tensor, attention_mask: torch.Tensor, unused_mask: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor]:
-    """The rows of a padded batch that count.
+    """Packs the rows of a padded batch that are tokens.
 
     Arguments:
         hidden_states: (batch, seqlen, ...).
         attention_mask: (batch, seqlen), bool or integers: which rows are tokens.
-        unused_mask: the same of rows that take part in the packing and are not used.
+        unused_mask: like attention_mask, for rows that are packed too but not used.
 
     Returns:
         the rows (total, ...); their numbers in the flattened batch; cu_seqlens (batch + 1,) int32; the length of the
-        longest sequence; (batch,) int32, how many rows of each sequence are used.
+        longest sequence; (batch,) int32, the number of used rows of each sequence.
     """
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = kept.sum(-1, dtype=torch.int32)
@@ -46,9 +46,9 @@ def unpad_input(
 def unpad_input_for_concatenated_sequences(
     hidden_states: torch.Tensor, attention_mask_in_length: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-    """unpad_input where an entry of the batch holds several sequences, one behind the other: row b of
-    attention_mask_in_length, (batch, seqlen) integers, has their lengths and then zeros. The results are those of
-    unpad_input but for the last."""
+    """unpad_input for batch entries that hold several sequences, one after the other. Row b of
+    attention_mask_in_length, (batch, seqlen) integers, has their lengths, then zeros. Returns the results of
+    unpad_input except the last."""
     seqlen = attention_mask_in_length.shape[-1]
     kept = torch.arange(seqlen, device=hidden_states.device) < attention_mask_in_length.sum(-1, keepdim=True)
     lengths = attention_mask_in_length[attention_mask_in_length != 0]
@@ -58,5 +58,5 @@ def unpad_input_for_concatenated_sequences(
 
 
 def pad_input(hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int) -> torch.Tensor:
-    """Packed rows back in their batch (batch, seqlen, ...), with zeros between them: the inverse of unpad_input."""
+    """Packed rows put back into their batch (batch, seqlen, ...), with zeros elsewhere: the inverse of unpad_input."""
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))

@@ -1,10 +1,10 @@
 """FlashAttention-2's functions: flash_attn.flash_attn_interface.
 
-Tensors are PyTorch's, float16, bfloat16 or float32, on a CPU or a GPU. What the arguments mean beyond what is said here
-is in flash_attn_minimal.flash_attn_func. dropout draws its seed from PyTorch's generator.
+Tensors are PyTorch's, float16, bfloat16 or float32, on a CPU or a GPU. flash_attn_minimal.flash_attn_func explains
+arguments that are not explained here. dropout draws its seed from PyTorch's generator.
 
 With return_attn_probs every function returns (out, softmax_lse, S_dmask): lse (batch, nheads, seqlen_q), or (nheads,
-total_q) of packed sequences, and with dropout what _calls.signed_probabilities says, otherwise an empty tensor.
+total_q) for packed sequences. S_dmask is that of _calls.signed_probabilities with dropout, otherwise an empty tensor.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ USE_TRITON_ROCM = False
 
 
 def _get_block_size_n(device: Any, head_dim: int, is_dropout: bool, is_causal: bool) -> int:
-    """The keys whose scores in S_dmask are relative to one maximum: all."""
+    """The number of keys whose scores in S_dmask are relative to the same maximum: all."""
     return 2**30
 
 
 def _attend(q, k, v, varlen: tuple | None, options: dict[str, Any], return_attn_probs: bool) -> Any:
-    """varlen: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)."""
+    """Runs a call. varlen: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)."""
     q, k, v = dense_rows(q, k, v)
     if varlen is None:
         results = core.flash_attn_func(q, k, v, return_lse=bool(return_attn_probs), **options)
@@ -72,13 +72,13 @@ def flash_attn_func(
 
 def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *options: Any, **more: Any) -> Any:
     """flash_attn_func with k and v in one tensor, kv (batch, seqlen_k, 2, nheads_k, headdim). The other arguments are
-    its own, in its order."""
+    those of flash_attn_func, in its order."""
     return flash_attn_func(q, *kv.unbind(-3), *options, **more)
 
 
 def flash_attn_qkvpacked_func(qkv: torch.Tensor, *options: Any, **more: Any) -> Any:
-    """flash_attn_func with all in one tensor, qkv (batch, seqlen, 3, nheads, headdim). The other arguments are its own,
-    in its order."""
+    """flash_attn_func with q, k and v in one tensor, qkv (batch, seqlen, 3, nheads, headdim). The other arguments are
+    those of flash_attn_func, in its order."""
     return flash_attn_func(*qkv.unbind(-3), *options, **more)
 
 
@@ -104,8 +104,8 @@ def flash_attn_varlen_func(
     """Attention of packed sequences: q (total_q, nheads, headdim), k and v (total_k, nheads_k, headdim).
 
     With block_table (batch, pages of a sequence) int32, k and v are pages (pages, page_size, nheads_k, headdim) as in
-    flash_attn_with_kvcache, and cu_seqlens_k says how many keys each sequence has; then there is neither dropout nor a
-    gradient."""
+    flash_attn_with_kvcache, and cu_seqlens_k gives the number of keys of each sequence. Such calls have neither dropout
+    nor a gradient."""
     options = score_options(softmax_scale, causal, window_size, softcap, alibi_slopes)
     if block_table is not None:
         if dropout_p:
@@ -130,7 +130,7 @@ def flash_attn_varlen_kvpacked_func(
     **more: Any,
 ) -> Any:
     """flash_attn_varlen_func with k and v in one tensor, kv (total_k, 2, nheads_k, headdim). The other arguments are
-    its own, in its order."""
+    those of flash_attn_varlen_func, in its order."""
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return flash_attn_varlen_func(q, *kv.unbind(-3), *lengths, *options, **more)
 
@@ -138,8 +138,8 @@ def flash_attn_varlen_kvpacked_func(
 def flash_attn_varlen_qkvpacked_func(
     qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, *options: Any, **more: Any
 ) -> Any:
-    """flash_attn_varlen_func with all in one tensor, qkv (total, 3, nheads, headdim). The other arguments are its own,
-    in its order."""
+    """flash_attn_varlen_func with q, k and v in one tensor, qkv (total, 3, nheads, headdim). The other arguments are
+    those of flash_attn_varlen_func, in its order."""
     lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     return flash_attn_varlen_func(*qkv.unbind(-3), *lengths, *options, **more)
 
@@ -167,7 +167,8 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """flash_attn_minimal.flash_attn_with_kvcache, whose arguments these are. Rotary tables without k and v turn q."""
+    """flash_attn_minimal.flash_attn_with_kvcache, with these of its arguments. Rotary tables without k and v rotate
+    q."""
     q, k, v, rotary_cos, rotary_sin = dense_rows(q, k, v, rotary_cos, rotary_sin)
     return core_with_kvcache(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
@@ -176,7 +177,7 @@ def flash_attn_with_kvcache(
     )  # fmt: skip
 
 
-# ---- the two passes apart, which some programs call (ring attention, checkpointing of their own) ----
+# ---- the two passes as separate functions, for programs that call them (ring attention, their own checkpointing) ----
 
 
 def _rng_state(options: dict[str, Any]) -> torch.Tensor:
@@ -199,7 +200,7 @@ def _flash_attn_forward(
     q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
     return_softmax,
 ):  # fmt: skip
-    """(out, softmax_lse, S_dmask, rng_state), without a gradient."""
+    """(out, softmax_lse, S_dmask, rng_state); records no gradient."""
     options = score_options(softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
     options |= draw_dropout(dropout_p, q.device)
     with torch.no_grad():
@@ -216,7 +217,7 @@ def _flash_attn_varlen_forward(
     window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, block_table=None,
     leftpad_k=None, seqused_k=None, zero_tensors=False, num_splits=0,
 ):  # fmt: skip
-    """(out, softmax_lse, S_dmask, rng_state), without a gradient."""
+    """(out, softmax_lse, S_dmask, rng_state); records no gradient."""
     if num_splits > 1:
         raise RuntimeError(f"num_splits={num_splits}: num_splits > 1 is not supported for packed sequences")
     options = score_options(softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
@@ -254,7 +255,7 @@ def _flash_attn_backward(
     dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left, window_size_right,
     softcap, alibi_slopes, deterministic, rng_state=None,
 ):  # fmt: skip
-    """Writes dq, dk and dv, those that are not None."""
+    """Writes those of dq, dk and dv that are not None."""
     options = score_options(softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
     options |= {"deterministic": deterministic, **_drawn(dropout_p, rng_state)}
     return _backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, {}, options)
@@ -266,7 +267,7 @@ def _flash_attn_varlen_backward(
     softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
     zero_tensors=False,
 ):  # fmt: skip
-    """Writes dq, dk and dv, those that are not None. zero_tensors: rows of no sequence become zero, too."""
+    """Writes those of dq, dk and dv that are not None. zero_tensors: also set rows of no sequence to zero."""
     options = score_options(softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
     options |= {"deterministic": deterministic, **_drawn(dropout_p, rng_state)}
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")

@@ -1,8 +1,8 @@
 """FlashAttention-3's functions: flash_attn_interface.
 
-Tensors are PyTorch's, float16, bfloat16 or float32, on a CPU or a GPU, or float8_e4m3fn. num_splits of calls without a
-cache, pack_gqa, sm_margin and scheduler_metadata are advice for FlashAttention-3's kernels: they change no result and
-are not used here.
+Tensors are PyTorch's, on a CPU or a GPU: float16, bfloat16, float32 or float8_e4m3fn. num_splits of calls without a
+cache, pack_gqa, sm_margin and scheduler_metadata are hints for FlashAttention-3's kernels; they do not affect results
+and are not used here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
     "get_scheduler_metadata",
 ]
 
-_MOST_HEADDIM = 512  # of calls that are not over a cache, which take 576
+_MOST_HEADDIM = 512  # in calls without a cache; calls over a cache take 576
 
 
 def _scale(softmax_scale: float | None, q: torch.Tensor, qv: torch.Tensor | None) -> float:
@@ -38,7 +38,7 @@ def _scale(softmax_scale: float | None, q: torch.Tensor, qv: torch.Tensor | None
 
 
 def _attend(q, k, v, qv, varlen: tuple | None, descales: tuple, options: dict[str, Any]) -> Any:
-    """out and lse. varlen: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)."""
+    """Returns out and lse. varlen: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)."""
     if q.dtype == torch.float8_e4m3fn:
         if qv is not None:
             raise RuntimeError(f"qv is given, but q is {q.dtype}: scores of two products are served in 16 and 32 bits")
@@ -46,7 +46,7 @@ def _attend(q, k, v, qv, varlen: tuple | None, descales: tuple, options: dict[st
     if any(x is not None for x in descales):
         raise RuntimeError(f"q_descale, k_descale or v_descale is given, but q is {q.dtype}: not of 8 bits")
     q, k, v, qv = dense_rows(q, k, v, qv)
-    if qv is not None:  # q k^T + qv v^T is one product of longer rows
+    if qv is not None:  # q k^T + qv v^T is one product of the concatenated rows
         q = torch.cat([qv, q], -1)
         if q.shape[-1] > _MOST_HEADDIM:
             return _over_a_cache(q, k, v, varlen, options)
@@ -58,7 +58,7 @@ def _attend(q, k, v, qv, varlen: tuple | None, descales: tuple, options: dict[st
 
 @without_gradient("headdim + headdim_v is above 512 with qv: attention of such rows has no backward pass")
 def _over_a_cache(q, k, v, varlen, options) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows of q and qv in one, beyond the head dims of other calls."""
+    """Attention of concatenated rows of q and qv that exceed the head dims of other calls, as a call over a cache."""
     options = {name: value for name, value in options.items() if name != "deterministic"}
     if varlen is None:
         k, v = _caches.joined(v, k)
@@ -70,7 +70,7 @@ def _over_a_cache(q, k, v, varlen, options) -> tuple[torch.Tensor, torch.Tensor]
 
 @without_gradient("q is float8_e4m3fn, which has no backward pass")
 def _float8(q, k, v, varlen, descales, options) -> tuple[torch.Tensor, torch.Tensor]:
-    """By a kernel of float8, or, where none serves the call, in bfloat16, which has every number of float8."""
+    """Runs a float8 kernel or, if none serves the call, computes in bfloat16, which has every number of float8."""
     group = q.shape[-2] // k.shape[-2]
     batch = q.shape[0] if varlen is None else varlen[0].shape[0] - 1
     ones = torch.ones(batch, k.shape[-2], device=q.device)
@@ -123,9 +123,9 @@ def flash_attn_func(
     nheads_k, headdim_v).
 
     qv (batch, seqlen_q, nheads, headdim_v): the scores are q k^T + qv v^T, and the default scale is (headdim +
-    headdim_v) ** -0.5; headdim + headdim_v up to 576, with gradients up to 512. q_descale, k_descale and v_descale
-    (batch, nheads_k): what the values of float8_e4m3fn inputs are multiplied by. Returns out, and with
-    return_attn_probs lse."""
+    headdim_v) ** -0.5. headdim + headdim_v is at most 576, with gradients 512. q_descale, k_descale and v_descale
+    (batch, nheads_k): factors that the values of float8_e4m3fn inputs are multiplied by. Returns out, and with
+    return_attn_probs the pair (out, lse)."""
     options = _options(_scale(softmax_scale, q, qv), causal, window_size, attention_chunk, softcap, deterministic)
     out, lse = _attend(q, k, v, qv, None, (q_descale, k_descale, v_descale), options)
     return (out, lse) if return_attn_probs else out
@@ -146,8 +146,8 @@ def flash_attn_qkvpacked_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Any:
-    """flash_attn_func with all in one tensor: qkv (batch, seqlen, 3, nheads, headdim), or with num_heads_q (batch,
-    seqlen, num_heads_q + 2 nheads_k, headdim)."""
+    """flash_attn_func with q, k and v in one tensor: qkv (batch, seqlen, 3, nheads, headdim), or with num_heads_q
+    (batch, seqlen, num_heads_q + 2 nheads_k, headdim)."""
     if qkv.ndim == 5:
         q, k, v = qkv.unbind(-3)
     elif num_heads_q is None:
@@ -187,11 +187,11 @@ def flash_attn_varlen_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Any:
-    """flash_attn_func of packed sequences: q (total_q, nheads, headdim), k (total_k, nheads_k, headdim), v (total_k,
+    """flash_attn_func for packed sequences: q (total_q, nheads, headdim), k (total_k, nheads_k, headdim), v (total_k,
     nheads_k, headdim_v), qv (total_q, nheads, headdim_v).
 
-    seqused_q, seqused_k (batch,) int32: only so many rows of each sequence count, the first ones. The others are as if
-    they were not there: their out is 0, their lse -inf, their gradients 0."""
+    seqused_q, seqused_k (batch,) int32: only this many rows of each sequence count, the first ones. Other rows of q
+    have out = 0 and lse = -inf, and other rows of all arrays have zero gradients."""
     options = _options(_scale(softmax_scale, q, qv), causal, window_size, attention_chunk, softcap, deterministic)
     rows = keys = None
     if seqused_q is not None:
@@ -245,14 +245,14 @@ def flash_attn_with_kvcache(
 
     Arguments beyond those:
         qv: as in flash_attn_func.
-        page_table: its block_table; with cache_batch_idx row cache_batch_idx[b] is that of sequence b.
-        cu_seqlens_q, max_seqlen_q: the rows of q, and of qv, are packed: (total_q, nheads, headdim).
-        cu_seqlens_k_new: so are k and v.
+        page_table: the block_table; with cache_batch_idx, sequence b uses row cache_batch_idx[b].
+        cu_seqlens_q, max_seqlen_q: for packed rows of q, and of qv: (total_q, nheads, headdim).
+        cu_seqlens_k_new: for packed rows of k and v.
         rotary_seqlens: (batch,) int32, the position of each sequence's first new row, in place of cache_seqlens.
-        q_descale, k_descale, v_descale: (batch, nheads_k), of an 8-bit cache. q may be float8_e4m3fn, too.
+        q_descale, k_descale, v_descale: (batch, nheads_k), for an 8-bit cache. q may be float8_e4m3fn too.
 
-    Returns out, and with return_softmax_lse (out, lse, nothing, nothing): the last two are empty, where
-    FlashAttention-3 has the results of its splits."""
+    Returns out, and with return_softmax_lse (out, lse, empty, empty), where FlashAttention-3 has the results of its
+    splits in the last two."""
     if cu_seqlens_q is not None and max_seqlen_q is None:
         raise RuntimeError(
             "max_seqlen_q is None with cu_seqlens_q: packed rows need the length of the longest sequence"
@@ -274,7 +274,7 @@ def flash_attn_combine(
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over the union of disjoint sets of keys, from attention over each: out_partial (splits, batch, seqlen,
+    """Merges attention over disjoint sets of keys into attention over their union. out_partial (splits, batch, seqlen,
     nheads, headdim_v) float32, lse_partial (splits, batch, seqlen, nheads), or both without batch. Returns out, in
     out_dtype or float32, and lse. A split with lse = -inf adds nothing, whatever its out holds."""
     lse = torch.logsumexp(lse_partial.float(), 0)
@@ -310,6 +310,6 @@ def get_scheduler_metadata(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> torch.Tensor:
-    """An empty int32 tensor on cache_seqlens' device: kernels here plan their work themselves, from what is on the
-    device, so there is nothing to compute before a step."""
+    """An empty int32 tensor on cache_seqlens' device. The kernels here plan their own work on the device, so nothing
+    has to be computed before a step."""
     return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)

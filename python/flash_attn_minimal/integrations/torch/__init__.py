@@ -1,11 +1,11 @@
-"""This library behind PyTorch's own interfaces of attention.
+"""PyTorch's own interfaces of attention, served by this library.
 
-    sdpa                        torch.nn.functional.scaled_dot_product_attention, of dense and of jagged tensors
-    flex_attention, recognise   torch.nn.attention.flex_attention, for the functions that the kernels know
-    mods                        such functions, with names
-    flash_attn_with_kvcache     this library's own, for torch.compile and torch.export too
+    sdpa                        torch.nn.functional.scaled_dot_product_attention, for dense and jagged tensors
+    flex_attention, recognise   torch.nn.attention.flex_attention, for functions that the kernels support
+    mods                        such functions, by name
+    flash_attn_with_kvcache     this library's own, also under torch.compile and torch.export
 
-Importing this module also tells torch.utils.flop_counter what the library's operators cost. Import it before
+Importing this module also tells torch.utils.flop_counter the cost of the library's operators. Import it before
 torch.compile meets the first call.
 """
 

@@ -1,5 +1,5 @@
-"""flash_attn_with_kvcache as operators of PyTorch, so that graphs hold it: one that reads the cache, one that also
-writes keys and values, and one that writes factors of an 8-bit cache besides."""
+"""flash_attn_with_kvcache as operators of PyTorch, which graphs can hold: one that reads the cache, one that also
+writes keys and values, and one that also writes the factors of an 8-bit cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..._checks import _flag, _integer, _number, _wants_lse, _window
 from ..._library import BadArgument, Unsupported
 
 _ARRAYS = kvcache._Step._fields[: kvcache._LENGTHS + 1]
-# The other arguments, each with its type in PyTorch's schema language. One length for all is a number.
+# The other arguments, each with its type in PyTorch's schema language. `length` is one length for all sequences.
 _NUMBERS = {
     "length": "SymInt?", "softmax_scale": "float?", "causal": "bool", "window_left": "int", "window_right": "int",
     "softcap": "float", "rotary_interleaved": "bool", "num_splits": "int", "attention_chunk": "int",
@@ -64,7 +64,7 @@ def _operator(step: kvcache._Step) -> Any:
 
 
 def _packed(step: kvcache._Step, return_lse: bool) -> list:
-    """The operators' arguments."""
+    """The arguments of the operators."""
     lengths = step.cache_seqlens
     by_array = isinstance(lengths, torch.Tensor)
     arrays = [*step[: kvcache._LENGTHS], lengths if by_array else None]
@@ -108,7 +108,7 @@ def _fake(q, k_cache, v_cache, *rest):
 
 
 def _define(name: str, written: tuple[str, ...]) -> None:
-    """An operator that writes to these of its arrays."""
+    """Defines an operator that writes to the arrays `written`."""
     kinds = []
     for array in _ARRAYS:
         alias = f"({chr(ord('a') + written.index(array))}!)" if array in written else ""

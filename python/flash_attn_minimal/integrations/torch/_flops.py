@@ -1,5 +1,5 @@
-"""What the library's operators cost, for torch.utils.flop_counter: all pairs of a row and a key count, hidden ones too,
-as they do for PyTorch's own attention. Packed sequences count by their own lengths, where these can be read."""
+"""The cost of the library's operators, for torch.utils.flop_counter. All pairs of a row and a key count, hidden ones
+too, as for PyTorch's own attention. Packed sequences count with their own lengths, if these can be read."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def attention_backward(
     dout, dlse, out, lse, want_dbias, want_dsinks, q, k, v, bias, mask, alibi_slopes, sinks, cu_q, cu_k, max_q, max_k,
     *args, **kwargs,
 ) -> int:  # fmt: skip
-    """Five: S again, dq and dk over headdim; dP and dv over headdim_v."""
+    """Five products: S again, dq and dk over headdim; dP and dv over headdim_v."""
     return 2 * _pairs(q, k, cu_q, cu_k, max_q, max_k) * (3 * q.shape[-1] + 2 * v.shape[-1])
 
 
@@ -48,7 +48,7 @@ def attention_seeded_backward(seed, *args, **kwargs) -> int:
 
 @register_flop_formula([_ops.kvcache_attention, _ops.kvcache_append, _ops.kvcache_append_scaled], get_raw=True)
 def kvcache_attention(*args, out_val=None, **kwargs) -> int:
-    """Lengths in an array are not read: every place of a cache counts."""
+    """Lengths in an array are not read: all places of the cache count."""
     given = dict(zip(_cache.ARGUMENTS, args, strict=False)) | kwargs
     q, k_cache, v_cache, table = (given[name] for name in ("q", "k_cache", "v_cache", "block_table"))
     keys = k_cache.shape[1] * (1 if table is None else table.shape[1])

@@ -1,5 +1,5 @@
-"""What attention with a recognised score_mod and mask_mod is in this library: options of one call, or of calls on
-packed sequences. A Form may be used again and again, in compiled code too."""
+"""Attention with a recognised score_mod and mask_mod in this library's terms: the options of one call, or of calls on
+packed sequences. A Form can be called many times, also in compiled code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ._live import Derived, Fixed, Step, check, computed
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """Runs of rows that see each other alone: packed sequences, of all batch entries one behind the other."""
+    """Runs of rows that see only each other, as packed sequences: those of all batch entries one after the other."""
 
     cu_seqlens: torch.Tensor  # (documents + 1,) int32
     longest: int
@@ -26,12 +26,12 @@ class Documents:
 
 @dataclass(frozen=True, eq=False)
 class Prefix:
-    """Each row sees the keys of its entry's prefix, and those up to itself. Rows inside the prefix see just the prefix,
-    those behind it are causal: two calls on packed sequences. Places count over all batch entries."""
+    """Each row sees the keys of its entry's prefix, and those up to itself. Rows inside the prefix see only the prefix,
+    and the rows after it are causal: two calls on packed sequences. Row numbers count over all batch entries."""
 
-    inside: torch.Tensor  # rows inside
-    behind: torch.Tensor
-    back: torch.Tensor  # the place of each row among those of `inside` and then `behind`
+    inside: torch.Tensor  # the rows inside
+    behind: torch.Tensor  # the rows after
+    back: torch.Tensor  # for each row, its position in `inside` followed by `behind`
     cu_inside: torch.Tensor  # (batch + 1,) int32
     cu_behind: torch.Tensor
     cu_all: torch.Tensor
@@ -41,13 +41,14 @@ class Prefix:
 
 @dataclass(frozen=True, eq=False)
 class Form:
-    """Attention over (batch, heads, rows) queries and `keys` keys, with options that `recognise` found. Row i stands at
-    key i, and sees keys i - window[0] .. i + window[1]; -1 is open. With `from_end` it stands at i + keys - rows.
+    """Attention over (batch, heads, rows) queries and `keys` keys, with options that `recognise` found. Row i is
+    aligned with key i, or if `from_end` with key i + keys - rows, and sees the keys from window[0] before that key to
+    window[1] after it; -1 is open.
 
-    Captured tensors are read at every call, and a bias has its gradient, wherever the form was made: a bias, slopes,
-    masks in memory and padding. Documents, prefixes, numbers and what a BlockMask was made of decide which call it is,
-    so they are read once: where such a tensor has changed in place since, a call raises. (Compiled code does not look,
-    and tensors of the inference mode do not count their changes.)"""
+    A bias, slopes, masks in memory and padding are computed from their captured tensors at every call, and a bias gets
+    its gradient, wherever the form was made. Documents, prefixes, numbers and the contents of a BlockMask decide which
+    call it is, so their tensors are read only once. A call raises if such a tensor has since changed in place.
+    (Compiled code does not check, and tensors made in inference mode do not count their changes.)"""
 
     batch: int
     heads: int
@@ -55,7 +56,7 @@ class Form:
     keys: int
     window: tuple[int, int] = (-1, -1)
     from_end: bool = False
-    factor: float = 1.0  # on the scale
+    factor: float = 1.0  # multiplies the scale
     softcap: float = 0.0
     alibi_slopes: Step | None = None  # (heads,) or (batch, heads), float32
     bias: Step | None = None
@@ -74,8 +75,8 @@ class Form:
         enable_gqa: bool = False,
         return_lse: bool = False,
     ) -> Any:
-        """query (batch, heads, rows, headdim), key and value (batch, heads_k, keys, .), as flex_attention takes them.
-        Returns out (batch, heads, rows, headdim_v), with return_lse also lse (batch, heads, rows), float32."""
+        """query (batch, heads, rows, headdim), key and value (batch, heads_k, keys, .), as in flex_attention. Returns
+        out (batch, heads, rows, headdim_v), with return_lse also lse (batch, heads, rows), float32."""
         self._check(query, key, value, enable_gqa)
         if not torch.compiler.is_compiling():
             check(self.fixed, self.derived)
@@ -146,8 +147,8 @@ class Form:
 
 
 def documents(ids: torch.Tensor) -> Documents | None:
-    """ids: (properties, batch, rows); rows of an entry belong to one document where all properties agree. None where a
-    document is not in one piece."""
+    """The Documents for ids (properties, batch, rows): rows of an entry belong to one document if all properties agree.
+    None if a document is not one run of rows."""
     changes = (ids[:, :, 1:] != ids[:, :, :-1]).any(0)
     first = torch.cat([torch.ones_like(ids[0, :, :1], dtype=torch.bool), changes], 1)
     runs = first.sum(1).tolist()
@@ -160,7 +161,7 @@ def documents(ids: torch.Tensor) -> Documents | None:
 
 
 def prefix(lengths: torch.Tensor, rows: int) -> Prefix:
-    """lengths: (batch,) of the prefixes, in keys."""
+    """The Prefix for lengths (batch,), the number of keys in each entry's prefix."""
     lengths = lengths.long().clamp(0, rows)
     inside = torch.arange(rows, device=lengths.device) < lengths[:, None]
     places = [x.flatten().nonzero().squeeze(1) for x in (inside, ~inside)]

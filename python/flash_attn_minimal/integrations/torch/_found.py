@@ -1,4 +1,4 @@
-"""What score_mod and mask_mod were found to say, and the Form that says the same."""
+"""The recognised meaning of a score_mod and mask_mod, and the Form that computes it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Call(NamedTuple):
     device: torch.device
 
     def places(self, names: frozenset[str] = frozenset(ARGUMENTS)) -> dict[str, torch.Tensor]:
-        """Values of these symbols, on axes (batch, heads, rows, keys)."""
+        """The values of these symbols, on axes (batch, heads, rows, keys)."""
         sizes = dict(zip(ARGUMENTS, self[:4], strict=True))
         return {
             name: torch.arange(sizes[name], device=self.device).view([-1 if name == x else 1 for x in ARGUMENTS])
@@ -41,7 +41,7 @@ class Call(NamedTuple):
         return _on_axes(evaluate(x, self.places(reads(x))), self.device)
 
     def steps(self, x: Any) -> Step:
-        """The steps that compute `values` anew."""
+        """The steps that compute `values` again at every call."""
         return Step(_on_axes, (steps_of(x, self.places(reads(x))), self.device))
 
 
@@ -51,24 +51,24 @@ def _on_axes(x: Any, device: torch.device) -> torch.Tensor:
 
 
 class Found:
-    """What the functions were found to say, before it is known which options say it."""
+    """The meaning of the functions, before it is decided which options express it."""
 
     def __init__(self) -> None:
-        self.low: int | None = None  # least kv_idx - q_idx
-        self.high: int | None = None
-        self.same: list[Term] = []  # of q_idx, and what must be equal for kv_idx
+        self.low: int | None = None  # the least kv_idx - q_idx
+        self.high: int | None = None  # the greatest
+        self.same: list[Term] = []  # terms of q_idx whose values must be equal for kv_idx
         self.prefixes: list[Any] = []  # lengths
         self.masks: list[Step] = []
         self.factor, self.softcap = 1.0, 0.0
         self.slopes: Step | None = None
         self.distance: tuple[int, int] | None = None  # (sign, n): sign * |...| is kv_idx - q_idx + n; sign 0: abs of it
-        self.alibi = ""  # the text
+        self.alibi = ""  # the text of the ALiBi term, for messages
         self.biases: list[Step] = []
-        self.fixed: list[Fixed] = []  # tensors whose values decide what kind of call it is
+        self.fixed: list[Fixed] = []  # tensors whose values decide which kind of call is made
         self.derived: list[Derived] = []
 
     def fix(self, x: Any, scales: bool = False) -> None:
-        """The values of captured tensors in this term are part of the form. scales: they would have a gradient."""
+        """Makes the values of captured tensors in this term part of the form. scales: they would have a gradient."""
         self.fixed += fix(tensors_of(x), str(x) if isinstance(x, Term) else "a captured tensor", scales)
 
     def bound(self, low: int | None, high: int | None) -> None:
@@ -79,17 +79,17 @@ class Found:
 
 
 def form_of(found: Found, call: Call) -> Form:
-    """Raises: Unsupported where no options say it."""
+    """The Form for a call. Raises Unsupported if no options express the functions."""
     rows, keys = call.rows, call.keys
     form = Form(call.batch, call.heads, rows, keys, factor=found.factor, softcap=found.softcap)
     if found.same or found.prefixes:
         form = _packed(form, found, call)
     slopes = None
-    ends = [0] if rows == keys else [0, keys - rows]  # the key that row 0 stands at
+    ends = [0] if rows == keys else [0, keys - rows]  # the key that row 0 is aligned with
     if found.slopes is not None:
         slopes = found.slopes
         sign, place = found.distance
-        # kv_idx - q_idx + place is the distance, or its negative, of a row that stands at q_idx - place.
+        # kv_idx - q_idx + place is the distance, or its negative, for a row that is aligned with key q_idx - place.
         ends = [end for end in ends if end == -place]
         if not ends:
             refuse(
@@ -134,7 +134,7 @@ def _with_keys(x: torch.Tensor, keys: int) -> torch.Tensor:
 
 
 def _packed(form: Form, found: Found, call: Call) -> Form:
-    """The form with documents or a prefix."""
+    """The form for documents or a prefix."""
     what = "documents" if found.same else "a prefix"
     if call.rows != call.keys:
         raise Unsupported(f"{what} with seqlen_q={call.rows} and seqlen_k={call.keys}: they must be the same")

@@ -1,4 +1,4 @@
-"""Integer expressions that are linear in q_idx and kv_idx: what windows and distances are made of."""
+"""Integer expressions that are linear in q_idx and kv_idx, from which windows and distances are recognised."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ INVERTED = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt"}
 
 
 class Linear(NamedTuple):
-    """rows * q_idx + keys * kv_idx + number + the sum of others, which are (factor, term without q_idx and kv_idx); all
-    numbers are integers."""
+    """rows * q_idx + keys * kv_idx + number + the sum of `others`, which are (factor, term without q_idx and kv_idx).
+    All numbers are integers."""
 
     rows: int = 0
     keys: int = 0
@@ -33,7 +33,7 @@ class Linear(NamedTuple):
 
 
 def number_of(x: Any) -> float | None:
-    """The number that x is everywhere, or None."""
+    """The number that x equals everywhere, or None."""
     if isinstance(x, Term) and x.reads:
         return None
     x = evaluate(x, {})
@@ -47,7 +47,7 @@ def number_of(x: Any) -> float | None:
 
 
 def linear_of(x: Any) -> Linear | None:
-    """x as such an expression, or None."""
+    """x as a Linear, or None."""
     number = number_of(x)
     if number is not None:
         return Linear(number=int(number)) if float(number).is_integer() else None
@@ -74,7 +74,7 @@ def linear_of(x: Any) -> Linear | None:
 
 
 def bounds_of(operation: str, x: Linear) -> tuple[int | None, int | None] | None:
-    """Bounds of kv_idx - q_idx where `x operation 0`, or None where they are none."""
+    """The bounds of kv_idx - q_idx for which `x operation 0` holds, or None if the condition is not of this form."""
     if x.others or (x.rows, x.keys) not in ((1, -1), (-1, 1)):
         return None
     if x.keys < 0:
@@ -89,6 +89,6 @@ def bounds_of(operation: str, x: Linear) -> tuple[int | None, int | None] | None
 
 
 def difference_of(a: Any, b: Any) -> Linear | None:
-    """a - b as such an expression, or None."""
+    """a - b as a Linear, or None."""
     one, other = linear_of(a), linear_of(b)
     return None if one is None or other is None else one.plus(other.times(-1))

@@ -1,5 +1,5 @@
-"""What a Form keeps of captured tensors: steps that compute an option from them at every call, in compiled code too,
-and a watch over those that it has read once and for all."""
+"""Captured tensors in a Form: steps that compute an option from them at every call, also in compiled code, and a check
+of those that were read only once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Step(NamedTuple):
 
 
 def computed(x: Any) -> Any:
-    """What a step computes, of tensors as they are now."""
+    """The result of a step, from its tensors as they are now; anything else as it is."""
     if not isinstance(x, Step):
         return x
     arguments = [computed(a) for a in x.arguments]
@@ -30,7 +30,7 @@ def computed(x: Any) -> Any:
 
 
 def tensors_of(x: Any) -> list[torch.Tensor]:
-    """The tensors that a step, or a term (_terms.py), is made of."""
+    """The tensors in a step or a term (_terms.py)."""
     if isinstance(x, torch.Tensor):
         return [x]
     inner = tree_leaves((x.arguments, x.options)) if hasattr(x, "arguments") else ()
@@ -42,25 +42,25 @@ class Fixed(NamedTuple):
 
     tensor: torch.Tensor
     version: int
-    where: str  # the expression
-    scales: bool  # whether the scores depend smoothly on it, so that a gradient of it would be lost
+    where: str  # the expression that it is part of
+    scales: bool  # whether the scores depend smoothly on it: then its gradient would be lost
 
 
 def fix(tensors: Iterable[torch.Tensor], where: str, scales: bool) -> list[Fixed]:
-    """Tensors of the inference mode do not count their changes, so that nobody can watch them."""
+    """The tensors with their versions, except those made in inference mode, whose changes are not counted."""
     return [Fixed(x, x._version, where, scales) for x in tensors if not x.is_inference()]
 
 
 class Derived(NamedTuple):
-    """A captured tensor that a score_mod or mask_mod has computed another one from while it was read."""
+    """A captured tensor from which a score_mod or mask_mod computed another one while it was read."""
 
     source: torch.Tensor
-    version: int | None  # None where the other is a view of it, or where nothing counts
-    lost: bool  # whether the other would have a gradient, but none was recorded; a view has requires_grad, and no graph
+    version: int | None  # None if the result is a view of it, or if its changes are not counted
+    lost: bool  # whether the result would have a gradient, but none was recorded
 
 
 def derive(result: Any, sources: Iterable[Any], detached: bool) -> list[Derived]:
-    """detached: whether the function wanted no gradient of this result."""
+    """The sources of a result. detached: whether the function wanted no gradient of this result."""
     if not isinstance(result, torch.Tensor):
         return []
     found = []
@@ -75,12 +75,12 @@ def derive(result: Any, sources: Iterable[Any], detached: bool) -> list[Derived]
 def _is_view(x: torch.Tensor, of: torch.Tensor) -> bool:
     try:
         return x.untyped_storage().data_ptr() == of.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # a layout, or a wrapper of a transform, without memory of its own
+    except (RuntimeError, NotImplementedError):  # a layout, or a wrapper of a transform, that has no memory
         return False
 
 
 def check(fixed: Iterable[Fixed], derived: Iterable[Derived]) -> None:
-    """Raises where a form no longer says what its functions would say now, or would lose a gradient."""
+    """Raises if a form no longer computes what its functions would compute now, or if it would lose a gradient."""
     for tensor, version, where, scales in fixed:
         if tensor._version != version:
             raise BadArgument(

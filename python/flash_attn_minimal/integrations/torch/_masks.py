@@ -52,7 +52,7 @@ def read_condition(x: Any, found: Found, call: Call) -> None:
 
 
 def _read_comparison(operation: str, a: Any, b: Any, found: Found) -> bool:
-    """Whether a comparison is a window or equal documents."""
+    """Whether a comparison is a window or an equality of documents, which is then added to `found`."""
     difference = difference_of(a, b)
     if difference is not None and (bounds := bounds_of(operation, difference)) is not None:
         found.bound(*bounds)
@@ -77,7 +77,7 @@ def _read_comparison(operation: str, a: Any, b: Any, found: Found) -> bool:
 
 
 def _read_prefix(x: Term, found: Found, call: Call) -> bool:
-    """Whether it is (kv_idx <= q_idx) | (kv_idx < length)."""
+    """Whether a condition is (kv_idx <= q_idx) | (kv_idx < length), which is then added to `found`."""
     parts = [p for p in flat(x, "or", "logical_or") if reads(p) or call.values(p).any()]
     window, lengths = Found(), []
     for part in parts:
@@ -108,8 +108,8 @@ def _read_prefix(x: Term, found: Found, call: Call) -> bool:
 
 
 def in_memory(x: Term, call: Call) -> Step | None:
-    """tensor[b, h, q_idx, kv_idx] or with fewer of them, in any order: the step of a view on axes (batch, heads, rows,
-    keys). None where x is another index. Places are those of the call."""
+    """tensor[b, h, q_idx, kv_idx], or with fewer of these indices, in any order: the step of a view on axes (batch,
+    heads, rows, keys). None if x is another index."""
     tensor, *places = x.arguments
     names = [p.operation if isinstance(p, Term) and not p.arguments else None for p in places]
     if len(names) != tensor.dim() or len(set(names)) != len(names) or not set(names) <= set(ARGUMENTS):
@@ -126,8 +126,8 @@ def in_memory(x: Term, call: Call) -> Step | None:
 
 
 def _view(tensor: torch.Tensor, order: tuple[int, ...], sizes: tuple[int | None, ...]) -> torch.Tensor:
-    """order: the axes of the tensor in the order of ARGUMENTS; sizes: of these, None for an axis that it has not. Few
-    operations, for every call makes them."""
+    """A view on the axes of ARGUMENTS. order: the axes of the tensor in that order; sizes: of these axes, None for an
+    axis that the tensor does not have. Few operations, because every call makes them."""
     if order != tuple(sorted(order)):
         tensor = tensor.permute(order)
     for axis, size in enumerate(sizes):

@@ -1,4 +1,4 @@
-"""Reads a score_mod: scale and softcap, then what is added (ALiBi, a bias) and what is hidden."""
+"""Reads a score_mod: first scale and softcap, then the added terms (ALiBi, a bias) and the hidden scores."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ._terms import Term, flat, reads
 
 
 def read_score(x: Any, found: Found, call: Call) -> None:
-    """Reads a score from its outermost operation inwards. Scaling and softcap come first, then what is added; a hidden
-    score stays hidden, whatever is added."""
+    """Reads a score from its outermost operation inwards. In the score, scale and softcap come first, then what is
+    added. A hidden score stays hidden, whatever is added to it."""
     while isinstance(x, Term) and x.arguments:
         if x.options:
             refuse(x, f"{x.operation} with {', '.join(x.options)} is not known here")
@@ -92,7 +92,7 @@ def _scaled(x: Any) -> tuple[float, float]:
 
 
 def _read_added(x: Any, sign: int, found: Found, call: Call) -> None:
-    """What is added to a score, or subtracted."""
+    """Reads a term that is added to a score (sign=1) or subtracted from it (sign=-1)."""
     if isinstance(x, Term) and x.operation in ("add", "sub") and not x.options:
         difference = difference_of(*x.arguments) if x.operation == "sub" else None
         if difference is None or not difference.rows:
@@ -119,7 +119,7 @@ def _is_index_of_floats(x: Term) -> bool:
 
 
 def _factors(x: Any) -> tuple[int, list[Any], list[Any]] | None:
-    """x as a sign, factors above and factors below the line."""
+    """x as (sign, factors of the numerator, factors of the denominator)."""
     if isinstance(x, Term) and not x.options and x.reads & PAIR:
         if x.operation == "neg":
             inner = _factors(x.arguments[0])
@@ -135,7 +135,8 @@ def _factors(x: Any) -> tuple[int, list[Any], list[Any]] | None:
 
 
 def _read_alibi(x: Term, sign: int, found: Found, call: Call) -> bool:
-    """Whether x is a slope of b and h times the distance of q_idx and kv_idx. The library subtracts such a product."""
+    """Whether x is a slope, of b and h, times the distance of q_idx and kv_idx. The library subtracts such a
+    product."""
     turned, above, below = _factors(x)
     distances = [a for a in above if reads(a) & PAIR]
     if len(distances) != 1 or any(reads(a) & PAIR for a in below) or found.slopes is not None:
@@ -158,6 +159,6 @@ def _read_alibi(x: Term, sign: int, found: Found, call: Call) -> bool:
 
 
 def _per_head(slopes: torch.Tensor, heads: int) -> torch.Tensor:
-    """(heads,) or (batch, heads) of slopes on axes (batch, heads, 1, 1), or of one."""
+    """Slopes on axes (batch, heads, 1, 1), or a single one, as (heads,) or (batch, heads)."""
     slopes = slopes.float().expand(*slopes.shape[-4:-3] or (1,), heads, 1, 1)[..., 0, 0]
     return (slopes[0] if slopes.shape[0] == 1 else slopes).contiguous()

@@ -1,4 +1,4 @@
-"""torch.nn.functional.scaled_dot_product_attention by this library."""
+"""torch.nn.functional.scaled_dot_product_attention, served by this library."""
 
 from __future__ import annotations
 
@@ -22,29 +22,30 @@ def sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """scaled_dot_product_attention of torch.nn.functional: its arguments, layout, meaning and gradients.
+    """torch.nn.functional.scaled_dot_product_attention: its arguments, layout, meaning and gradients.
 
     Arguments:
-        query: (..., heads, seqlen_q, headdim), or (seqlen_q, headdim); float32, float16 or bfloat16, or what autocast
-            makes one of these. Headdims up to 512. Or jagged, see below.
+        query: (..., heads, seqlen_q, headdim), or (seqlen_q, headdim); float32, float16 or bfloat16, or a dtype that
+            autocast converts to one of these. Headdims up to 512. Or jagged, see below.
         key, value: (..., heads_k, seqlen_k, headdim), (..., heads_k, seqlen_k, headdim_v). Axes before seqlen
-            broadcast, as there.
+            broadcast, as in PyTorch.
         attn_mask: bool, True = attend, or float (of query's dtype, or float32), added to the scores; broadcasts to
             (..., heads, seqlen_q, seqlen_k). A float mask that requires a gradient gets one.
-        dropout_p: always applied, as there. The seed is PyTorch's: torch.manual_seed decides, and activation
-            checkpointing drops the same probabilities again. torch.vmap's `randomness` holds. No call with dropout can
-            be captured in a CUDA graph, whose replays would drop the same; torch.compile leaves it out of its graphs.
+        dropout_p: always applied, as in PyTorch. The seed is PyTorch's: torch.manual_seed decides, activation
+            checkpointing drops the same probabilities again, and torch.vmap's `randomness` holds. A call with dropout
+            cannot be captured in a CUDA graph, whose replays would all drop the same probabilities; torch.compile
+            leaves it out of its graphs.
         is_causal: row i sees key j if j <= i: the mask hangs from the top left corner. Not with attn_mask.
         scale: None means headdim ** -0.5.
         enable_gqa: heads may be a multiple of heads_k.
 
-    Jagged tensors, which torch.nested.nested_tensor(..., layout=torch.jagged) makes, are (batch, heads, *, headdim),
-    all three; query and key may have different lengths. They have no attn_mask, as there, and no holes.
+    Jagged tensors, from torch.nested.nested_tensor(..., layout=torch.jagged), are (batch, heads, *, headdim). Then all
+    three must be jagged; query and key may have different lengths. As in PyTorch they take no attn_mask, and must have
+    no holes.
 
-    Returns (..., heads, seqlen_q, headdim_v); memory is in the order (..., seqlen_q, heads, headdim_v). A row that sees
-    no key is 0.
+    Returns (..., heads, seqlen_q, headdim_v), in memory (..., seqlen_q, heads, headdim_v). A row that sees no key is 0.
 
-    Raises: BadArgument (a ValueError), Unsupported (a NotImplementedError) as flash_attn_func.
+    Raises: BadArgument (a ValueError), Unsupported (a NotImplementedError), as flash_attn_func.
     """
     given = {"query": query, "key": key, "value": value}
     for name, x in given.items():
@@ -101,7 +102,7 @@ def _check_alike(given: dict[str, torch.Tensor]) -> None:
 
 
 def _heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa: bool) -> tuple[torch.Tensor, ...]:
-    """The arrays with heads that fit: k and v have equally many, and q a multiple of them."""
+    """The arrays with heads that fit: k and v have the same number, and q a multiple of it."""
     heads = q.shape[1], k.shape[1], v.shape[1]
     if enable_gqa:
         if heads[1] == 0 or heads[2] == 0 or heads[0] % heads[1] or heads[0] % heads[2]:
@@ -120,7 +121,7 @@ def _heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa: bool) 
 
 
 def _mask(attn_mask: torch.Tensor | None, dtype: torch.dtype, full: tuple[int, ...], batch: int) -> dict[str, Any]:
-    """The mask as an option of the core. full: (..., heads, seqlen_q, seqlen_k)."""
+    """attn_mask as an option of the core. full: (..., heads, seqlen_q, seqlen_k)."""
     if attn_mask is None:
         return {}
     if not isinstance(attn_mask, torch.Tensor):

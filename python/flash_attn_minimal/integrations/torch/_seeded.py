@@ -1,8 +1,8 @@
-"""Attention with dropout that PyTorch's generators decide about.
+"""Attention with dropout whose seed comes from PyTorch's generators.
 
-A plain call draws two numbers and gives them to the core. In a graph the draw has to be one of the graph's operations,
-or every run would drop the same: there, the operator attention_seeded takes what attention takes, and the seed as a
-tensor. Under vmap, too, which draws a seed for each entry, or one for all."""
+A plain call draws a seed and passes it to the core. In a graph the draw has to be one of the graph's operations, or
+every run would drop the same probabilities. There the operator attention_seeded takes the arguments of attention, and
+the seed as a tensor. It also serves vmap, which draws a seed for each entry, or one for all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...attention import flash_attn_func, flash_attn_varlen_func
 from ..flash_attn._calls import check_replays_may_differ, draw_dropout
 
 _NAME, _BACKWARD_NAME = "flash_attn_minimal::attention_seeded", "flash_attn_minimal::attention_seeded_backward"
-_SEED = 11 + list(autograd._NUMBERS).index("dropout_seed")  # its place among the operator's arguments
+_SEED = 11 + list(autograd._NUMBERS).index("dropout_seed")  # its position among the operator's arguments
 
 
 def attend(
@@ -24,7 +24,7 @@ def attend(
     return_lse: bool = False, **options: Any,
 ) -> Any:  # fmt: skip
     """flash_attn_func, or with varlen = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    flash_attn_varlen_func; where dropout_p is not 0, with a seed from PyTorch's generators."""
+    flash_attn_varlen_func. If dropout_p is not 0, the seed comes from PyTorch's generators."""
     transformed = _modes.transforms() and not torch.compiler.is_compiling()
     if not dropout_p or _modes.watcher() is None or (transformed and not _modes.mapped()):
         options |= draw_dropout(dropout_p, q.device)
@@ -76,7 +76,7 @@ def _gradients(ctx, dout, dlse):
     return None, dq, dk, dv, dbias if want_dbias else None, None, None, dsinks if want_dsinks else None, *nothing[8:]
 
 
-# A CUDA graph would hold the seed of its capture, so that every replay drops the same.
+# A CUDA graph would hold the seed drawn at its capture, so every replay would drop the same probabilities.
 _TAGS = tuple(getattr(torch.Tag, tag) for tag in ("cudagraph_unsafe",) if hasattr(torch.Tag, tag))
 torch.library.define(_NAME, f"(Tensor seed, {autograd._INPUTS}) -> (Tensor, Tensor)", tags=_TAGS)
 torch.library.define(
@@ -101,7 +101,7 @@ def _(seed, *arguments):
     return torch.ops.flash_attn_minimal.attention_backward(*arguments)
 
 
-# ---- vmap: every entry is a call of its own, for which elements are dropped depends on their place in the batch ----
+# ---- vmap: every entry is a separate call, because dropout depends on the entry's place in the batch ----
 
 
 def _vmap(info, in_dims, *arguments):

@@ -1,6 +1,6 @@
-"""What a score_mod or a mask_mod computes, as an expression: the function is called once with symbols in the place of
-its arguments. Nothing is guessed from values. An operation that is not in the table below is refused by its name, and
-so is a branch on a symbol."""
+"""A score_mod or mask_mod as an expression: the function is called once with symbols as its arguments. Nothing is
+guessed from values. An operation that is not in the table below is refused by its name, and so is a branch on a
+symbol."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_any, tree_leaves, tree_map
 from ..._library import Unsupported
 from ._live import Derived, Step, derive, tensors_of
 
-# Operations that work on each element by itself, so that they mean the same for one place and for a grid of places.
+# Elementwise operations, which mean the same for one place and for a grid of places.
 _KNOWN: dict[str, Callable] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "truediv": operator.truediv,
     "floordiv": operator.floordiv, "mod": operator.mod, "pow": operator.pow, "neg": operator.neg, "abs": operator.abs,
@@ -49,7 +49,7 @@ _RANDOM = frozenset(
 
 
 class Term:
-    """A symbol (`operation` is its name, without arguments), or an operation on terms, tensors and numbers."""
+    """A symbol (`operation` is its name, and it has no arguments), or an operation on terms, tensors and numbers."""
 
     def __init__(self, operation: str, arguments: tuple = (), options: dict | None = None, device: Any = None):
         self.operation, self.arguments, self.options, self.device = operation, arguments, options or {}, device
@@ -116,7 +116,7 @@ def _shown(x: torch.Tensor) -> str:
 
 
 def make(name: str, arguments: tuple, options: dict | None = None) -> Term:
-    """The term of an operation with this name among PyTorch's or Python's."""
+    """The term of an operation that has this name in PyTorch or Python."""
     name = name.strip("_") if name.startswith("__") else name
     name = _NAMES.get(name, name)
     swapped = name[1:] if name[:1] == "r" and name[1:] in _SIGNS else ""
@@ -130,7 +130,7 @@ def make(name: str, arguments: tuple, options: dict | None = None) -> Term:
 
 
 def _index(tensor: Any, *places: Any) -> Term:
-    """tensor[a][b] is tensor[a, b]: an element in the end."""
+    """The term tensor[places]. tensor[a][b] becomes tensor[a, b], so that it is an element in the end."""
     places = tuple(p for place in places for p in (place if isinstance(place, (tuple, list)) else (place,)))
     if isinstance(tensor, Term):
         if tensor.operation != "index":
@@ -142,7 +142,8 @@ def _index(tensor: Any, *places: Any) -> Term:
 
 
 class _Watch(TorchFunctionMode):
-    """Sees tensor[symbol], which asks neither of the two, and what is computed from captured tensors."""
+    """Intercepts tensor[symbol], which calls no method of the symbol, and records what captured tensors are turned
+    into."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,8 +165,8 @@ class _Watch(TorchFunctionMode):
 
 
 def trace(function: Callable, names: tuple[str, ...], device: Any) -> tuple[Any, list[Derived]]:
-    """What the function returns for symbols with these names: a Term, a tensor or a number. And the tensors that it
-    computes from others on the way."""
+    """Calls the function with symbols of these names. Returns its result, a Term, a tensor or a number, and the
+    captured tensors from which it computed others."""
     watch = _Watch()
     with watch:
         return function(*(Term(name, device=device) for name in names)), watch.derived
@@ -176,7 +177,7 @@ def reads(x: Any) -> frozenset[str]:
 
 
 def evaluate(x: Any, places: dict[str, torch.Tensor]) -> Any:
-    """The value of a term where its symbols have these values, which broadcast against each other."""
+    """The value of a term when its symbols have these values, which broadcast against each other."""
     if not isinstance(x, Term):
         return x
     if not x.arguments:
@@ -190,7 +191,7 @@ def evaluate(x: Any, places: dict[str, torch.Tensor]) -> Any:
 
 
 def _function(operation: str) -> Callable:
-    """The operation on values."""
+    """The function that computes the operation on values."""
     if operation.startswith("logical_"):
         return lambda *arguments: _KNOWN[operation](*map(torch.as_tensor, arguments))
     return _element if operation == "index" else _KNOWN[operation]
@@ -201,7 +202,7 @@ def _element(tensor: torch.Tensor, *places: Any) -> torch.Tensor:
 
 
 def steps_of(x: Any, places: dict[str, torch.Tensor]) -> Any:
-    """The steps that evaluate a term anew; what depends on no captured tensor is computed now."""
+    """The steps that evaluate a term at every call. Parts that depend on no captured tensor are computed now."""
     if not isinstance(x, Term):
         return x
     if not tensors_of(x):
@@ -213,7 +214,7 @@ def steps_of(x: Any, places: dict[str, torch.Tensor]) -> Any:
 
 
 def same(a: Any, b: Any, renamed: dict[str, str]) -> bool:
-    """Whether a is b once the symbols of a are renamed."""
+    """Whether a equals b after the symbols of a are renamed."""
     if isinstance(a, Term) and isinstance(b, Term):
         if not a.arguments or not b.arguments:
             return not a.arguments and not b.arguments and renamed.get(a.operation, a.operation) == b.operation
@@ -237,7 +238,7 @@ def _one_view(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def flat(x: Any, *operations: str) -> Iterator[Any]:
-    """The operands of a chain of one associative operation, which has these names."""
+    """The operands of a chain of one associative operation, which may go by any of these names."""
     if isinstance(x, Term) and x.operation in operations and not x.options:
         for argument in x.arguments:
             yield from flat(argument, *operations)

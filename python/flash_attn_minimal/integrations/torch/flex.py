@@ -1,9 +1,9 @@
-"""torch.nn.attention.flex_attention for the functions that the kernels know.
+"""torch.nn.attention.flex_attention, for functions that the kernels support.
 
-The kernels have no place for code of the caller's. A score_mod or mask_mod is read as an expression (_terms.py), and
-recognised by its algebra (_masks.py, _scores.py): bounds on kv_idx - q_idx are windows, equal documents are packed
-sequences, a slope times a distance is ALiBi, c * tanh(score / c) is a softcap, and so on. What is not certainly one of
-these is refused, with the part that was not understood.
+The kernels cannot run the caller's code. A score_mod or mask_mod is read as an expression (_terms.py) and recognised by
+its algebra (_masks.py, _scores.py): bounds on kv_idx - q_idx are windows, equal documents are packed sequences, a slope
+times a distance is ALiBi, c * tanh(score / c) is a softcap, and so on. An expression that is not certainly one of these
+is refused, and the error quotes the part that was not recognised.
 """
 
 from __future__ import annotations
@@ -36,23 +36,24 @@ def flex_attention(
     *,
     return_aux: Any = None,
 ) -> Any:
-    """flex_attention of torch.nn.attention.flex_attention: its arguments, layout, meaning and gradients.
+    """torch.nn.attention.flex_attention.flex_attention: its arguments, layout, meaning and gradients.
 
     Arguments:
         query: (batch, heads, seqlen_q, headdim); key, value: (batch, heads_k, seqlen_k, .); headdims up to 512. Under
-            torch.autocast they become its dtype; captured tensors stay as they are.
+            torch.autocast they are converted to its dtype; captured tensors are not.
         score_mod: score_mod(score, b, h, q_idx, kv_idx) -> score. See recognise.
-        block_mask: a mask_mod(b, h, q_idx, kv_idx) -> bool; a BlockMask, whose mask_mod is taken and whose blocks are
-            compared with it, which reads as many places as making it did; or what recognise returned for both
-            functions, which costs nothing, and is the only one of these in compiled code.
+        block_mask: a mask_mod(b, h, q_idx, kv_idx) -> bool; or a BlockMask, whose mask_mod is used and compared with
+            its blocks, which evaluates it at as many places as making the BlockMask did; or the result of recognise for
+            both functions, which costs nothing. Compiled code takes only the last.
         scale: None means headdim ** -0.5.
         enable_gqa: heads may be a multiple of heads_k.
-        return_lse, return_aux: as there; of AuxRequest lse alone.
-        kernel_options: taken, and not needed.
+        return_lse, return_aux: as in PyTorch; of AuxRequest only lse.
+        kernel_options: accepted and ignored.
 
-    Gradients: of query, key and value, and of a captured tensor that is added to the scores as it is.
+    Gradients: for query, key and value, and for a captured tensor that is added to the scores without change.
 
-    Raises: Unsupported (a NotImplementedError), which quotes the part of a function that no kernel knows; BadArgument.
+    Raises: Unsupported (a NotImplementedError), which quotes the part of a function that was not recognised;
+        BadArgument.
     """
     if getattr(return_aux, "max_scores", False):
         raise Unsupported("return_aux.max_scores: the greatest score of each row is not among the results here")
@@ -90,37 +91,37 @@ def recognise(
     seqlen_k: int,
     device: Any = "cpu",
 ) -> Form:
-    """What attention with these functions is in this library: a Form, for flex_attention's block_mask, or to be called.
-    As create_block_mask, it is for many calls. It reads captured tensors, which on a GPU waits; the calls read them
+    """The Form of attention with these functions: pass it to flex_attention as block_mask, or call it. Like
+    create_block_mask, it is meant for many calls. It reads captured tensors, which on a GPU waits; calls read them
     again, see Form.
 
-    Recognised are, in mask_mod and as torch.where(..., score, -inf) in score_mod, joined by &:
+    Recognised in mask_mod, and as torch.where(..., score, -inf) in score_mod, joined by &:
 
         kv_idx <= q_idx, q_idx - kv_idx <= n, (q_idx - kv_idx).abs() <= n, ...   causal, windows (seqlen_q and seqlen_k
                                                                                  may be captured, for bottom-right)
         ids[q_idx] == ids[kv_idx], ids[b, q_idx] == ..., q_idx // n == kv_idx // n     documents, each in one piece
         (kv_idx <= q_idx) | (kv_idx < n), | (kv_idx < lengths[b])                prefix-LM, alone
-        anything of b, h and kv_idx, as kv_idx < lengths[b]                      padding
-        mask[b, h, q_idx, kv_idx], with any of these                             a mask in memory
+        any expression of b, h and kv_idx, such as kv_idx < lengths[b]           padding
+        mask[b, h, q_idx, kv_idx], with any of these indices                     a mask in memory
 
     and in score_mod, where softcap comes first:
 
         score * c, c * tanh(score / c)                                           scale, softcap
-        score + slopes[h] * (kv_idx - q_idx), with causal, or -(...).abs()       ALiBi; slopes: anything of b and h
-        score + bias[b, h, q_idx, kv_idx], with any of these                     bias; anything of b, h and kv_idx
+        score + slopes[h] * (kv_idx - q_idx), with causal, or -(...).abs()       ALiBi; slopes: any expression of b, h
+        score + bias[b, h, q_idx, kv_idx], with any of these indices             bias; or any expression of b, h, kv_idx
 
-    Documents go with windows, softcap and ALiBi, not with padding, a mask or a bias.
+    Documents can be combined with windows, softcap and ALiBi, not with padding, a mask or a bias.
 
     Arguments:
         score_mod, mask_mod: functions as flex_attention takes them, or None; mask_mod may be a BlockMask.
-        batch, heads, seqlen_q, seqlen_k: of the calls; heads are the query's.
-        device: of the calls' tensors; "cuda" means the current one.
+        batch, heads, seqlen_q, seqlen_k: sizes of the calls; heads are those of query.
+        device: the device of the calls' tensors; "cuda" means the current one.
     """
-    if torch.is_inference_mode_enabled():  # whose tensors the form could not use where gradients are recorded
+    if torch.is_inference_mode_enabled():  # tensors made in it could not be used where gradients are recorded
         with torch.inference_mode(False), torch.no_grad():
             return recognise(score_mod, mask_mod, batch, heads, seqlen_q, seqlen_k, device)
     device = torch.device(device)
-    if device.type == "cuda" and device.index is None:  # the current one, as a tensor on it says
+    if device.type == "cuda" and device.index is None:  # with an index, as tensors' devices have one
         device = torch.device("cuda", torch.cuda.current_device())
     call = Call(batch, heads, seqlen_q, seqlen_k, device)
     found = Found()
@@ -133,7 +134,7 @@ def recognise(
             mask = _traced(mask_mod if blocks is None else blocks.mask_mod, ARGUMENTS, device, found)
             if blocks is not None:
                 _check_blocks(blocks, mask, call)
-                found.fix(mask)  # the blocks are of these values
+                found.fix(mask)  # the blocks were made from these values
             read_mask(mask, found, call)
     return form_of(found, call)
 
@@ -157,8 +158,8 @@ def _traced(function: Any, names: tuple[str, ...], device: torch.device, said: F
 
 
 def _check_blocks(blocks: Any, mask: Any, call: Call) -> None:
-    """Raises unless a BlockMask's blocks say what its mask_mod does. Blocks that it leaves out are hidden, and full
-    ones visible, whatever mask_mod says."""
+    """Raises unless a BlockMask's blocks agree with its mask_mod. Blocks that are left out count as hidden, and full
+    blocks as visible, whatever mask_mod says."""
     if tuple(blocks.seq_lengths) != (call.rows, call.keys):
         raise BadArgument(
             f"block_mask is of {tuple(blocks.seq_lengths)}, but the call of {(call.rows, call.keys)} places"

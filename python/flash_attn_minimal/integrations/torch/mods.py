@@ -1,5 +1,5 @@
-"""Functions for flex_attention that the kernels know, by name. They are plain functions: PyTorch's own flex_attention
-takes them, too. Masks join with PyTorch's and_masks, scores with `chain`."""
+"""Functions for flex_attention that the kernels support, by name. They are plain functions, which PyTorch's own
+flex_attention takes too. Join masks with PyTorch's and_masks, and scores with `chain`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def causal(b, h, q_idx, kv_idx):
-    """Each row sees the keys up to its own."""
+    """A mask_mod: each row sees the keys up to its own."""
     return kv_idx <= q_idx
 
 
@@ -23,8 +23,8 @@ def sliding_window(left: int, right: int = 0) -> Callable:
 
 
 def documents(ids: torch.Tensor) -> Callable:
-    """A mask_mod: rows see the keys of their own document. ids: (seqlen,) or (batch, seqlen), equal inside a document,
-    and of no other run of rows."""
+    """A mask_mod: rows see the keys of their own document. ids: (seqlen,) or (batch, seqlen), equal inside a document.
+    Each document is one run of rows, with an id of its own."""
 
     def documents(b, h, q_idx, kv_idx):
         if ids.dim() == 1:
@@ -35,7 +35,8 @@ def documents(ids: torch.Tensor) -> Callable:
 
 
 def prefix_lm(length: int | torch.Tensor) -> Callable:
-    """A mask_mod: causal, but every row sees the first `length` keys; a number, or (batch,) integers."""
+    """A mask_mod: causal, except that every row sees the first `length` keys. length: a number, or (batch,)
+    integers."""
 
     def prefix_lm(b, h, q_idx, kv_idx):
         return (kv_idx <= q_idx) | (kv_idx < (length[b] if isinstance(length, torch.Tensor) else length))
@@ -62,7 +63,7 @@ def softcap(cap: float) -> Callable:
 
 
 def alibi(slopes: torch.Tensor) -> Callable:
-    """A score_mod: minus slope times distance. slopes: (heads,) or (batch, heads)."""
+    """A score_mod: subtracts slope times distance. slopes: (heads,) or (batch, heads)."""
 
     def alibi(score, b, h, q_idx, kv_idx):
         slope = slopes[h] if slopes.dim() == 1 else slopes[b, h]
@@ -72,7 +73,7 @@ def alibi(slopes: torch.Tensor) -> Callable:
 
 
 def bias(tensor: torch.Tensor) -> Callable:
-    """A score_mod: adds tensor, (batch, heads, seqlen_q, seqlen_k), or without the first axes."""
+    """A score_mod: adds `tensor`, (batch, heads, seqlen_q, seqlen_k), or without the first axes."""
 
     def bias(score, b, h, q_idx, kv_idx):
         place = (b, h, q_idx, kv_idx)[4 - tensor.dim() :]
@@ -82,7 +83,7 @@ def bias(tensor: torch.Tensor) -> Callable:
 
 
 def chain(*score_mods: Callable) -> Callable:
-    """A score_mod that is one after the other."""
+    """A score_mod that applies the given ones one after the other."""
 
     def chain(score, b, h, q_idx, kv_idx):
         for score_mod in score_mods:

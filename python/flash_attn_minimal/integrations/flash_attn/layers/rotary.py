@@ -16,12 +16,12 @@ def rotate(
     interleaved: bool,
     counts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x (..., nheads, headdim) with each row turned by the angles of its position, in float32 and rounded once.
+    """x (..., nheads, headdim) with each row rotated by the angles of its position, in float32 and rounded once.
 
-    positions (...); those behind the tables' last row are refused on a CPU. On a GPU, and in traces and transforms,
-    they are not read: such rows turn by the tables' last row. counts (...) bool: rows that do not count may have any
-    position."""
-    if positions.device.type == "cpu" and not _modes.active():  # a trace or a transform has no values to look at
+    positions (...): those outside the tables are refused on a CPU. On a GPU, and in traces and transforms, positions
+    are not read; such rows are rotated by the nearest row of the tables. counts (...) bool: rows that do not count may
+    have any position."""
+    if positions.device.type == "cpu" and not _modes.active():  # a trace or a transform has no values to read
         seen = positions if counts is None else positions[counts]
         if seen.numel() and not 0 <= (worst := int(seen.min() if seen.min() < 0 else seen.max())) < cos.shape[0]:
             raise RuntimeError(f"cos has {cos.shape[0]} rows, but a row of x stands at position {worst}")
@@ -45,13 +45,13 @@ def apply_rotary_emb(
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> torch.Tensor:
-    """x with the first 2 * cos.shape[1] dims of each row turned by the angles of its position.
+    """x with the first 2 * cos.shape[1] dims of each row rotated by the angles of its position.
 
     Arguments:
         x: (batch, seqlen, nheads, headdim), or with cu_seqlens (total, nheads, headdim).
         cos, sin: (positions, rotary_dim / 2).
-        interleaved: the pairs are (2i, 2i + 1), otherwise (i, i + rotary_dim / 2).
-        inplace: x itself is changed, and returned.
+        interleaved: the pairs are (2i, 2i + 1) instead of (i, i + rotary_dim / 2).
+        inplace: change x itself, and return it.
         seqlen_offsets: the position of each sequence's first row: an integer, or (batch,).
         cu_seqlens: (batch + 1,) int32; max_seqlen is not needed here.
     """
