@@ -20,7 +20,7 @@ ROW_TYPES = dict.fromkeys(
     str,
 )
 ROW_TYPES |= dict.fromkeys("commit against date row family reason".split(), str)  # of the ledger
-ROW_TYPES |= {"number": int, "rounds": int, "peers": dict}
+ROW_TYPES |= {"number": int, "rounds": int, "peers": dict, "not_captured": list, "peers_wrong": list}
 ROW_TYPES |= {"language": str, "part": str, "peer": bool, "lines": int, "page_size": int, "compile_s": float}
 ROW_TYPES |= dict.fromkeys("forced causal wrong tf32 deterministic fast_accum".split(), bool)
 ROW_TYPES |= dict.fromkeys(

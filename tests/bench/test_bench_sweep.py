@@ -3,7 +3,13 @@
 import json
 import math
 import os
+import re
 import signal
+import subprocess
+import sys
+import time
+import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +19,7 @@ from flash_attn_minimal.bench import calls, prices, sweep, sweep_worker
 from flash_attn_minimal.bench.calls import Arrays, BadCall, Call, Judge
 from flash_attn_minimal.bench.machine import BenchError, Numpy, open_machine
 from flash_attn_minimal.bench.systems import Refused
-from flash_attn_minimal.bench.timing import Protocol
+from flash_attn_minimal.bench.timing import Protocol, Timing
 
 FLOATS = ("float32", "float16", "bfloat16")
 SMALL = "b2 q20 k33 h4/2 d16/8"
@@ -191,6 +197,13 @@ def test_sweep_suite(tmp_path, capsys):
     assert [row["call"] for row in again["rows"]] == [row["call"] for row in data["rows"]]
     assert [row["before_us"] for row in again["rows"]] == [row["us"] for row in data["rows"]]
     assert "Against the earlier result" in (tmp_path / "again" / "sweep.md").read_text()
+    # without a seed, the calls of the earlier result
+    (tmp_path / "sweep.json").write_text(json.dumps(data | {"rows": data["rows"][:2]}))
+    third = run(
+        tmp_path / "third", "--suite", "sweep", "--device", "cpu", *FAST, "--before", str(tmp_path / "sweep.json")
+    )
+    assert [row["call"] for row in third["rows"]] == [row["call"] for row in data["rows"][:2]]
+    assert all("before_us" in row for row in third["rows"]) and "--seed" not in third["command"]
     one = run(tmp_path / "one", "--suite", "sweep", "--device", "cpu", "--call", f"fp32 fwd {SMALL} causal", *FAST)
     assert [row["call"] for row in one["rows"]] == [f"fp32 fwd {SMALL} causal"]
 
@@ -230,22 +243,52 @@ def test_a_worker_that_dies_is_lost_and_a_call_that_breaks_is_reported():
         worker.end()
 
 
-def test_a_hanging_worker_is_replaced_and_the_sweep_goes_on(tmp_path, monkeypatch):
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_call_that_hangs_is_asked_for_again_without_peers(tmp_path, monkeypatch, times):
+    """Once lost it was perhaps a peer that hung; lost without peers, too, it is a failure of ours."""
     asked = sweep.Worker.ask
     hung = []
 
     def ask(self, order):
-        if not hung:
-            hung.append(order["call"])
+        if len(hung) < times:
+            hung.append((order["call"], order["peers"]))
             os.kill(self.process.pid, signal.SIGSTOP)
             return self._line(0.2)
         return asked(self, order)
 
     monkeypatch.setattr(sweep.Worker, "ask", ask)
     options = ["--suite", "sweep", "--device", "cpu", "--framework", "numpy", "--calls", "3", "--seed", "1", *FAST]
-    data = run(tmp_path, *options, code=1)
-    assert len(data["rows"]) == 2
-    assert [(item["shape"], item["reason"]) for item in data["left_out"]] == [(hung[0], "no answer after 0 s")]
+    data = run(tmp_path, *options, code=times - 1)
+    assert len(data["rows"]) == 4 - times
+    assert hung == [(hung[0][0], True), (hung[0][0], False)][:times]
+    [item] = data["left_out"]
+    assert item["shape"] == hung[0][0] and item["reason"].startswith("no answer after 0 s")
+    assert item["system"] == ("a peer", "ours")[times - 1]
+
+
+def test_ctrl_c_ends_the_sweep_with_what_there_is(tmp_path):
+    command = [sys.executable, "-m", "flash_attn_minimal", "bench", "--suite", "sweep", "--device", "cpu", *FAST]
+    process = subprocess.Popen(
+        [*command, "--seconds", "100", "--output", str(tmp_path)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    line = process.stdout.readline()
+    for _ in range(600):  # as a terminal does, all processes of the group get it
+        tasks = Path(f"/proc/{process.pid}/task").glob("*/children")
+        if children := " ".join(task.read_text() for task in tasks).split():
+            break
+        time.sleep(0.05)
+    time.sleep(6)
+    os.killpg(process.pid, signal.SIGINT)
+    said, errors = process.communicate(timeout=60)
+    assert "interrupted" in errors and process.returncode in (0, 1), errors
+    data = json.loads((tmp_path / "sweep.json").read_text())
+    assert all(row["us"] > 0 for row in data["rows"]) and not data["left_out"]
+    seed = re.search(r"seed (\d+)", line + said).group(1)
+    assert data["command"].endswith(f"--seed {seed}")  # drawn, and written down
+    assert children
+    for pid in children:
+        assert not os.path.exists(f"/proc/{pid}")
 
 
 def test_a_wrong_answer_is_a_finding(monkeypatch):
@@ -284,13 +327,122 @@ def test_the_tables_say_mean_least_and_share():
     ]
     assert "4 calls, of which 3 have a peer" in sweep.overall(rows)
     mean = (2.0 * 0.5 * 0.9) ** (1 / 3)
-    assert f"is {mean:.2f} in the geometric mean; ours is slower in 67%, by more than 30% in 33%" in sweep.overall(rows)
+    assert f"is {mean:.2f} in the geometric mean; ours is slower in 67%, below 0.7 in 33%, 0.50 at" in sweep.overall(rows)
     text = "\n".join(sweep.table({"machine": {"gpu": "x"}}, rows))
-    assert "| bare | 1.00 (0.50, 2) |" in text
-    assert "| two options |  | 0.90 (0.90, 1) |" in text
+    assert "| bare | 1.00 (0.50, 50%, 2) |" in text
+    assert "| two options |  | 0.90 (0.90, 100%, 1) |" in text
+    assert "| dropout | 0.90 (0.90, 100%, 1) |  |" in text and "| bias | 0.90" in text  # by option, with another
     assert text.index("* 0.50 `") < text.index("dropout bias` k:") < text.index("* 2.00 `")
     assert "1 calls are in both: earlier time over today's 0.900" in text
     assert "no peer took one" in sweep.overall(rows[3:])
+
+
+def test_fp8_and_tf32_are_tables_of_their_own():
+    """A peer takes a call in fp8 as bfloat16, so it is in no mean over all calls."""
+    lines = ("fp8 fwd b1 q64 k64 h1 d64", "fp32 fwd b1 q64 k64 h1 d64 tf32", "fp32 fwd b1 q64 k64 h1 d64")
+    rows = [_row(line, 10.0, {"cudnn": us}) for line, us in zip(lines, (40.0, 20.0, 5.0), strict=True)]
+    text = "\n".join(sweep.table({"machine": {"gpu": "x"}}, rows))
+    assert "of which 2 have a peer" in text and "is 1.00 in the geometric mean" in text
+    for title, mean in (("fp8, the peers in bfloat16", "4.00"), ("float32", "0.50"), ("float32, tf32 allowed", "2.00")):
+        assert f"| bare | {mean}" in text.split(f"\n## {title}\n")[1].split("##")[0]
+
+
+def test_times_with_the_work_of_the_host_compare_with_their_like():
+    call = Call.parse(f"fp32 fwd {SMALL}")
+
+    def timed(failed, **us):
+        found = [Timing([t], capture_failed=name in failed) for name, t in us.items()]
+        return sweep_worker._timed(call, list(us), found, [])
+
+    row = timed((), ours=2.0, cudnn=3.0, fa2=2.5)
+    assert (row["best"], row["ratio"]) == ("fa2", 1.25) and "not_captured" not in row
+    row = timed(("fa2",), ours=2.0, cudnn=3.0, fa2=2.5)
+    assert (row["best"], row["ratio"], row["not_captured"]) == ("cudnn", 1.5, ["fa2"])
+    assert "ratio" not in timed(("ours",), ours=2.0, cudnn=3.0)
+    text = "\n".join(sweep.table({"machine": {"gpu": "x"}}, [_row(str(call), 2.0, {}, not_captured=["fa2"])]))
+    assert "FlashAttention-2" in text and "could not be captured" in text
+
+
+def test_a_peer_with_another_answer_is_left_out_of_each_call(monkeypatch):
+    torch = pytest.importorskip("torch")
+    machine, right = open_machine("cpu", "torch"), calls.peer
+
+    def wrong(name, arrays):
+        system = right(name, arrays)
+        return calls.Made(name, lambda i: system.launch(i) * 1.1, heads_second=system.heads_second)
+
+    call, protocol = Call.parse(f"fp32 fwd {SMALL} causal"), Protocol(rounds=1, burst_s=1e-4)
+    assert "torch" in sweep_worker.measured(machine, call, False, protocol, 0, ["torch"])["row"]["peers"]
+    monkeypatch.setattr(sweep_worker, "peer", wrong)
+    row = sweep_worker.measured(machine, call, False, protocol, 0, ["torch"])["row"]
+    assert row["peers"] == {} and row["peers_wrong"] == ["torch"] and "ratio" not in row
+    assert row["max_err"] <= row["err_budget"]  # a difference makes it a call that is checked
+    assert torch.is_grad_enabled()
+
+
+def test_a_peer_without_memory_is_refused_and_frees_what_it_had(monkeypatch):
+    torch = pytest.importorskip("torch")
+    machine = open_machine("cpu", "torch")
+    alive = []
+
+    class Held:
+        def __init__(self):
+            alive.append(self)
+
+    def big(name, arrays):
+        held = weakref.ref(Held())
+        kept = alive.pop()
+        alive.append(held)
+        raise torch.OutOfMemoryError(f"CUDA out of memory with {kept}")
+
+    monkeypatch.setattr(calls, "_sdpa", big)
+    monkeypatch.setattr(machine, "release", lambda: alive.append(alive[0]()))
+    with pytest.raises(Refused, match="out of memory"):
+        calls.peer("torch", Arrays.of(machine, Call.parse(f"fp32 fwd {SMALL}")))
+    assert alive[1] is None  # nothing held it when the memory was given back
+
+
+def test_an_array_that_nobody_would_make_is_refused():
+    call = Call.parse("bf16 fwd b1 q32768 k32768 h64 d64 alibi")
+    arrays = Arrays(type("M", (), {"torch": None})(), call, None, None, None, {})
+    with pytest.raises(Refused, match="its mask would have 68719476736 numbers"):
+        calls._dense(arrays)
+
+
+def test_deterministic_peers_are_deterministic():
+    torch = pytest.importorskip("torch")
+    call = Call.parse(f"fp32 bwd {SMALL} deterministic")
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    with calls._modes(torch, call):
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory == before
+
+
+def test_a_peer_that_compiles_does_so_for_a_part_of_the_time(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(sweep_worker.time, "monotonic", lambda: now[0])
+
+    def slow(name, arrays):
+        now[0] += 15
+        return name
+
+    monkeypatch.setattr(sweep_worker, "peer", slow)
+    compiled = sweep_worker.Compiled()
+    kinds = [type("A", (), {"call": Call.parse(f"bf16 fwd b1 q9 k9 h1 d{d}")})() for d in (16, 32, 64)]
+    assert compiled.peer("fa4", kinds[0]) == compiled.peer("fa4", kinds[1]) == "fa4"
+    with pytest.raises(Refused, match="compiled enough"):
+        compiled.peer("fa4", kinds[2])
+    assert compiled.peer("fa4", kinds[0]) == "fa4" and compiled.peer("cudnn", kinds[2]) == "cudnn"
+    now[0] += 300
+    assert compiled.peer("fa4", kinds[2]) == "fa4"
+
+
+def test_the_judge_looks_at_a_sequence_that_hides_keys():
+    for line in ("fp32 fwd b4 q8 k20 h1 d8 key_mask", "fp32 fwd b4 q8 k20 h1 d8 cache"):
+        arrays = Arrays.of(Numpy(), Call.parse(line))
+        assert {Judge(arrays, seed).b for seed in range(30)} == {1, 2, 3}
 
 
 def test_prices_suite(tmp_path):

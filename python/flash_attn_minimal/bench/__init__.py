@@ -112,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seconds", type=positive, metavar="N", help="sweep: how long; default: 300, or until --calls are done")
     add("--calls", type=positive, metavar="N", help="sweep: how many")
     add("--call", metavar="LINE", help="sweep: this call alone, as a line of its table has it")
-    add("--before", type=Path, metavar="FILE.json", help="sweep: compare with an earlier result on the calls of both")
+    add("--before", type=Path, metavar="FILE.json", help="sweep: time the calls of an earlier result (with --seed those of the seed), and compare with it")
     add("--devices", metavar="N,...", help="sweep, ledger: GPUs by number; default: all")
     add("--against", metavar="LIBRARY", help="ledger: a library, a checkout that is built, or a commit to compile")
     add("--row", type=words, metavar="TEXT,...", help="ledger: the rows with one of these texts in their name")
@@ -120,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--sustained", action="store_const", const=True, help="also time a third of a second each, with clock and power"
     )
-    add("--seed", type=natural, metavar="N", help="of the random inputs and of the order")
+    add("--seed", type=natural, metavar="N", help="of the random inputs, the order, and in the sweep the calls")
     add(
         "--output",
         type=Path,
@@ -178,7 +178,7 @@ def _run(options, parser, argv) -> int:
         return found
     machine, outcome = found
     # The recorded command leaves out where the results go: it reproduces the numbers anywhere.
-    command = shlex.join(["python", "-m", "flash_attn_minimal", "bench", *_without_output(argv)])
+    command = shlex.join(["python", "-m", "flash_attn_minimal", "bench", *_without_output(argv), *outcome.chosen])
     data = report.result(options.suite, command, machine, outcome)
     folder = options.output or report.default_folder(device_slug(machine))
     status = _written(report.write(data, folder))

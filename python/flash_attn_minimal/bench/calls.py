@@ -12,6 +12,7 @@ longest has q tokens. `cache`: flash_attn_with_kvcache, `pageN` with pages of N 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import random
@@ -258,36 +259,14 @@ EXAMPLE = "bf16 bwd b4 q1024 k1024 h16/4 d128 causal dropout"
 # ---- drawing ----
 
 HEADDIMS = (
-    64,
-    64,
-    64,
-    64,
-    128,
-    128,
-    128,
-    128,
-    128,
-    256,
-    256,
-    96,
-    80,
-    72,
-    40,
-    32,
-    112,
-    160,
-    192,
-    224,
-    16,
-    320,
-    384,
-    512,
-)
+    64, 64, 64, 64, 128, 128, 128, 128, 128, 256, 256, 96, 80, 72, 40, 32, 112, 160, 192, 224, 16, 320, 384, 512,
+)  # fmt: skip
 TWO_HEADDIMS = ((192, 128), (96, 128), (128, 64), (64, 128), (192, 256), (256, 512))
 SINGLE = ("window", "softcap", "alibi", "sinks", "dropout", "key_mask", "pair_mask", "causal_mask", "bias", "bias")
 PAIRS = (  # options that programs use together
     ("causal", "window"), ("causal", "window"), ("causal", "softcap"), ("causal", "alibi"), ("causal", "sinks"),
-    ("causal", "dropout"), ("causal", "dropout"), ("causal", "key_mask"), ("causal", "bias"), ("dropout", "key_mask"),
+    ("causal", "dropout"), ("causal", "dropout"), ("causal", "key_mask"), ("causal", "key_mask"), ("causal", "bias"),
+    ("dropout", "key_mask"),
     ("dropout", "bias"), ("bias", "key_mask"), ("bias", "pair_mask"), ("window", "softcap"), ("window", "sinks"),
     ("alibi", "key_mask"), ("dropout", "pair_mask"), ("softcap", "key_mask"),
 )  # fmt: skip
@@ -324,8 +303,10 @@ def drawn(seed: int, number: int, device: str, dtypes: tuple[str, ...]) -> Call:
     raise AssertionError("unreachable")
 
 
-def _length(draw: random.Random, most: int, least: int = 17) -> int:
-    """Half of the lengths are powers of two, as programs pad them; a quarter are near one; the rest are anything."""
+def _length(draw: random.Random, most: int, least: int = 0) -> int:
+    """Half of the lengths are powers of two, as programs pad them; a quarter are near one; the rest are anything. One
+    in five may be short: a bare launch is most of what such a call costs."""
+    least = least or (17 if draw.random() < 0.2 else 128)
     n = round(math.exp(draw.uniform(math.log(least), math.log(most))))
     kind = draw.random()
     if kind < 0.75:
@@ -341,7 +322,7 @@ def _draw(draw: random.Random, limits: Limits, dtypes: tuple[str, ...]) -> Call:
     headdim_v = headdim
     if draw.random() < 0.05:
         headdim, headdim_v = draw.choice(TWO_HEADDIMS)
-    nheads_k = draw.choice((1, 1, 2, 4, 4, 8, 8, 12, 16, 16, 32))
+    nheads_k = draw.choice((1, 2, 4, 8, 8, 8, 12, 16, 16, 32))
     nheads = nheads_k * draw.choice((1, 1, 1, 1, 2, 4, 4, 7, 8, 16) if nheads_k <= 8 else (1, 1, 1, 2))
     kind = draw.random()
     ways: list[str] = []
@@ -391,8 +372,8 @@ def _draw(draw: random.Random, limits: Limits, dtypes: tuple[str, ...]) -> Call:
 
 @dataclass
 class Arrays:
-    """The inputs of a call on a machine, those of ours and of the peers. More than one set where they would stay in the
-    level-2 cache."""
+    """The inputs of a call on a machine, those of ours and of the peers. There is one set: what fits into the level-2
+    cache stays there, for each system alike, as for a caller that has just written it."""
 
     machine: Any
     call: Call
@@ -403,6 +384,8 @@ class Arrays:
     lengths: tuple = ()  # varlen's arguments
     cache: dict[str, Any] = field(default_factory=dict)  # flash_attn_with_kvcache's
     dout: Any = None
+    dense: Any = None  # the peers' mask, once one has made it
+    pages: tuple[Any, Any, Any] | None = None
 
     @classmethod
     def of(cls, machine, call: Call, seed: int = 0) -> Arrays:
@@ -427,20 +410,21 @@ class Arrays:
         return arrays
 
     def paged(self) -> tuple[Any, Any, Any]:
-        """(k_cache, v_cache, block_table): the cache cut into pages, which lie in a shuffled order."""
-        call, machine = self.call, self.machine
-        each = -(-call.seqlen_k // call.page)
-        order = random.Random(call.page).sample(range(call.batch * each), call.batch * each)
-        table = machine.int32(np.asarray(order, np.int32).reshape(call.batch, each).tolist())
-        pools = []
-        for cache, width in ((self.k, call.headdim), (self.v, call.headdim_v)):
-            pool = machine.nans((call.batch * each, call.page, call.nheads_k, width), call.given)
-            for b in range(call.batch):
-                for i in range(each):
-                    part = cache[b, i * call.page : (i + 1) * call.page]
-                    pool[order[b * each + i], : len(part)] = part
-            pools.append(pool)
-        return pools[0], pools[1], table
+        """(k_cache, v_cache, block_table): the cache cut into pages, which lie in a shuffled order. What is behind the
+        last key of a sequence in its last page is random."""
+        if self.pages is None:
+            call, machine = self.call, self.machine
+            each = -(-call.seqlen_k // call.page)
+            order = random.Random(call.page).sample(range(call.batch * each), call.batch * each)
+            place = np.argsort(order).tolist()  # order[i]: where page i lies; place[j]: the page that lies at j
+            pools = []
+            for cache in (self.k, self.v):
+                whole = machine.random((call.batch, each * call.page, *cache.shape[2:]), call.given, 30)
+                whole[:, : call.seqlen_k] = cache
+                pools.append(whole.reshape(call.batch * each, call.page, *cache.shape[2:])[place])
+            table = machine.int32(np.asarray(order, np.int32).reshape(call.batch, each).tolist())
+            self.pages = pools[0], pools[1], table
+        return self.pages
 
 
 def _options(machine, call: Call, seed: int) -> dict[str, Any]:
@@ -564,18 +548,21 @@ USUAL = {"cuda": ("cudnn", "fa2", "efficient", "fa3", "fa4"), "cpu": ("torch",)}
 
 def peer(name: str, arrays: Arrays) -> Made:
     """A peer, tried once. Refused says why it does not take the call."""
-    torch, machine = arrays.machine.torch, arrays.machine
+    machine = arrays.machine
     with warnings.catch_warnings():  # PyTorch explains a refusal in warnings
         warnings.simplefilter("ignore")
         try:
-            with machine.side():
-                made = (_flash_attention if name in PACKAGES else _packed if arrays.lengths else _sdpa)(name, arrays)
-                made.launch(0)
+            made = (_flash_attention if name in PACKAGES else _packed if arrays.lengths else _sdpa)(name, arrays)
+            made.launch(0)
             machine.synchronize()
-        except (RuntimeError, NotImplementedError, TypeError, ValueError, torch.OutOfMemoryError) as error:
-            machine.release()
-            raise Refused(first_line(error)) from None
-    return made
+            return made
+        except Refused:
+            raise
+        except Exception as error:  # whatever a peer raises, ours is timed without it
+            why = first_line(error)
+    made = None  # out of memory: what the peer has allocated must not be missing for the others
+    machine.release()
+    raise Refused(why)
 
 
 def _visible(arrays: Arrays):
@@ -599,47 +586,63 @@ def _visible(arrays: Arrays):
     return seen if mask is None else seen & mask
 
 
-def _sdpa(name: str, arrays: Arrays) -> Made:
-    """scaled_dot_product_attention with one backend, or with the one that PyTorch picks. Options that it does not know
-    become the array that a user of it would make, outside of what is timed."""
+DENSE = 1 << 32  # numbers in an array that a peer needs and ours does not, above which nobody would make it
+
+
+def _dense(arrays: Arrays):
+    """What a user of scaled_dot_product_attention gives as attn_mask for the options that it does not know: True where
+    a row sees a key, or a bias of q's dtype. One array for all peers, made outside of what is timed."""
     call, torch, options = arrays.call, arrays.machine.torch, arrays.options
-    if {"softcap", "sinks"} & set(call.options):
-        raise Refused("scaled_dot_product_attention has neither softcap nor sinks")
-    more: dict[str, Any] = {}
-    if "dropout" in call.options:
-        more["dropout_p"] = DROPOUT
-    if call.group > 1:
-        more["enable_gqa"] = True
-    bias = options.get("bias")
+    if arrays.dense is not None:
+        return arrays.dense
+    scores = call.seqlen_q * call.seqlen_k
+    batch = call.batch if call.is_cache or {"key_mask", "pair_mask", "bias_batch"} & set(call.options) else 1
+    heads = call.nheads if {"alibi", *BIASES} & set(call.options) else 1
+    if scores * heads * batch > DENSE:
+        raise Refused(f"its mask would have {scores * heads * batch} numbers")
+    mask, bias = _visible(arrays), options.get("bias")
     if "alibi" in call.options:
         rows = torch.arange(call.seqlen_q, device=arrays.q.device)[:, None] + (call.seqlen_k - call.seqlen_q)
         ends = torch.arange(call.seqlen_k, device=arrays.q.device)[None, :]
         if call.is_cache:
             rows = rows + (arrays.cache["cache_seqlens"] - call.seqlen_k)[:, None, None, None]
-        slopes = options["alibi_slopes"][:, None, None]
-        alibi = -slopes * (rows - ends).abs()
+        distance = (rows - ends).abs_().float()
+        alibi = -options["alibi_slopes"][:, None, None] * distance
         bias = alibi if bias is None else alibi + bias
-    square = call.seqlen_q == call.seqlen_k and not call.is_cache
-    if call.options and bias is None and set(call.options) <= {"causal", "dropout"} and "causal" in call.options:
-        if square:
-            more["is_causal"] = True
-        elif name != "cudnn" and not call.is_cache:
-            from torch.nn.attention.bias import causal_lower_right
+    if bias is not None:
+        bias = bias.to(arrays.q.dtype)
+        bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
+        mask = bias if mask is None else bias.masked_fill(~mask, -math.inf)
+    arrays.dense = mask
+    return mask
 
-            more["attn_mask"] = causal_lower_right(call.seqlen_q, call.seqlen_k)
-    if "is_causal" not in more and "attn_mask" not in more:
-        mask = _visible(arrays)
-        if bias is not None:
-            bias = bias.to(arrays.q.dtype)
-            bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
-            mask = bias if mask is None else bias.masked_fill(~mask, -math.inf)
-        if mask is not None:
-            more["attn_mask"] = mask
+
+def _sdpa(name: str, arrays: Arrays) -> Made:
+    """scaled_dot_product_attention with one backend, or with the one that PyTorch picks."""
+    call, torch = arrays.call, arrays.machine.torch
+    if {"softcap", "sinks"} & set(call.options):
+        raise Refused("scaled_dot_product_attention has neither softcap nor sinks")
+    more: dict[str, Any] = {"dropout_p": DROPOUT} if "dropout" in call.options else {}
+    hides = set(call.options) - {"dropout"}
+    if hides == {"causal"} and not call.is_cache and call.seqlen_q == call.seqlen_k:
+        more["is_causal"] = True
+    elif hides == {"causal"} and not call.is_cache and name in ("fa2", "efficient"):
+        from torch.nn.attention.bias import causal_lower_right  # elsewhere it would become an array at each call
+
+        more["attn_mask"] = causal_lower_right(call.seqlen_q, call.seqlen_k)
+    elif hides or call.is_cache:
+        if name == "fa2":
+            raise Refused("FlashAttention-2 in PyTorch takes no mask")
+        more["attn_mask"] = _dense(arrays)
+    one_for_all = name == "efficient" and call.group > 1 and call.nheads_k == 1 and not call.backward
+    if call.group > 1 and not one_for_all:
+        more["enable_gqa"] = True
     views = [x.transpose(1, 2) for x in (arrays.q, arrays.k, arrays.v)]
-    tf32 = "tf32" in call.ways
+    if one_for_all:  # it has no grouped heads, but takes a view that repeats the only one
+        views[1:] = [x.expand(-1, call.nheads, -1, -1) for x in views[1:]]
 
     def forward(q, k, v):
-        with only(name), allowing_tf32(torch, tf32):
+        with only(name), _modes(torch, call):
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, **more)
 
     if not call.backward:
@@ -648,10 +651,28 @@ def _sdpa(name: str, arrays: Arrays) -> Made:
     graph = backward_of(torch, [forward(*leaves)], [leaves], [arrays.dout.transpose(1, 2)])
 
     def launch(i):
-        with allowing_tf32(torch, tf32):
+        with _modes(torch, call):
             return graph(0)
 
     return Made(name, launch, heads_second=True)
+
+
+@contextlib.contextmanager
+def _modes(torch, call: Call):
+    """PyTorch's switches as the call wants them. With deterministic a backend that has no such order refuses."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    wanted = "deterministic" in call.ways
+    with allowing_tf32(torch, "tf32" in call.ways):
+        if not wanted:
+            yield
+            return
+        try:
+            torch.use_deterministic_algorithms(True)
+            torch.utils.deterministic.fill_uninitialized_memory = False  # a fill of each new array would be timed
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before[0])
+            torch.utils.deterministic.fill_uninitialized_memory = before[1]
 
 
 def _packed(name: str, arrays: Arrays) -> Made:
@@ -683,19 +704,29 @@ def _packed(name: str, arrays: Arrays) -> Made:
 
 
 def _flash_attention(name: str, arrays: Arrays) -> Made:
-    """FlashAttention-3 or -4 through its own package: causal, windows and softcap."""
+    """FlashAttention-3 or -4 through its own package: causal, windows and softcap; FlashAttention-3 over caches, too."""
     call = arrays.call
-    if set(call.options) - {"causal", "softcap", *WINDOWS} or call.is_cache or "tf32" in call.ways:
+    if set(call.options) - {"causal", "softcap", *WINDOWS} or "tf32" in call.ways:
         raise Refused(f"{PACKAGES[name]} has not these options")
     if call.dtype == "float32":
         raise Refused(f"{PACKAGES[name]} takes no float32")
-    function = fa_function(name, "flash_attn_varlen_func" if arrays.lengths else "flash_attn_func")
+    if call.is_cache and name != "fa3":
+        raise Refused(f"{PACKAGES[name]} is not timed over caches")
     options: dict[str, Any] = {"causal": "causal" in call.options}
     if set(call.options) & set(WINDOWS):
         options["window_size"] = call.window if name == "fa3" else tuple(None if n < 0 else n for n in call.window)
     if "softcap" in call.options:
         options["softcap"] = SOFTCAP
-    if arrays.lengths:
+    if "deterministic" in call.ways:
+        options["deterministic"] = True
+    q, k, v = arrays.q, arrays.k, arrays.v
+    kind = "flash_attn_with_kvcache" if call.is_cache else "flash_attn_varlen_func" if arrays.lengths else ""
+    function = fa_function(name, kind or "flash_attn_func")
+    if call.is_cache:
+        options |= arrays.cache
+        if call.page:
+            k, v, options["page_table"] = arrays.paged()
+    elif arrays.lengths:
         starts, _, longest, _ = arrays.lengths
         options |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": longest, "max_seqlen_k": longest}
 
@@ -703,6 +734,8 @@ def _flash_attention(name: str, arrays: Arrays) -> Made:
         out = function(q, k, v, **options)
         return out[0] if isinstance(out, tuple) else out
 
+    if call.is_cache:
+        return Made(name, lambda i: attention(q, k, v))
     return _with_gradients(name, arrays, attention)
 
 
@@ -710,9 +743,16 @@ def _with_gradients(name: str, arrays: Arrays, attention) -> Made:
     q, k, v = arrays.q, arrays.k, arrays.v
     if not arrays.call.backward:
         return Made(name, lambda i: attention(q, k, v))
+    torch = arrays.machine.torch
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    graph = backward_of(arrays.machine.torch, [attention(*leaves)], [leaves], [arrays.dout])
-    return Made(name, lambda i: graph(0))
+    with _modes(torch, arrays.call):
+        graph = backward_of(torch, [attention(*leaves)], [leaves], [arrays.dout])
+
+    def launch(i):
+        with _modes(torch, arrays.call):
+            return graph(0)
+
+    return Made(name, launch)
 
 
 # ---- the answer ----
@@ -727,26 +767,27 @@ class Judge:
         call, host = arrays.call, arrays.machine.host
         draw = random.Random(f"judge {seed} {call}")
         self.call, self.machine = call, arrays.machine
-        self.b, self.h_k = draw.randrange(call.batch), draw.randrange(call.nheads_k)
-        first = self.h_k * call.group
-        self.heads = list(range(first, first + call.group)) if call.backward else [first + draw.randrange(call.group)]
+        first = 1 if call.batch > 1 and (call.is_cache or "key_mask" in call.options) else 0  # the first hides no key
+        self.b, self.h_k = draw.randrange(first, call.batch), draw.randrange(call.nheads_k)
+        lowest = self.h_k * call.group
+        group = range(lowest, lowest + call.group)
+        self.heads = list(group) if call.backward else [draw.choice(group)]
         starts = [0, *itertools.accumulate(call.lengths)] if call.packed is not None else []
         whole = slice(None) if not starts else slice(starts[self.b], starts[self.b + 1])
         keys = whole if not call.is_cache else slice(0, call.filled[self.b])
         self.rows_q, self.rows_k = whole, keys
         part = (lambda x, rows, h: host(x[rows, h])) if starts else (lambda x, rows, h: host(x[self.b, rows, h]))
         self.part = part
-        options = {n: (host(x) if hasattr(x, "shape") else x) for n, x in arrays.options.items()}
-        for name in ("deterministic", "allow_tf32"):
-            options.pop(name, None)
-        if "mask" in options:
-            options["mask"] = options["mask"] != 0
+        options = dict(arrays.options)
+        for name in {"alibi_slopes", "sinks"} & options.keys():
+            options[name] = host(options[name])
         precision = "tf32" if "tf32" in call.ways else call.dtype
         k, v = part(arrays.k, keys, self.h_k), part(arrays.v, keys, self.h_k)
         self.samples: list[tuple[str, int, np.ndarray, np.ndarray]] = []  # array, head, exact, plain
         sums: dict[str, Any] = {"exact": [0.0, 0.0], "plain": [0.0, 0.0]}
         for h in self.heads:
-            head = _head(call, part(arrays.q, whole, h), k, v, self.b, h, options)
+            given = options | {n: host(_plane(options[n], self.b, h)) for n in {"bias", "mask"} & options.keys()}
+            head = _head(call, part(arrays.q, whole, h), k, v, self.b, h, given)
             if not call.backward:
                 exact, _ = reference._standard(head)
                 plain = _plain(head, precision)
@@ -794,13 +835,13 @@ class Judge:
         return 2 * FACTOR * float(np.abs(plain - exact).max(initial=0)) + floor
 
 
+def _plane(array, b: int, h: int):
+    """What a bias or a mask, of four axes, says to one head of one sequence."""
+    return array[b % array.shape[0], h % array.shape[1]]
+
+
 def _head(call: Call, q, k, v, b: int, h: int, options: dict[str, Any]) -> reference.Head:
     """One head of one sequence with all options of the call."""
-
-    def part(array):
-        array = np.reshape(array, (1,) * (4 - array.ndim) + array.shape)
-        return array[b % len(array), h % array.shape[1], :, : len(k)]
-
     return reference.Head(
         *(np.asarray(x, np.float64) for x in (q, k, v)),
         softmax_scale=call.headdim**-0.5,
@@ -808,8 +849,8 @@ def _head(call: Call, q, k, v, b: int, h: int, options: dict[str, Any]) -> refer
         window_size=tuple(options.get("window_size", (-1, -1))),
         softcap=options.get("softcap", 0.0),
         slope=float(options["alibi_slopes"][h]) if "alibi_slopes" in options else 0.0,
-        bias=np.asarray(part(options["bias"]), np.float64) if "bias" in options else None,
-        mask=part(options["mask"]) if "mask" in options else None,
+        bias=np.asarray(options["bias"], np.float64) if "bias" in options else None,
+        mask=options["mask"] != 0 if "mask" in options else None,
         sink=float(options["sinks"][h]) if "sinks" in options else -math.inf,
         dropout={"p": DROPOUT, "seed": options["dropout_seed"], "offset": 0, "batch": b, "head": h}
         if "dropout" in call.options

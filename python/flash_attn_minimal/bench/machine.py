@@ -11,13 +11,15 @@ queues launches 0 .. count - 1; `seconds(burst)` says how long the device takes 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import numpy as np
 
@@ -34,17 +36,27 @@ class BenchError(FlashAttnError):
     """This machine cannot do what was asked; the text says why."""
 
 
+@dataclass
+class OneByOne:
+    """Launches that the host queues one after the other. capture_failed: they should have become a CUDA graph, so short
+    ones are timed with the work of the host."""
+
+    launch: Callable[[int], Any]
+    count: int
+    capture_failed: bool = False
+
+    def __call__(self):
+        for i in range(self.count):
+            self.launch(i)
+
+
 class CpuClock:
     device = "cpu"
     l2_bytes = 0  # inputs do not rotate: on a CPU they are often in the cache of a real caller, too
     gpu_id = None
 
     def burst(self, launch, count, us):
-        def run():
-            for i in range(count):
-                launch(i)
-
-        return run
+        return OneByOne(launch, count)
 
     def seconds(self, burst, repeat=1, warm=True):
         time.sleep(0.005)  # lets the threads of the previous system stop spinning
@@ -56,6 +68,9 @@ class CpuClock:
         return time.perf_counter() - start
 
     def synchronize(self):
+        pass
+
+    def use_one_stream(self):
         pass
 
     def release(self):
@@ -142,8 +157,7 @@ class _Torch:
 
 
 class TorchCpu(_Torch, CpuClock):
-    def side(self):
-        return contextlib.nullcontext()
+    pass
 
 
 class TorchCuda(_Torch):
@@ -161,10 +175,12 @@ class TorchCuda(_Torch):
         self._start, self._end = (self.torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._captured = self.torch.cuda.Stream()
 
-    def side(self):
-        """A context in which PyTorch works on the stream that `burst` captures. A backward pass runs on the stream of
-        its forward pass, so it can be captured only where that ran in this context."""
-        return self.torch.cuda.stream(self._captured)
+    def use_one_stream(self):
+        """From here on PyTorch works on the stream that `burst` captures. A backward pass runs on the stream of its
+        forward pass: only on this one can it be captured, and on any other stream each launch would wait for two
+        events more."""
+        self.torch.cuda.synchronize()
+        self.torch.cuda.set_stream(self._captured)
 
     def burst(self, launch, count, us):
         if us < GRAPH_BELOW_US:
@@ -177,12 +193,8 @@ class TorchCuda(_Torch):
             except RuntimeError as error:
                 self.torch.cuda.synchronize()
                 print(f"  {CAPTURE_FAILED}: {first_line(error)}", file=sys.stderr)
-
-        def run():
-            for i in range(count):
-                launch(i)
-
-        return run
+                return OneByOne(launch, count, capture_failed=True)
+        return OneByOne(launch, count)
 
     def seconds(self, burst, repeat=1, warm=True):
         if warm:
@@ -281,12 +293,8 @@ class Cupy:
                 return lambda: graph.launch(stream)
             except (RuntimeError, FlashAttnError) as error:
                 print(f"  {CAPTURE_FAILED}: {first_line(error)}", file=sys.stderr)
-
-        def run():
-            for i in range(count):
-                launch(i)
-
-        return run
+                return OneByOne(launch, count, capture_failed=True)
+        return OneByOne(launch, count)
 
     def seconds(self, burst, repeat=1, warm=True):
         if warm:
@@ -297,6 +305,9 @@ class Cupy:
         self._end.record(self._stream)
         self._end.synchronize()
         return self.cupy.cuda.get_elapsed_time(self._start, self._end) * 1e-3
+
+    def use_one_stream(self):
+        pass  # it works on one already
 
     def synchronize(self):
         self._stream.synchronize()

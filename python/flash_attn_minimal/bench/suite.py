@@ -18,6 +18,7 @@ class Outcome:
     conditions: tuple[float, float] | None = None  # medians of (MHz, W)
     driver: str | None = None
     load: float | None = None  # processes running on the host before the start
+    chosen: list[str] = field(default_factory=list)  # options that were drawn: with them the command finds the same
 
 
 @dataclass(frozen=True, kw_only=True)

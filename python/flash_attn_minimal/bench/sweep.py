@@ -1,14 +1,17 @@
 """The suite `sweep`: random calls as users make them, each beside every peer that takes it. Tables of named shapes say
 how fast those shapes are; the sweep says what a call costs that nobody has tuned for.
 
-Each GPU has a worker process; a CPU has one. A worker that dies or hangs is a failed call, and is replaced.
+Each GPU has a worker process; a CPU has one. A worker that dies or hangs is replaced, and its call asked for again
+without peers: it has failed where that fails, too. Without --seed each run draws calls of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import random
 import select
 import subprocess
 import sys
@@ -24,7 +27,7 @@ from .._files import parse_json, read_bytes
 from .._library import load
 from .._progress import Progress
 from .._report import table as markdown_table
-from .calls import FEW, BadCall, Call, drawn
+from .calls import FEW, OPTIONS, BadCall, Call, drawn
 from .figure import LINES, figure_of, plain_log, set_title
 from .machine import BenchError, library_has_cuda, load_average
 from .rows import label, number, unit
@@ -54,6 +57,7 @@ class Worker:
         self.process = subprocess.Popen(
             [sys.executable, "-m", f"{__package__}.sweep_worker", json.dumps(about)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, env=env,
+            start_new_session=True,  # Ctrl-C is for the command: a call under way is finished
         )  # fmt: skip
         self._text = b""
         try:
@@ -93,7 +97,8 @@ class Worker:
     def end(self) -> None:
         """Ends the process, also one that hangs."""
         if self.process.stdin:
-            self.process.stdin.close()
+            with contextlib.suppress(OSError):  # an order may still be in its buffer
+                self.process.stdin.close()
         self.process.kill()
         self.process.wait()
         self.errors.close()
@@ -107,17 +112,20 @@ class Share:
         self.options, self.outcome, self.progress, self.ends = options, outcome, progress, ends
         self.given = iter(calls) if calls is not None else None
         self.number = 0
+        self.interrupted = False
         self.errors: list[str] = []
 
     def next(self, ready: dict[str, Any]) -> tuple[int, Call] | None:
         with self.lock:
-            if time.monotonic() >= self.ends or (self.options.calls and self.number >= self.options.calls):
+            if self.interrupted or time.monotonic() >= self.ends:
+                return None
+            if self.options.calls and self.number >= self.options.calls:
                 return None
             number, self.number = self.number, self.number + 1
             if self.given is not None:
                 call = next(self.given, None)
                 return None if call is None else (number, call)
-        return number, drawn(self.options.seed or 0, number, ready["device"], tuple(ready["dtypes"]))
+        return number, drawn(self.options.seed, number, ready["device"], tuple(ready["dtypes"]))
 
     def take(self, number: int, call: Call, found: dict[str, Any]) -> None:
         with self.lock:
@@ -138,6 +146,11 @@ class Share:
                     outcome.wrong += 1
                     self.progress.say(f"{call}: FAILED: {reason}")
 
+    def lost_with_peers(self, call: Call, why: str) -> None:
+        with self.lock:
+            self.outcome.left_out.append({"system": "a peer", "shape": str(call), "reason": f"{why} (not so without)"})
+            self.progress.say(f"{call}: without peers: {why}")
+
 
 def _work(share: Share, about: dict[str, Any], gpu: str | None, machines: dict[str | None, dict]) -> None:
     """A thread: one worker after the other on one device."""
@@ -147,43 +160,63 @@ def _work(share: Share, about: dict[str, Any], gpu: str | None, machines: dict[s
         machines[gpu] = worker.ready
         while order := share.next(worker.ready):
             number, call = order
-            try:
-                found = worker.ask({"call": str(call), "check": number % CHECK_EVERY == 0})
-            except Lost as lost:
-                found = {"failed": str(lost)}
+            found, lost = {}, ""
+            for peers in (True, False):
+                worker = worker or Worker(about, gpu)
+                try:
+                    found = worker.ask({"call": str(call), "check": number % CHECK_EVERY == 0, "peers": peers})
+                    break
+                except Lost as error:
+                    worker.end()
+                    worker, lost = None, str(error)
+                    found = {"failed": lost}
+            if lost and "failed" not in found:
+                share.lost_with_peers(call, lost)
+            share.take(number, call, found)
+            if found.get("ends") and worker:
                 worker.end()
                 worker = None
-            share.take(number, call, found)
             worker = worker or Worker(about, gpu)
-    except Lost as lost:
-        share.errors.append(str(lost))
+    except Lost as error:
+        with share.lock:
+            share.errors.append(str(error))
+            share.progress.say(f"{f'GPU {gpu}' if gpu else 'the CPU'}: no worker could start: {error}")
     finally:
         if worker:
             worker.end()
 
 
 def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
-    calls = None
-    if options.call:
-        try:
-            calls = [Call.parse(options.call)]
-        except BadCall as error:
-            raise BenchError(f"--call {error}") from None
     earlier = _earlier(options.before) if options.before else {}
+    calls = None
+    try:
+        if options.call:
+            calls = [Call.parse(options.call)]
+        elif options.before and options.seed is None:
+            calls = list(map(Call.parse, earlier))
+    except BadCall as error:
+        named = f"--call {error}" if options.call else f"--before {options.before}: {error}"
+        raise BenchError(named) from None
+    outcome, machines = Outcome(load=load_average()), {}
+    if options.seed is None:
+        options.seed = 0 if calls else random.SystemRandom().randrange(1_000_000)
+        outcome.chosen += [] if calls else ["--seed", str(options.seed)]
     device = options.device or ("cuda" if library_has_cuda() else "cpu")
     named = gpus(options.devices) if device == "cuda" else [None]
     if options.devices and device == "cpu":
         raise BenchError(f"--devices {options.devices}: there is no GPU here")
     about = {
-        "device": device, "framework": options.framework, "threads": options.threads, "seed": options.seed or 0,
+        "device": device, "framework": options.framework, "threads": options.threads, "seed": options.seed,
         "rounds": options.rounds or (3 if options.quick else 5), "burst_s": 0.002 if options.quick else 0.004,
     }  # fmt: skip
-    outcome, machines = Outcome(load=load_average()), {}
     seconds = options.seconds or SECONDS
-    total = 1 if calls else options.calls or 0
-    print(f"{len(named)} worker{'s' * (len(named) != 1)}, {total or f'{seconds} s of'} calls", flush=True)
-    with Progress(total, "sweep", every=0.0 if calls else 5.0) as progress:
-        ends = time.monotonic() + (math.inf if calls or (options.calls and not options.seconds) else seconds)
+    total = min(len(calls), options.calls or len(calls)) if calls else options.calls or 0
+    all_calls = bool(options.call or (options.calls and not options.seconds))
+    what = f"{total} calls" if all_calls else f"{seconds} s" + (f" of at most {total} calls" if total else "")
+    what += f", seed {options.seed}" if not calls else ""
+    print(f"{len(named)} worker{'s' * (len(named) != 1)}, {what}", flush=True)
+    with Progress(total, "sweep", every=0.0 if options.call else 5.0) as progress:
+        ends = math.inf if all_calls else time.monotonic() + seconds
         share = Share(options, calls, ends, outcome, progress)
         threads = [threading.Thread(target=_work, args=(share, about, gpu, machines), daemon=True) for gpu in named]
         for thread in threads:
@@ -192,17 +225,18 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
             for thread in threads:
                 thread.join()
         except KeyboardInterrupt:
-            share.ends = 0.0
-            print("interrupted: what was measured so far is written", file=sys.stderr)
+            share.interrupted = True
+            print("interrupted: the calls under way are finished, then what was measured is written", file=sys.stderr)
             for thread in threads:
-                thread.join(CALL_S)
+                thread.join(2 * CALL_S)
     if not machines:
-        raise BenchError(f"no worker could start: {'; '.join(dict.fromkeys(share.errors))}")
-    outcome.rows.sort(key=lambda row: row["number"])
-    for row in outcome.rows:
-        if row["call"] in earlier:
-            row["before_us"] = earlier[row["call"]]
-    return Machine(next(iter(machines.values())), len(named)), outcome
+        raise BenchError("no worker could start" + "".join(f"; {error}" for error in dict.fromkeys(share.errors)))
+    with share.lock:
+        outcome.rows.sort(key=lambda row: row["number"])
+        for row in outcome.rows:
+            if row["call"] in earlier:
+                row["before_us"] = earlier[row["call"]]
+    return Machine(next(iter(machines.values())), len(machines)), outcome
 
 
 def gpus(asked: str | None) -> list[str]:
@@ -267,20 +301,35 @@ def class_of(row: dict) -> str:
     return next(name for name, (low, high) in CLASSES.items() if low <= width <= high)
 
 
+def behind(ratios: list[float]) -> float:
+    return sum(ratio < 1 for ratio in ratios) / len(ratios)
+
+
 def summary(ratios: list[float]) -> str:
-    return f"{geometric(ratios):.2f} ({min(ratios):.2f}, {len(ratios)})" if ratios else ""
+    if not ratios:
+        return ""
+    return f"{geometric(ratios):.2f} ({min(ratios):.2f}, {behind(ratios):.0%}, {len(ratios)})"
+
+
+def precision(row: dict) -> str:
+    """The part of the tables that a call belongs to. Peers take a call in fp8 as bfloat16, which is another call."""
+    if row["dtype"] == "float32":
+        return "float32, tf32 allowed" if "tf32" in row["call"].split() else "float32"
+    if row["dtype"] == "float8_e4m3fn":
+        return "fp8, the peers in bfloat16"
+    return f"16 bits, 1 to {FEW} queries" if row["seqlen_q"] <= FEW else f"16 bits, more than {FEW} queries"
 
 
 def overall(rows: list[dict]) -> str:
     """A sentence on all calls that a peer takes, too."""
-    ratios = [row["ratio"] for row in rows if "ratio" in row]
+    ratios = [row["ratio"] for row in rows if "ratio" in row and row["dtype"] != "float8_e4m3fn"]
     if not ratios:
         return f"{len(rows)} calls; no peer took one."
-    behind, far = (sum(ratio < bound for ratio in ratios) / len(ratios) for bound in (1.0, BEHIND))
+    far = sum(ratio < BEHIND for ratio in ratios) / len(ratios)
     return (
         f"{len(rows)} calls, of which {len(ratios)} have a peer: the best peer's time over ours is "
-        f"{geometric(ratios):.2f} in the geometric mean; ours is slower in {behind:.0%}, by more than "
-        f"{1 - BEHIND:.0%} in {far:.0%}."
+        f"{geometric(ratios):.2f} in the geometric mean; ours is slower in {behind(ratios):.0%}, below {BEHIND} in "
+        f"{far:.0%}, {min(ratios):.2f} at the least."
     )
 
 
@@ -299,23 +348,30 @@ def _by_class(rows: list[dict], cell) -> list[str]:
     return markdown_table(["", *(f"{names[way]}, {name}" for way, name in columns)], body)
 
 
+def _by_option(served: list[dict]) -> list[str]:
+    """A table: each option, alone or with another, over all dtypes and head dims."""
+    body = []
+    for option in ("bare", *OPTIONS):
+        mine = [row for row in served if option in (Call.parse(row["call"]).options or ("bare",))]
+        if mine:
+            cells = [summary([row["ratio"] for row in mine if row["pass"] == way]) for way in ("fwd", "bwd")]
+            body.append([option, *cells])
+    lines = ["", "## By option, alone or with another, all dtypes", ""]
+    return [*lines, *markdown_table(["", "forward", "backward"], body)] if body else []
+
+
 def table(data: dict, rows: list[dict]) -> list[str]:
     lines = [
         overall(rows),
         "",
-        "Each cell: geometric mean of the best peer's time over ours (least, calls). Above 1 ours is faster.",
+        "Each cell: geometric mean of the best peer's time over ours (least, share of calls where ours is slower, calls).",
+        "Above 1 ours is faster.",
     ]
     served = [row for row in rows if "ratio" in row]
-    halves = [row for row in served if row["dtype"] != "float32"]
-    singles = [row for row in served if row["dtype"] == "float32"]
-    parts = [
-        (f"16 bits, more than {FEW} queries", [row for row in halves if row["seqlen_q"] > FEW]),
-        (f"16 bits, 1 to {FEW} queries", [row for row in halves if row["seqlen_q"] <= FEW]),
-        ("float32", singles),
-    ]
-    for title, part in parts:
-        if part:
-            lines += ["", f"## {title}", "", *_by_class(part, lambda found: summary([row["ratio"] for row in found]))]
+    for title in sorted({precision(row) for row in served}):  # 16 bits first
+        part = [row for row in served if precision(row) == title]
+        lines += ["", f"## {title}", "", *_by_class(part, lambda found: summary([row["ratio"] for row in found]))]
+    lines += _by_option(served)
     name, scale = unit(data)
     large = [row for row in rows if row["us"] > 200 and row["seqlen_q"] > 512 or name == "GFLOP/s"]
     if large:
@@ -333,7 +389,7 @@ def table(data: dict, rows: list[dict]) -> list[str]:
                     str(len(ratios)),
                     f"{geometric(ratios):.2f}",
                     f"{min(ratios):.2f}",
-                    f"{sum(r < 1 for r in ratios) / len(ratios):.0%}",
+                    f"{behind(ratios):.0%}",
                 ]
             )
         lines += [
@@ -342,6 +398,15 @@ def table(data: dict, rows: list[dict]) -> list[str]:
             "",
             *markdown_table(["kernel", "calls", "mean", "least", "behind"], body),
         ]
+    for key, text in (
+        ("not_captured", "could not be captured in a CUDA graph, so the host's work is in their times, and they are "
+         "compared with their like alone"),
+        ("peers_wrong", "gave another answer, and are left out of these calls"),
+    ):  # fmt: skip
+        found = [row for row in rows if row.get(key)]
+        names = ", ".join(sorted({label(name) for row in found for name in row[key]}))
+        if found:
+            lines += ["", f"{names} {text}: {len(found)} calls, such as `{found[0]['call']}`."]
     lines += _since(rows)
     if served:
         lines += ["", f"## The {min(WORST, len(served))} worst", ""]
