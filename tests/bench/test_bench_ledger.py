@@ -2,8 +2,12 @@
 
 import ast
 import json
+import math
 import os
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +20,15 @@ from flash_attn_minimal.bench.machine import BenchError
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = ("--suite", "ledger", "--device", "cpu", "--quick")
+
+
+LIBRARY = ledger.Library("this", Path(_library.path()), ROOT / "python")
+ABOUT = {"device": "cpu", "bursts": 1, "burst_s": 1e-5}
+SMALL_ROW = {"name": "x", "family": "x", "kind": "operation", "op": "swiglu", "shape": (2, 8), "dtype": "float32"}
+
+
+def _turns(asked, about=ABOUT):
+    return ledger.Turns(LIBRARY, LIBRARY, asked, about)
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
@@ -35,11 +48,10 @@ def test_every_row_of_the_cpu_runs():
             row["lengths"] = [max(1, n // 16) for n in row["lengths"]]
         if row.get("page"):
             row["page"] = 8
-    library = ledger.Library("this", Path(_library.path()), ROOT / "python")
-    found = list(ledger._process(library, small, {"device": "cpu", "bursts": 1, "burst_s": 1e-5}, None))
+    found = _turns(small)._process(LIBRARY, None)
     errors = {row["name"]: answer["error"] for row, answer in zip(small, found, strict=True) if "error" in answer}
     assert not errors
-    assert all(answer["us"] > 0 and all(map(abs, answer["answer"])) is not None for answer in found)
+    assert all(answer["us"] > 0 and all(map(math.isfinite, answer["answer"])) for answer in found)
 
 
 def test_two_libraries_in_turns(tmp_path):
@@ -60,6 +72,9 @@ def test_two_libraries_in_turns(tmp_path):
     assert [row["commit"] == "0123456789ab" for row in second["rows"]] == [True] * 5 + [False] * 3
     third = run(tmp_path, *OPTIONS, "--against", library, "--row", "host")
     assert len(third["rows"]) == 8
+    # A row alone: the pair's other rows stay.
+    fourth = run(tmp_path, *OPTIONS, "--against", library, "--row", "swiglu")
+    assert [row["family"] for row in fourth["rows"][5:]] == ["host"] * 3 + ["ops"]
 
 
 def test_a_file_that_is_no_ledger_is_kept(tmp_path, capsys):
@@ -72,10 +87,10 @@ def test_a_file_that_is_no_ledger_is_kept(tmp_path, capsys):
 def test_ratio_and_spread_are_of_rounds_and_answers_are_compared():
     times = ledger.Times({"name": "x"})
     times.us = {
-        ("0", "ours"): [10.0, 20.0],
-        ("0", "other"): [11.0, 18.0],
-        ("1", "ours"): [10.0],
-        ("1", "other"): [13.0],
+        ("0", "ours"): {0: 10.0, 1: 20.0},
+        ("0", "other"): {0: 11.0, 1: 18.0},
+        ("1", "ours"): {0: 99.0, 1: 10.0},  # the other side has failed in the first round
+        ("1", "other"): {1: 13.0},
     }
     found = times.result()
     assert found == {"us": 10.0, "other_us": 13.0, "ratio": 1.1, "ratio_min": 0.9, "ratio_max": 1.3, "rounds": 3}
@@ -88,19 +103,74 @@ def test_ratio_and_spread_are_of_rounds_and_answers_are_compared():
     assert times.differs()
 
 
-def test_a_row_that_the_other_library_does_not_know_is_left_out(tmp_path, monkeypatch):
-    known = ledger._process
+@pytest.mark.parametrize("ours, other", [(False, True), (True, False), (True, True)])
+def test_a_row_that_a_library_does_not_know(tmp_path, monkeypatch, ours, other):
+    """In the other library alone, or in both, it is left out; in ours alone it is a failure."""
+    known, sides = ledger.Turns._process, iter((ours, other))
 
-    def process(library, asked, about, gpu):
-        found = list(known(library, asked, about, gpu))
-        if library.name != ledger.ours().name:
+    def process(turns, library, gpu):
+        found = known(turns, library, gpu)
+        if next(sides):
             found[0] = {"error": "TypeError: an unexpected keyword"}
         return found
 
-    monkeypatch.setattr(ledger, "_process", process)
-    data = run(tmp_path, *OPTIONS, "--against", str(_library.path()), "--row", "ops")
+    monkeypatch.setattr(ledger.Turns, "_process", process)
+    code = 1 if ours and not other else 0
+    data = run(tmp_path, *OPTIONS, "--against", str(_library.path()), "--row", "ops", code=code)
     assert [row["row"].split()[1] for row in data["rows"]] == ["swiglu"]
     assert "an unexpected keyword" in data["left_out"][0]["reason"]
+
+
+def test_a_row_that_ends_or_hangs_the_process_costs_that_row_alone(tmp_path, monkeypatch):
+    """An older library may crash where today's does not."""
+    worker = tmp_path / "worker.py"
+    text = Path(ledger.__file__).with_name("worker.py").read_text()
+    worker.write_text(
+        text.replace(
+            "KINDS = {",
+            'KINDS = {"crash": lambda *_: os.abort(), "hang": lambda *_: time.sleep(100),\n'
+            '"break": lambda *_: setattr(Cpu, "works", lambda self: False) or 1 / 0, ',
+        )
+    )
+    monkeypatch.setattr(ledger, "HERE", tmp_path / "__init__.py")
+    monkeypatch.setattr(ledger, "ROW_S", 5)
+    broken = [SMALL_ROW | {"kind": kind} for kind in ("crash", "hang", "break")]
+    found = _turns([SMALL_ROW, broken[0], SMALL_ROW, broken[1], SMALL_ROW, broken[2], SMALL_ROW])._process(
+        LIBRARY, None
+    )
+    assert ["us" in answer for answer in found] == [True, False] * 3 + [True]
+    assert "process ended" in found[1]["error"] and "no answer after 5 s" in found[3]["error"]
+    assert "division by zero" in found[5]["error"] and found[5]["ends"]
+
+
+def test_ctrl_c_keeps_the_rounds_that_are_complete(tmp_path):
+    command = [sys.executable, "-m", "flash_attn_minimal", "bench", *OPTIONS, "--row", "ops", "--rounds", "2000"]
+    process = subprocess.Popen(
+        [*command, "--against", str(_library.path()), "--output", str(tmp_path)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    for line in process.stdout:
+        if "round 2" in line:
+            break
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert "interrupted" in errors and process.returncode == 0, errors
+    data = json.loads((tmp_path / "ledger.json").read_text())
+    assert len(data["rows"]) == 2 and all(1 <= row["rounds"] < 2000 for row in data["rows"])
+
+
+def test_a_loss_in_every_round_is_told_from_one_that_may_be_noise():
+    base = {"suite": "ledger", "system": "ours", "commit": "a", "against": "b", "date": "2026-01-01", "family": "x"}
+    base |= {"pass": "fwd", "dtype": "float32", "us": 1.0, "other_us": 1.0, "rounds": 4}
+    places = {"sure": (0.9, 0.99), "noise": (0.9, 1.02), "same": (0.99, 1.0)}
+    ratios = {"sure": 0.97, "noise": 0.98, "same": 0.99}
+    rows = [
+        base | {"row": name, "ratio": ratios[name], "ratio_min": low, "ratio_max": high}
+        for name, (low, high) in places.items()
+    ]
+    text = "\n".join(ledger.table({}, rows))
+    assert "below 0.985: 2, of which 1 are slower in every round" in text
+    assert "**0.970**" in text and "| 0.980 |" in text and "| 0.990 |" in text
 
 
 def test_what_against_names(tmp_path, monkeypatch):
@@ -126,7 +196,7 @@ def test_a_commit_is_compiled_once_with_its_own_script(tmp_path, monkeypatch):
     (checkout / "CMakeLists.txt").write_text("")
     script = checkout / "build_and_run.sh"
     script.write_text(
-        '#!/bin/sh\necho "$@" >>"$FLASH_ATTN_BUILD.said"\nmkdir -p "$FLASH_ATTN_BUILD"\n'
+        '#!/bin/sh\n# --cpu-only --all-kernels\necho "$@" >>"$FLASH_ATTN_BUILD.said"\nmkdir -p "$FLASH_ATTN_BUILD"\n'
         'touch "$FLASH_ATTN_BUILD/libflash_attn_minimal.so"\n'
     )
     script.chmod(0o755)
@@ -135,11 +205,14 @@ def test_a_commit_is_compiled_once_with_its_own_script(tmp_path, monkeypatch):
         subprocess.run([*git, *words], check=True, env=os.environ | {"GIT_CONFIG_GLOBAL": os.devnull})
     name = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True).stdout
     monkeypatch.setattr(ledger, "PYTHON", checkout / "python")
-    for _ in range(2):
-        library = ledger.found("HEAD")
+    for device in ("cuda", "cpu", "cuda"):
+        library = ledger.found("HEAD", device)
+        folder = name.strip() + ("-cpu" if device == "cpu" else "")
         assert library.name == name.strip() and library.file.is_file()
-        assert library.python == checkout / "build" / "against" / library.name / "source" / "python"
-    assert (checkout / "build" / "against" / library.name / "build.said").read_text() == "build\n"
+        assert library.python == checkout / "build" / "against" / folder / "source" / "python"
+    against = checkout / "build" / "against"
+    assert (against / library.name / "build.said").read_text() == "build --all-kernels\n"  # the second time it is there
+    assert (against / f"{library.name}-cpu" / "build.said").read_text() == "build --cpu-only\n"
     with pytest.raises(BenchError, match="nor a commit"):
         ledger.found("nonesuch")
 

@@ -327,7 +327,9 @@ def test_the_tables_say_mean_least_and_share():
     ]
     assert "4 calls, of which 3 have a peer" in sweep.overall(rows)
     mean = (2.0 * 0.5 * 0.9) ** (1 / 3)
-    assert f"is {mean:.2f} in the geometric mean; ours is slower in 67%, below 0.7 in 33%, 0.50 at" in sweep.overall(rows)
+    assert f"is {mean:.2f} in the geometric mean; ours is slower in 67%, below 0.7 in 33%, 0.50 at" in sweep.overall(
+        rows
+    )
     text = "\n".join(sweep.table({"machine": {"gpu": "x"}}, rows))
     assert "| bare | 1.00 (0.50, 50%, 2) |" in text
     assert "| two options |  | 0.90 (0.90, 100%, 1) |" in text

@@ -112,7 +112,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--seconds", type=positive, metavar="N", help="sweep: how long; default: 300, or until --calls are done")
     add("--calls", type=positive, metavar="N", help="sweep: how many")
     add("--call", metavar="LINE", help="sweep: this call alone, as a line of its table has it")
-    add("--before", type=Path, metavar="FILE.json", help="sweep: time the calls of an earlier result (with --seed those of the seed), and compare with it")
+    add(
+        "--before",
+        type=Path,
+        metavar="FILE.json",
+        help="sweep: time the calls of an earlier result (with --seed those of the seed), and compare with it",
+    )
     add("--devices", metavar="N,...", help="sweep, ledger: GPUs by number; default: all")
     add("--against", metavar="LIBRARY", help="ledger: a library, a checkout that is built, or a commit to compile")
     add("--row", type=words, metavar="TEXT,...", help="ledger: the rows with one of these texts in their name")

@@ -7,15 +7,11 @@ without peers: it has failed where that fails, too. Without --seed each run draw
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
 import random
-import select
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterable
@@ -27,6 +23,7 @@ from .._files import parse_json, read_bytes
 from .._library import load
 from .._progress import Progress
 from .._report import table as markdown_table
+from .child import Child, Lost
 from .calls import FEW, OPTIONS, BadCall, Call, drawn
 from .figure import LINES, figure_of, plain_log, set_title
 from .machine import BenchError, library_has_cuda, load_average
@@ -36,72 +33,24 @@ from .timing import Protocol
 
 SECONDS = 300
 CHECK_EVERY = 3  # each third call is checked against float64, where that takes at most a second
-FIRST_S, CALL_S = 180, 120  # a worker's start, and a call, before they count as hanging
+CALL_S = 120  # of a call, before it counts as hanging
 WORST = 100
 CLASSES = {"D <= 64": (0, 64), "D 65 .. 128": (65, 128), "D > 128": (129, 1 << 30)}
 BEHIND = 0.7  # a peer's time over ours below which a call is far behind
 
 
-class Lost(Exception):
-    """A worker died or hangs; the text says which."""
-
-
-class Worker:
+class Worker(Child):
     """A process with one device to itself."""
 
     def __init__(self, about: dict[str, Any], gpu: str | None):
         env = os.environ | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
         package = str(Path(__file__).resolve().parents[2])
         env["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
-        self.errors = tempfile.TemporaryFile()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.sweep_worker", json.dumps(about)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, env=env,
-            start_new_session=True,  # Ctrl-C is for the command: a call under way is finished
-        )  # fmt: skip
-        self._text = b""
-        try:
-            self.ready = self._line(FIRST_S)["ready"]
-        except Lost:
-            self.end()
-            raise
+        super().__init__([sys.executable, "-m", f"{__package__}.sweep_worker", json.dumps(about)], env)
+        self.ready = self.said["ready"]
 
-    def ask(self, order: dict[str, Any]) -> dict[str, Any]:
-        """The answer to an order. Lost where there is none."""
-        assert self.process.stdin
-        try:
-            self.process.stdin.write(json.dumps(order).encode() + b"\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            pass  # reading finds it dead
-        return self._line(CALL_S)
-
-    def _line(self, seconds: float) -> dict[str, Any]:
-        assert self.process.stdout
-        ends = time.monotonic() + seconds
-        while b"\n" not in self._text:
-            if not select.select([self.process.stdout], [], [], max(0.0, ends - time.monotonic()))[0]:
-                raise Lost(f"no answer after {seconds:.0f} s")
-            part = os.read(self.process.stdout.fileno(), 1 << 16)
-            if not part:
-                raise Lost(f"the process ended: exit status {self.process.wait()}. {self._said()}")
-            self._text += part
-        line, self._text = self._text.split(b"\n", 1)
-        return json.loads(line)
-
-    def _said(self) -> str:
-        size = self.errors.seek(0, os.SEEK_END)
-        self.errors.seek(max(size - 500, 0))
-        return " ".join(self.errors.read().decode(errors="replace").split())[-300:]
-
-    def end(self) -> None:
-        """Ends the process, also one that hangs."""
-        if self.process.stdin:
-            with contextlib.suppress(OSError):  # an order may still be in its buffer
-                self.process.stdin.close()
-        self.process.kill()
-        self.process.wait()
-        self.errors.close()
+    def ask(self, order: dict[str, Any], seconds: float = CALL_S) -> dict[str, Any]:
+        return super().ask(order, seconds)
 
 
 class Share:

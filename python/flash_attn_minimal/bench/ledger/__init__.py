@@ -20,7 +20,6 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -31,12 +30,14 @@ from ..._library import path as library_path
 from ..._progress import Progress
 from ..._report import commit as this_commit
 from ..._report import table as markdown_table
+from ..child import Child, Lost
 from ..figure import LINES, figure_of, set_title
 from ..machine import BenchError, device_slug, load_average, open_machine
 from ..suite import Outcome, Suite, register, rounded
 from .rows import ROWS
 
 ROUNDS = 4
+ROW_S = 60  # of a row, before it counts as hanging
 BOUND = 0.985  # a ratio below is a loss: mend it, or explain it where the file of explanations says so
 SAME = 0.05  # two answers may differ by this part of the result's mean magnitude: the order of sums is free
 HERE = Path(__file__).resolve()
@@ -56,8 +57,8 @@ def ours() -> Library:
     return Library(this_commit() or "this library", Path(library_path()), PYTHON)
 
 
-def found(asked: str) -> Library:
-    """What --against names."""
+def found(asked: str, device: str = "cuda") -> Library:
+    """What --against names. A commit is compiled for `device`: without the GPU kernels for the CPU."""
     path = Path(asked)
     if path.is_file():
         return Library(asked, path.resolve(), _python_of(path.resolve()) or PYTHON)
@@ -69,7 +70,7 @@ def found(asked: str) -> Library:
         if not (python / "flash_attn_minimal" / "__init__.py").is_file():
             raise BenchError(f"--against {asked}: this folder has no python/flash_attn_minimal")
         return Library(_commit_of(path) or asked, library, python)
-    return _built(asked)
+    return _built(asked, device)
 
 
 def _python_of(library: Path) -> Path | None:
@@ -95,9 +96,9 @@ def _commit_of(folder: Path) -> str | None:
         return None
 
 
-def _built(asked: str) -> Library:
-    """The library of a commit, compiled with the commit's own build_and_run.sh into build/against/<commit>, where it
-    stays for the next time."""
+def _built(asked: str, device: str) -> Library:
+    """The library of a commit, compiled with the commit's own build_and_run.sh into build/against/<commit> (for the CPU
+    <commit>-cpu), where it stays for the next time."""
     root = PYTHON.parent
     if not (root / ".git").exists():
         raise BenchError(f"--against {asked}: neither a file nor a folder, and no repository here to find a commit in")
@@ -105,7 +106,7 @@ def _built(asked: str) -> Library:
         name = _git("rev-parse", "--short=12", "--verify", f"{asked}^{{commit}}")
     except BenchError:
         raise BenchError(f"--against {asked}: neither a library, nor a folder, nor a commit") from None
-    folder = root / "build" / "against" / name
+    folder = root / "build" / "against" / (name if device == "cuda" else f"{name}-cpu")
     source, library = folder / "source", folder / "build" / "libflash_attn_minimal.so"
     if not library.is_file():
         if not (source / "CMakeLists.txt").is_file():
@@ -115,7 +116,8 @@ def _built(asked: str) -> Library:
         print(f"compiling {name} into {folder}", flush=True)
         env = os.environ | {"FLASH_ATTN_BUILD": str(folder / "build"), "FLASH_ATTN_VENV": str(folder / "venv")}
         env |= {"PYTHON": sys.executable}
-        more = ["--all-kernels"] if "--all-kernels" in (source / "build_and_run.sh").read_text() else []
+        known = (source / "build_and_run.sh").read_text()
+        more = [word for word in ("--all-kernels" if device == "cuda" else "--cpu-only",) if word in known]
         if subprocess.run(["./build_and_run.sh", "build", *more], cwd=source, env=env).returncode:
             raise BenchError(f"--against {asked}: commit {name} does not compile here (its output is above)")
     return Library(name, library, source / "python")
@@ -126,10 +128,10 @@ def _built(asked: str) -> Library:
 
 @dataclass
 class Times:
-    """What the rounds found for one row: microseconds of each round, by side, on each GPU."""
+    """What the rounds found for one row: microseconds by round, of each side, on each GPU."""
 
     row: dict[str, Any]
-    us: dict[tuple[str, str], list[float]] = field(default_factory=dict)  # (gpu, "ours" or "other")
+    us: dict[tuple[str, str], dict[int, float]] = field(default_factory=dict)  # (gpu, "ours" or "other")
     answers: dict[str, list[float]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
 
@@ -137,10 +139,11 @@ class Times:
         """The row of the result: the ratio, and its spread over rounds and GPUs."""
         ratios, mine, other = [], [], []
         for (gpu, side), us in self.us.items():
-            if side == "ours" and (theirs := self.us.get((gpu, "other"))):
-                ratios += [b / a for a, b in zip(us, theirs, strict=False)]
-                mine += us
-                other += theirs
+            theirs = self.us.get((gpu, "other"), {})
+            for number in us.keys() & theirs.keys() if side == "ours" else ():
+                ratios.append(theirs[number] / us[number])
+                mine.append(us[number])
+                other.append(theirs[number])
         if not ratios:
             return None
         return {
@@ -158,60 +161,120 @@ class Times:
         return None if worst <= SAME * size + 0.02 * max(map(abs, mine)) else f"answers differ by {worst:.3g}"
 
 
-def _process(library: Library, rows: list[dict], about: dict[str, Any], gpu: str | None) -> Iterable[dict[str, Any]]:
-    """One fresh process over all rows."""
-    env = os.environ | {"PYTHONPATH": str(library.python), "FLASH_ATTN_LIBRARY": str(library.file)}
-    if gpu is not None:
-        env["CUDA_VISIBLE_DEVICES"] = gpu
-    env = {name: value for name, value in env.items() if not name.endswith("_KERNEL")}
-    process = subprocess.Popen(
-        [sys.executable, str(HERE.with_name("worker.py")), json.dumps(about)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
-    )  # fmt: skip
-    said, errors = process.communicate("".join(json.dumps(row) + "\n" for row in rows), timeout=900)
-    found = [json.loads(line) for line in said.splitlines()]
-    if process.returncode or not found:
-        raise BenchError(f"{library.name}: {' '.join(errors.split())[-300:] or f'exit status {process.returncode}'}")
-    return found[1:]
+class Turns:
+    """The processes of a run, on all GPUs."""
+
+    def __init__(self, mine: Library, other: Library, rows: list[dict], about: dict[str, Any]):
+        self.sides, self.rows, self.about = {"ours": mine, "other": other}, rows, about
+        self.times = [Times(row) for row in rows]
+        self.lock = threading.Lock()
+        self.ended = False
+        self.children: set[Child] = set()
+        self.failed: dict[str, str] = {}  # by GPU
+
+    def work(self, gpu: str | None, turn: int, rounds: int, progress: Progress) -> None:
+        """A thread: all rounds on one GPU. `turn`: which side begins, odd or even."""
+        try:
+            for number in range(rounds):
+                for side in ("ours", "other") if (number + turn) % 2 == 0 else ("other", "ours"):
+                    for one, answer in zip(self.times, self._process(self.sides[side], gpu), strict=True):
+                        with self.lock:
+                            _keep(one, answer, gpu or "", side, number)
+                    progress.step(f"round {number + 1}, {side}" + (f", GPU {gpu}" if gpu else ""))
+        except (BenchError, OSError, ValueError) as error:
+            if not self.ended:
+                self.failed[gpu or ""] = str(error)
+
+    def _process(self, library: Library, gpu: str | None) -> list[dict[str, Any]]:
+        """All rows in one fresh process; where a row ends it, or hangs, in another one from the next row on."""
+        env = os.environ | {"PYTHONPATH": str(library.python), "FLASH_ATTN_LIBRARY": str(library.file)}
+        if gpu is not None:
+            env["CUDA_VISIBLE_DEVICES"] = gpu
+        env = {name: value for name, value in env.items() if not name.endswith("_KERNEL")}
+        child, answers = None, []
+        try:
+            for row in self.rows:
+                if child is None:
+                    child = self._child(library, env)
+                try:
+                    answer = child.ask(row, ROW_S)
+                except Lost as lost:
+                    answer = {"error": str(lost), "ends": True}
+                if self.ended:
+                    raise BenchError("interrupted")
+                answers.append(answer)
+                if answer.get("ends"):
+                    self._end(child)
+                    child = None
+        finally:
+            if child:
+                self._end(child)
+        return answers
+
+    def _child(self, library: Library, env: dict[str, str]) -> Child:
+        command = [sys.executable, str(HERE.with_name("worker.py")), json.dumps(self.about)]
+        try:
+            child = Child(command, env)
+        except Lost as lost:
+            raise BenchError(f"{library.name}: {lost}") from None
+        with self.lock:
+            self.children.add(child)
+        return child
+
+    def _end(self, child: Child) -> None:
+        with self.lock:
+            self.children.discard(child)
+        child.end()
+
+    def stop(self) -> None:
+        """Ends the processes under way: what they have found of this round does not count."""
+        self.ended = True
+        with self.lock:
+            for child in self.children:
+                child.process.kill()
 
 
 def run(options, protocol) -> tuple[Any, Outcome]:
     if not options.against:
         raise BenchError("--suite ledger needs --against LIBRARY, CHECKOUT or COMMIT")
     machine = open_machine(options.device, None)
-    mine, other = ours(), found(options.against)
     rows = ROWS[machine.device]()
     if options.row:
         rows = [row for row in rows if any(word in row["name"] for word in options.row)]
         if not rows:
             raise BenchError(f"--row {','.join(options.row)}: no row has this in its name")
+    if options.devices and machine.device == "cpu":
+        raise BenchError(f"--devices {options.devices}: there is no GPU here")
     gpus = _gpus(options.devices) if machine.device == "cuda" else [None]
+    mine, other = ours(), found(options.against, machine.device)
     rounds = options.rounds or (1 if options.quick else ROUNDS)
-    about = {"device": machine.device, "bursts": 3, "burst_s": 0.004 if options.quick else 0.01}
-    times = [Times(row) for row in rows]
-    outcome, lock, failed = Outcome(load=load_average()), threading.Lock(), []
+    turns = Turns(
+        mine, other, rows, {"device": machine.device, "bursts": 3, "burst_s": 0.004 if options.quick else 0.01}
+    )
+    outcome = Outcome(load=load_average())
     print(f"{machine.title}: {mine.name} against {other.name}, {len(rows)} rows, {rounds} rounds", flush=True)
     with Progress(2 * rounds * len(gpus), "ledger") as progress:
-
-        def work(gpu: str | None) -> None:
-            try:
-                for number in range(rounds):
-                    for side in ("ours", "other") if number % 2 == 0 else ("other", "ours"):
-                        answers = _process(mine if side == "ours" else other, rows, about, gpu)
-                        with lock:
-                            _keep(times, answers, gpu or "", side)
-                            progress.step(f"round {number + 1}, {side}" + (f", GPU {gpu}" if gpu else ""))
-            except (BenchError, OSError, subprocess.SubprocessError, ValueError) as error:
-                failed.append(str(error))
-
-        threads = [threading.Thread(target=work, args=(gpu,), daemon=True) for gpu in gpus]
+        threads = [
+            threading.Thread(target=turns.work, args=(gpu, turn, rounds, progress), daemon=True)
+            for turn, gpu in enumerate(gpus)
+        ]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
-    if failed:
-        raise BenchError(failed[0])
-    _report(times, mine, other, outcome)
+        try:
+            for thread in threads:
+                thread.join()
+        except KeyboardInterrupt:
+            print("interrupted: the rounds that are complete are written", file=sys.stderr)
+            turns.stop()
+            for thread in threads:
+                thread.join(30)
+    complete = any(one.result() for one in turns.times)
+    if not complete and turns.failed:
+        raise BenchError(next(iter(turns.failed.values())))
+    for gpu, why in turns.failed.items():  # the others have gone on
+        print(f"GPU {gpu}: {why}", file=sys.stderr)
+        outcome.left_out.append({"system": "ours", "shape": f"GPU {gpu}", "reason": why})
+    _report(turns.times, mine, other, outcome)
     _earlier(outcome, _folder(options, machine), mine.name, other.name)
     return machine, outcome
 
@@ -222,13 +285,12 @@ def _gpus(asked: str | None) -> list[str]:
     return gpus(asked)
 
 
-def _keep(times: list[Times], answers: Iterable[dict[str, Any]], gpu: str, side: str) -> None:
-    for one, answer in zip(times, answers, strict=True):
-        if "us" in answer:
-            one.us.setdefault((gpu, side), []).append(answer["us"])
-            one.answers[side] = answer["answer"]
-        else:
-            one.errors[side] = answer["error"]
+def _keep(one: Times, answer: dict[str, Any], gpu: str, side: str, number: int) -> None:
+    if "us" in answer:
+        one.us.setdefault((gpu, side), {})[number] = answer["us"]
+        one.answers[side] = answer["answer"]
+    else:
+        one.errors[side] = answer["error"]
 
 
 def _report(times: list[Times], mine: Library, other: Library, outcome: Outcome) -> None:
@@ -238,7 +300,9 @@ def _report(times: list[Times], mine: Library, other: Library, outcome: Outcome)
         row = one.row
         about = base | {"row": row["name"], "family": row["family"], "pass": "bwd" if row.get("backward") else "fwd"}
         about |= {"dtype": row["dtype"]}
-        if "ours" in one.errors:
+        if "ours" in one.errors and "other" in one.errors:  # nothing to compare, and nothing lost
+            outcome.left_out.append({"system": "ours", "shape": row["name"], "reason": one.errors["ours"]})
+        elif "ours" in one.errors:
             outcome.wrong += 1
             print(f"{row['name']}: FAILED: {one.errors['ours']}", flush=True)
             outcome.left_out.append({"system": "ours", "shape": row["name"], "reason": one.errors["ours"]})
@@ -260,13 +324,16 @@ def _folder(options, machine) -> Path:
 
 
 def _earlier(outcome: Outcome, folder: Path, mine: str, other: str) -> None:
-    """Puts the rows of other pairs of libraries, which the folder's file has, before today's."""
+    """Puts what the folder's file has before today's rows: other pairs of libraries, and of this pair the rows that
+    were not measured today."""
     file = folder / "ledger.json"
     if not file.is_file():
         return
     try:
         data = parse_json(read_bytes("--output", file))
-        kept = [row for row in data["rows"] if (row["commit"], row["against"]) != (mine, other)]
+        today = {(mine, other, row["row"]) for row in outcome.rows}
+        kept = [row for row in data["rows"] if (row["commit"], row["against"], row["row"]) not in today]
+        kept.sort(key=lambda row: (row["commit"], row["against"]) == (mine, other))  # this pair is the newest
     except (KeyError, TypeError, ValueError) as error:
         backup = file.with_suffix(".json.unread")
         shutil.copyfile(file, backup)
@@ -313,8 +380,11 @@ def table(data: dict, rows: list[dict]) -> list[str]:
     (name, against), newest = list(pairs.items())[-1]
     lines += ["", f"## {name} against {against}, row by row", ""]
     losses = [row for row in newest if row["ratio"] < BOUND]
+    sure = [row for row in losses if row["ratio_max"] < 1]
     lines += [
-        f"{len(newest)} rows, mean {geometric([row['ratio'] for row in newest]):.3f}; below {BOUND}: {len(losses)}.",
+        f"{len(newest)} rows, mean {geometric([row['ratio'] for row in newest]):.3f}; below {BOUND}: {len(losses)}, of "
+        f"which {len(sure)} are slower in every round (bold). The others may be noise: measure them again with --row and "
+        "more --rounds.",
         "",
     ]
     body = [
@@ -322,7 +392,7 @@ def table(data: dict, rows: list[dict]) -> list[str]:
             row["row"],
             f"{row['other_us']:.4g}",
             f"{row['us']:.4g}",
-            f"{'**' * (row['ratio'] < BOUND)}{row['ratio']:.3f}{'**' * (row['ratio'] < BOUND)}",
+            f"{'**' * (row in sure)}{row['ratio']:.3f}{'**' * (row in sure)}",
             f"{row['ratio_min']:.3f} .. {row['ratio_max']:.3f}",
         ]
         for row in newest

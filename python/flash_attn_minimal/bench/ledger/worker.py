@@ -4,11 +4,13 @@ other module of the bench.
 
     python worker.py '{"device": "cuda", "bursts": 3, "burst_s": 0.01}'
     in   a row a line: {"name": ..., "kind": "attention", ...}
-    out  {"ready": ...} once, then {"us": time of a call, "answer": numbers of its result} or {"error": why} for each
+    out  {"ready": ...} once, then {"us": time of a call, "answer": numbers of its result} or {"error": why} for each;
+         with "ends": true the device does not work after the error, and this process ends
 """
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import math
@@ -21,7 +23,7 @@ from statistics import median
 import numpy as np
 
 MAX_LAUNCHES = 512
-HOST_CALLS = 1000  # of a row of kind host
+HOST_CALLS = 200  # of a row of kind host: fewer kernels than a stream queues before the host has to wait
 L2_SETS = 8  # copies of weights, so that they come from memory
 
 
@@ -49,6 +51,12 @@ class Cpu:
         return np.asarray(array).astype(np.float64)
 
     def synchronize(self):
+        pass
+
+    def works(self):
+        return True
+
+    def release(self):
         pass
 
     def time(self, launch, bursts, burst_s, host=False):
@@ -96,6 +104,18 @@ class Cuda:
 
     def synchronize(self):
         self.torch.cuda.synchronize()
+
+    def works(self):
+        """After an error in a kernel the device refuses everything."""
+        try:
+            self.torch.ones(1, device="cuda")
+            self.synchronize()
+            return True
+        except RuntimeError:
+            return False
+
+    def release(self):
+        self.torch.cuda.empty_cache()
 
     def time(self, launch, bursts, burst_s, host=False):
         for _ in range(3):
@@ -199,11 +219,17 @@ def cache(machine, row):
     return lambda: fam.flash_attn_with_kvcache(q, *caches, out=out, **options), [out]
 
 
+def of_transformers(module):
+    """A module of the package's transformer, which was not a package of its own before."""
+    try:
+        return importlib.import_module(f"flash_attn_minimal.transformer.{module}")
+    except ModuleNotFoundError:
+        return importlib.import_module(f"flash_attn_minimal.{module}")
+
+
 def linear(machine, row):
     """A product with 4-bit weights."""
-    from flash_attn_minimal.transformer import ops
-    from flash_attn_minimal.transformer.quantized import W4Weight
-
+    ops, W4Weight = of_transformers("ops"), of_transformers("quantized").W4Weight
     m, n, k = row["mnk"]
     sixteen = row["dtype"]
     weight = W4Weight.quantize(machine.normal((n, k), "float32", 0) * k**-0.5, row["format"])
@@ -216,8 +242,7 @@ def linear(machine, row):
 
 def operation(machine, row):
     """rms_norm, swiglu: the small operations of a decoder."""
-    from flash_attn_minimal.transformer import ops
-
+    ops = of_transformers("ops")
     rows, width = row["shape"]
     x = machine.normal((rows, width), row["dtype"], 0)
     if row["op"] == "rms_norm":
@@ -263,10 +288,12 @@ def main() -> int:
             found = {"us": median(seconds) * 1e6, "answer": numbers}
         except Exception as error:  # an older library may not know the call
             found = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+            found |= {} if machine.works() else {"ends": True}
         print(json.dumps(found), file=out, flush=True)
-        if machine.device == "cuda":
-            launch = results = None
-            machine.torch.cuda.empty_cache()
+        if "ends" in found:
+            return 1
+        launch = results = None
+        machine.release()
     return 0
 
 
