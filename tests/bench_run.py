@@ -16,9 +16,9 @@ needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="PyTorch is not installed
 FAST = ["--quick", "--rounds", "2", "--framework", "numpy"]
 
 ROW_TYPES = dict.fromkeys(
-    "suite system kernel pass dtype mix arrays device call mode fused model cache_dtype layout weights option best".split(),
-    str,
+    "suite system kernel pass dtype mix arrays device call mode fused model cache_dtype layout weights".split(), str
 )
+ROW_TYPES |= dict.fromkeys("option best".split(), str)
 ROW_TYPES |= dict.fromkeys("commit against date row family reason".split(), str)  # of the ledger
 ROW_TYPES |= {"number": int, "rounds": int, "peers": dict, "not_captured": list, "peers_wrong": list}
 ROW_TYPES |= {"language": str, "part": str, "peer": bool, "lines": int, "page_size": int, "compile_s": float}

@@ -704,7 +704,7 @@ def _packed(name: str, arrays: Arrays) -> Made:
 
 
 def _flash_attention(name: str, arrays: Arrays) -> Made:
-    """FlashAttention-3 or -4 through its own package: causal, windows and softcap; FlashAttention-3 over caches, too."""
+    """FlashAttention-3 or -4 through its own package: causal, windows, softcap; FlashAttention-3 over caches, too."""
     call = arrays.call
     if set(call.options) - {"causal", "softcap", *WINDOWS} or "tf32" in call.ways:
         raise Refused(f"{PACKAGES[name]} has not these options")

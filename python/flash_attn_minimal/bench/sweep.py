@@ -23,15 +23,16 @@ from .._files import parse_json, read_bytes
 from .._library import load
 from .._progress import Progress
 from .._report import table as markdown_table
-from .child import Child, Lost
 from .calls import FEW, OPTIONS, BadCall, Call, drawn
+from .child import Child, Lost
 from .figure import LINES, figure_of, plain_log, set_title
-from .machine import BenchError, library_has_cuda, load_average
+from .machine import BenchError, cores, library_has_cuda, load_average
 from .rows import label, number, unit
 from .suite import Outcome, Suite, register
 from .timing import Protocol
 
 SECONDS = 300
+BURST_S = {"cuda": 0.002, "cpu": 0.004}
 CHECK_EVERY = 3  # each third call is checked against float64, where that takes at most a second
 CALL_S = 120  # of a call, before it counts as hanging
 WORST = 100
@@ -43,7 +44,10 @@ class Worker(Child):
     """A process with one device to itself."""
 
     def __init__(self, about: dict[str, Any], gpu: str | None):
-        env = os.environ | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
+        env = dict(os.environ)
+        if gpu:  # the check of an answer in NumPy is to leave cores to the other workers
+            env["CUDA_VISIBLE_DEVICES"] = gpu
+            env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // about["workers"])))
         package = str(Path(__file__).resolve().parents[2])
         env["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
         super().__init__([sys.executable, "-m", f"{__package__}.sweep_worker", json.dumps(about)], env)
@@ -156,7 +160,8 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
         raise BenchError(f"--devices {options.devices}: there is no GPU here")
     about = {
         "device": device, "framework": options.framework, "threads": options.threads, "seed": options.seed,
-        "rounds": options.rounds or (3 if options.quick else 5), "burst_s": 0.002 if options.quick else 0.004,
+        "rounds": options.rounds or (3 if options.quick else 5), "burst_s": 0.002 if options.quick else BURST_S[device],
+        "workers": len(named),
     }  # fmt: skip
     seconds = options.seconds or SECONDS
     total = min(len(calls), options.calls or len(calls)) if calls else options.calls or 0
@@ -313,8 +318,8 @@ def table(data: dict, rows: list[dict]) -> list[str]:
     lines = [
         overall(rows),
         "",
-        "Each cell: geometric mean of the best peer's time over ours (least, share of calls where ours is slower, calls).",
-        "Above 1 ours is faster.",
+        "Each cell: geometric mean of the best peer's time over ours (least, share of calls in which ours is slower,",
+        "calls). Above 1 ours is faster.",
     ]
     served = [row for row in rows if "ratio" in row]
     for title in sorted({precision(row) for row in served}):  # 16 bits first

@@ -8,6 +8,7 @@ A worker whose device no longer works ends: after a row with "ends": true in its
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -149,12 +150,15 @@ def main() -> int:
     peers = [name for name in USUAL[machine.device] if name not in PACKAGES or installed(PACKAGES[name])]
     if machine.framework != "torch":
         peers = []
-    protocol, compiled = Protocol(rounds=about["rounds"], burst_s=about["burst_s"]), Compiled()
+    protocol = Protocol(rounds=about["rounds"], burst_s=about["burst_s"], max_launches=200)
+    compiled = Compiled()
     described = machine.describe() | ({"driver": Meter(machine).driver} if machine.device == "cuda" else {})
     ready = {"device": machine.device, "framework": machine.framework, "dtypes": dtypes_of(machine), "peers": peers}
     print(json.dumps({"ready": ready | {"machine": described, "title": machine.title}}), file=out, flush=True)
-    for line in sys.stdin:
+    for number, line in enumerate(sys.stdin):
         order = json.loads(line)
+        if number % 16 == 0:
+            gc.collect()  # what a peer holds in a circle is memory of the device
         asked = peers if order.get("peers", True) else []
         broken = True
         try:

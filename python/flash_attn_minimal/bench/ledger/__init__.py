@@ -383,8 +383,8 @@ def table(data: dict, rows: list[dict]) -> list[str]:
     sure = [row for row in losses if row["ratio_max"] < 1]
     lines += [
         f"{len(newest)} rows, mean {geometric([row['ratio'] for row in newest]):.3f}; below {BOUND}: {len(losses)}, of "
-        f"which {len(sure)} are slower in every round (bold). The others may be noise: measure them again with --row and "
-        "more --rounds.",
+        f"which {len(sure)} are slower in every round (bold). The others may be noise: measure them again with --row "
+        "and more --rounds.",
         "",
     ]
     body = [
