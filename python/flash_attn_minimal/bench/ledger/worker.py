@@ -29,6 +29,7 @@ L2_SETS = 8  # copies of weights, so that they come from memory
 
 class Cpu:
     device = "cpu"
+    middle = staticmethod(min)  # of the bursts: what else the machine does only adds to them
 
     def normal(self, shape, dtype, seed):
         values = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
@@ -77,6 +78,7 @@ class Cpu:
 
 class Cuda:
     device = "cuda"
+    middle = staticmethod(median)
 
     def __init__(self):
         import torch
@@ -285,7 +287,7 @@ def main() -> int:
             machine.synchronize()
             numbers = answer(machine, results)
             seconds = machine.time(launch, about["bursts"], about["burst_s"], row.get("host", False))
-            found = {"us": median(seconds) * 1e6, "answer": numbers}
+            found = {"us": machine.middle(seconds) * 1e6, "answer": numbers}
         except Exception as error:  # an older library may not know the call
             found = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
             found |= {} if machine.works() else {"ends": True}
