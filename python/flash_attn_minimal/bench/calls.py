@@ -13,6 +13,7 @@ longest has q tokens. `cache`: flash_attn_with_kvcache, `pageN` with pages of N 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import random
@@ -104,6 +105,7 @@ class Call:
         return " ".join(words)
 
     @classmethod
+    @functools.lru_cache(maxsize=1 << 14)
     def parse(cls, text: str) -> Call:
         """The call that a line describes; BadCall names the word that is wrong."""
         words = text.split()
@@ -284,7 +286,11 @@ class Limits:
 
 LIMITS = {
     "cuda": Limits(flops=8e12, elements=6e8, seqlen=32768, tokens=1 << 17),
-    "cpu": Limits(flops=6e9, elements=2e7, seqlen=4096, tokens=1 << 13),
+    "cpu": Limits(flops=2e9, elements=1e7, seqlen=4096, tokens=1 << 13),
+}
+WEIGHTS = {  # of dtypes
+    "cuda": {"bfloat16": 5, "float16": 3, "float32": 3, "float8_e4m3fn": 0.5},
+    "cpu": {"bfloat16": 3, "float16": 1, "float32": 6},
 }
 
 
@@ -292,7 +298,7 @@ def drawn(seed: int, number: int, device: str, dtypes: tuple[str, ...]) -> Call:
     """Call `number` of the sweep with this seed: the same on every machine with this device and these dtypes."""
     for attempt in itertools.count():
         draw = random.Random(f"sweep {seed} {number} {attempt} {device} {' '.join(dtypes)}")
-        call = _draw(draw, LIMITS[device], dtypes)
+        call = _draw(draw, LIMITS[device], {name: WEIGHTS[device][name] for name in dtypes})
         try:
             call.checked()
         except BadCall:
@@ -315,9 +321,8 @@ def _length(draw: random.Random, most: int, least: int = 0) -> int:
     return min(max(n, least), most)
 
 
-def _draw(draw: random.Random, limits: Limits, dtypes: tuple[str, ...]) -> Call:
-    weights = {"bfloat16": 5, "float16": 3, "float32": 3, "float8_e4m3fn": 0.5}
-    dtype = draw.choices(dtypes, [weights[name] for name in dtypes])[0]
+def _draw(draw: random.Random, limits: Limits, weights: dict[str, float]) -> Call:
+    dtype = draw.choices(list(weights), list(weights.values()))[0]
     headdim = draw.choice(HEADDIMS)
     headdim_v = headdim
     if draw.random() < 0.05:

@@ -251,7 +251,8 @@ def option_of(row: dict) -> str:
 
 
 def class_of(row: dict) -> str:
-    width = max(row["headdim"], row["headdim_v"])
+    call = Call.parse(row["call"])
+    width = max(call.headdim, call.headdim_v)
     return next(name for name, (low, high) in CLASSES.items() if low <= width <= high)
 
 
@@ -271,7 +272,7 @@ def precision(row: dict) -> str:
         return "float32, tf32 allowed" if "tf32" in row["call"].split() else "float32"
     if row["dtype"] == "float8_e4m3fn":
         return "fp8, the peers in bfloat16"
-    return f"16 bits, 1 to {FEW} queries" if row["seqlen_q"] <= FEW else f"16 bits, more than {FEW} queries"
+    return f"16 bits, 1 to {FEW} queries" if Call.parse(row["call"]).few else f"16 bits, more than {FEW} queries"
 
 
 def overall(rows: list[dict]) -> str:
@@ -327,7 +328,7 @@ def table(data: dict, rows: list[dict]) -> list[str]:
         lines += ["", f"## {title}", "", *_by_class(part, lambda found: summary([row["ratio"] for row in found]))]
     lines += _by_option(served)
     name, scale = unit(data)
-    large = [row for row in rows if row["us"] > 200 and row["seqlen_q"] > 512 or name == "GFLOP/s"]
+    large = [row for row in rows if row["us"] > 200 and Call.parse(row["call"]).seqlen_q > 512 or name == "GFLOP/s"]
     if large:
         what = "calls of more than 200 us and 512 rows" if scale == 1 else "all calls"
         lines += ["", f"## Ours alone: median {name} of {what}", ""]

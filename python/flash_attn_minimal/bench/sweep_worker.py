@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 from .calls import USUAL, Arrays, Call, Judge, Made, Refused, dtypes_of, ours, peer
@@ -22,6 +23,7 @@ from .systems import PACKAGES, installed
 from .timing import Protocol, Timing, interleave
 
 PEER_FACTOR = 5  # a peer may round more than ours; beyond this factor its answer is wrong, and it is left out
+SLOW_S = 0.3  # of one launch of each system: such calls get three rounds
 ALIKE = 0.03  # ours and a peer: the root mean square of their difference over that of ours
 ALIKE_FP8 = 0.2  # peers take the same call in bfloat16
 COMPILES = {"fa4": 0.1}  # peers that compile for each kind of call, and the part of a worker's time that this may take
@@ -68,10 +70,13 @@ def measured(
             systems.append(compiled.peer(name, arrays))
         except Refused:
             continue
-    row: dict[str, Any] = {"suite": "sweep", "system": "ours", "kernel": mine.kernel} | call.fields()
+    row: dict[str, Any] = {"suite": "sweep", "system": "ours", "kernel": mine.kernel, "call": str(call)}
+    row |= {"pass": "bwd" if call.backward else "fwd", "dtype": call.dtype}  # the rest is in the line
     comparable = "dropout" not in call.options  # whose bits are each library's own
+    before = time.perf_counter()
     answer = _answer(mine, machine)
     unlike = [one for one in systems[1:] if comparable and not _alike(machine, call, answer, _answer(one, machine))]
+    slow = time.perf_counter() - before > SLOW_S
     if (check or unlike) and Judge.affordable(call):
         judge = Judge(arrays, seed)
         row["max_err"], row["err_budget"] = judge.verdict(answer)
@@ -83,6 +88,8 @@ def measured(
     del answer
     launches = [system.launch for system in systems]
     graphs = True if machine.device == "cuda" else None  # the host's work is in no time, however long it takes a system
+    if slow:
+        protocol = replace(protocol, rounds=min(protocol.rounds, 3))
     found = interleave(machine, launches, protocol, None, seed, graphs)
     return {"row": rounded(row | _timed(call, [one.name for one in systems], found, [one.name for one in unlike]))}
 
