@@ -213,6 +213,10 @@ def test_a_commit_is_compiled_once_with_its_own_script(tmp_path, monkeypatch):
     assert (against / f"{library.name}-cpu" / "build.said").read_text() == "build --cpu-only\n"
     with pytest.raises(BenchError, match="nor a commit"):
         ledger.found("nonesuch")
+    (against / f"{library.name}-cpu" / "build" / "libflash_attn_minimal.so").unlink()
+    (against / f"{library.name}-cpu" / "source" / "build_and_run.sh").write_text("#!/bin/sh\nexit 3\n")
+    with pytest.raises(BenchError, match="--against HEAD: commit .* does not compile here"):
+        ledger.found("HEAD", "cpu")
 
 
 @pytest.mark.parametrize(

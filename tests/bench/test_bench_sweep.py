@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from bench_run import FAST, run
 
+from flash_attn_minimal import bench
 from flash_attn_minimal.bench import calls, prices, sweep, sweep_worker
 from flash_attn_minimal.bench.calls import Arrays, BadCall, Call, Judge
 from flash_attn_minimal.bench.machine import BenchError, Numpy, open_machine
@@ -220,8 +221,6 @@ def test_sweep_suite(tmp_path, capsys):
     ],
 )
 def test_sweep_refuses_by_name(tmp_path, capsys, words, named):
-    from flash_attn_minimal import bench
-
     assert bench.main(["--suite", "sweep", "--device", "cpu", "--output", str(tmp_path), *words]) == 2
     assert named in capsys.readouterr().err
 
@@ -289,6 +288,30 @@ def test_ctrl_c_ends_the_sweep_with_what_there_is(tmp_path):
     assert children
     for pid in children:
         assert not os.path.exists(f"/proc/{pid}")
+
+
+def test_several_workers_share_the_calls(tmp_path, monkeypatch):
+    """As on several GPUs: each call is made once, and one worker that cannot start does not end the sweep."""
+    started = sweep.Worker.__init__
+    seen = []
+
+    def start(self, about, gpu):
+        seen.append(gpu)
+        if gpu == "2":
+            raise sweep.Lost("the process ended: no such GPU")
+        started(self, about | {"device": "cpu"}, gpu)
+        self.ready["device"] = "cuda"
+        self.ready["dtypes"] = ["float32"]
+
+    monkeypatch.setattr(sweep.Worker, "__init__", start)
+    monkeypatch.setattr(sweep, "gpus", lambda asked: ["0", "1", "2"])
+    monkeypatch.setattr(sweep, "drawn", lambda seed, number, *_: Call.parse(f"fp32 fwd b1 q{number + 1} k9 h1 d8"))
+    options = bench._parser().parse_args(
+        ["--suite", "sweep", "--device", "cuda", "--calls", "9", "--seed", "4", "--output", str(tmp_path), *FAST]
+    )
+    machine, outcome = sweep.run(options, Protocol())
+    assert [row["number"] for row in outcome.rows] == list(range(9)) and set(seen) == {"0", "1", "2"}
+    assert machine.describe()["workers"] == 2 and not outcome.wrong
 
 
 def test_a_wrong_answer_is_a_finding(monkeypatch):
@@ -361,6 +384,7 @@ def test_times_with_the_work_of_the_host_compare_with_their_like():
     row = timed(("fa2",), ours=2.0, cudnn=3.0, fa2=2.5)
     assert (row["best"], row["ratio"], row["not_captured"]) == ("cudnn", 1.5, ["fa2"])
     assert "ratio" not in timed(("ours",), ours=2.0, cudnn=3.0)
+    assert timed(("fa2",), ours=2e3, fa2=3e3)["ratio"] == 1.5  # long ones hide what the host does
     text = "\n".join(sweep.table({"machine": {"gpu": "x"}}, [_row(str(call), 2.0, {}, not_captured=["fa2"])]))
     assert "FlashAttention-2" in text and "could not be captured" in text
 

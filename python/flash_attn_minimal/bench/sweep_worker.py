@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 from .calls import USUAL, Arrays, Call, Judge, Made, Refused, dtypes_of, ours, peer
@@ -23,6 +24,7 @@ from .systems import PACKAGES, installed
 from .timing import Protocol, Timing, interleave
 
 PEER_FACTOR = 5  # a peer may round more than ours; beyond this factor its answer is wrong, and it is left out
+HIDES_US = 1000  # a launch that takes longer hides the host's work for the next one
 SLOW_S = 0.3  # of one launch of each system: such calls get three rounds
 ALIKE = 0.03  # ours and a peer: the root mean square of their difference over that of ours
 ALIKE_FP8 = 0.2  # peers take the same call in bfloat16
@@ -100,11 +102,12 @@ def _timed(call: Call, names: list[str], found: list[Timing], unlike: list[str])
     mine = times.pop("ours")
     row: dict[str, Any] = mine.row(call.flops / 1e12)
     row["peers"] = {name: float(f"{timing.row(0.0)['us']:.5g}") for name, timing in times.items()}
-    like = [name for name, timing in times.items() if timing.capture_failed == mine.capture_failed]
+    hosts = [name for name, t in zip(names, found, strict=True) if t.capture_failed and median(t.bursts) < HIDES_US]
+    like = [name for name in times if (name in hosts) == ("ours" in hosts)]
     if like:
         row["best"] = min(like, key=row["peers"].__getitem__)
         row["ratio"] = row["peers"][row["best"]] / row["us"]
-    if hosts := [name for name, timing in zip(names, found, strict=True) if timing.capture_failed]:
+    if hosts:
         row["not_captured"] = hosts
     if unlike:
         row["peers_wrong"] = unlike

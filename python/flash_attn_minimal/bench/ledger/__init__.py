@@ -212,7 +212,8 @@ class Turns:
         return answers
 
     def _child(self, library: Library, gpu: str | None) -> Child:
-        env = os.environ | {"PYTHONPATH": str(library.python), "FLASH_ATTN_LIBRARY": str(library.file)}
+        paths = [str(library.python), *filter(None, [os.environ.get("PYTHONPATH")])]
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "FLASH_ATTN_LIBRARY": str(library.file)}
         if gpu is not None:
             env["CUDA_VISIBLE_DEVICES"] = gpu
         env = {name: value for name, value in env.items() if not name.endswith("_KERNEL")}
