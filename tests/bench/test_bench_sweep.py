@@ -406,6 +406,28 @@ def test_a_peer_with_another_answer_is_left_out_of_each_call(monkeypatch):
     assert torch.is_grad_enabled()
 
 
+@pytest.mark.parametrize("good", [1, 2, 5])
+@pytest.mark.parametrize("option", ["causal", "dropout"])
+def test_a_peer_that_breaks_on_the_way_does_not_spoil_the_row_of_ours(monkeypatch, good, option):
+    torch = pytest.importorskip("torch")
+    machine, right = open_machine("cpu", "torch"), calls.peer
+
+    def breaks(name, arrays):
+        system, left = right(name, arrays), iter(range(good))
+
+        def launch(i):
+            if next(left, None) is None:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return system.launch(i)
+
+        return calls.Made(name, launch, heads_second=True)
+
+    monkeypatch.setattr(sweep_worker, "peer", breaks)
+    call, protocol = Call.parse(f"fp32 fwd {SMALL} {option}"), Protocol(rounds=1, burst_s=1e-4)
+    row = sweep_worker.measured(machine, call, True, protocol, 0, ["torch"])["row"]
+    assert row["us"] > 0 and row["peers"] == {} and row["peers_wrong"] == ["torch"]
+
+
 def test_a_peer_without_memory_is_refused_and_frees_what_it_had(monkeypatch):
     torch = pytest.importorskip("torch")
     machine = open_machine("cpu", "torch")

@@ -356,7 +356,7 @@ def table(data: dict, rows: list[dict]) -> list[str]:
     for key, text in (
         ("not_captured", "could not be captured in a CUDA graph, so the host's work is in their times, and they are "
          "compared with their like alone"),
-        ("peers_wrong", "gave another answer, and are left out of these calls"),
+        ("peers_wrong", "gave another answer or failed on the way, and are left out of these calls"),
     ):  # fmt: skip
         found = [row for row in rows if row.get(key)]
         names = ", ".join(sorted({label(name) for row in found for name in row[key]}))
