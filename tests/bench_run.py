@@ -29,7 +29,7 @@ ROW_TYPES |= dict.fromkeys(
 ROW_TYPES |= dict.fromkeys(
     "us us_min us_spread tflops tbps max_err err_budget sustained_us sustained_tflops steps_per_s share".split(), float
 )
-ROW_TYPES |= dict.fromkeys("ratio before_us price other_us ratio_min ratio_max".split(), float)
+ROW_TYPES |= dict.fromkeys("ratio before_us price other_us ratio_min ratio_max ratio_error".split(), float)
 
 
 OTHERS = ("overhead", "ops", "linear", "transformers", "sweep", "prices", "ledger")  # rows of a kind of their own

@@ -92,6 +92,7 @@ def test_ratio_and_spread_are_of_rounds_and_answers_are_compared():
         ("1", "other"): {1: 13.0},
     }
     found = times.result()
+    assert found.pop("ratio_error") == pytest.approx(1.25 * 0.2 / 3**0.5)
     assert found == {"us": 10.0, "other_us": 13.0, "ratio": 1.1, "ratio_min": 0.9, "ratio_max": 1.3, "rounds": 3}
     assert ledger.Times({"name": "x"}).result() is None
     times.answers = {"ours": [1.0, 2.0, -1.0], "other": [1.0, 2.01, -1.0]}
@@ -157,18 +158,21 @@ def test_ctrl_c_keeps_the_rounds_that_are_complete(tmp_path):
     assert len(data["rows"]) == 2 and all(1 <= row["rounds"] < 2000 for row in data["rows"])
 
 
-def test_a_loss_in_every_round_is_told_from_one_that_may_be_noise():
+def test_a_loss_is_told_from_noise():
     base = {"suite": "ledger", "system": "ours", "commit": "a", "against": "b", "date": "2026-01-01", "family": "x"}
-    base |= {"pass": "fwd", "dtype": "float32", "us": 1.0, "other_us": 1.0, "rounds": 4}
-    places = {"sure": (0.9, 0.99), "noise": (0.9, 1.02), "same": (0.99, 1.0)}
-    ratios = {"sure": 0.97, "noise": 0.98, "same": 0.99}
+    base |= {"pass": "fwd", "dtype": "float32", "us": 1.0, "other_us": 1.0, "ratio_min": 0.9, "ratio_max": 1.1}
+    places = {"sure": (0.97, 0.009, 4), "noise": (0.98, 0.009, 4), "same": (0.99, 0.001, 4), "few": (0.96, 0.001, 3)}
     rows = [
-        base | {"row": name, "ratio": ratios[name], "ratio_min": low, "ratio_max": high}
-        for name, (low, high) in places.items()
+        base | {"row": name, "ratio": ratio, "ratio_error": error, "rounds": rounds}
+        for name, (ratio, error, rounds) in places.items()
     ]
     text = "\n".join(ledger.table({}, rows))
-    assert "below 0.985: 2, of which 1 are slower in each of at least 4 rounds" in text
-    assert "**0.970**" in text and "| 0.980 |" in text and "| 0.990 |" in text
+    assert "below 0.985: 3, of which 1 by more than 3 times their error" in text
+    assert "**0.970**" in text and all(f"| {ratio} |" in text for ratio in ("0.980", "0.990", "0.960"))
+    assert "is 0.005 in the median row: this run can tell a loss of 1.5%" in text
+    del rows[0]["ratio_error"]
+    rows[0]["rounds"] = 1  # --quick has one round, and no error
+    assert "**" not in "\n".join(ledger.table({}, rows))
 
 
 def test_what_against_names(tmp_path, monkeypatch):

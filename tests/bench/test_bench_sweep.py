@@ -217,6 +217,7 @@ def test_sweep_suite(tmp_path, capsys):
         (["--before", "nowhere.json", "--calls", "1"], "--before nowhere.json"),
         (["--before", os.devnull, "--calls", "1"], "--before"),
         (["--batch", "3"], "--batch has no meaning"),
+        (["--framework", "cupy", "--calls", "1"], "bench: --device cpu --framework cupy: there is no such combination"),
         (["--seconds", "0"], "0"),
     ],
 )

@@ -51,6 +51,9 @@ class Worker(Child):
         package = str(Path(__file__).resolve().parents[2])
         env["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
         super().__init__([sys.executable, "-m", f"{__package__}.sweep_worker", json.dumps(about)], env)
+        if "ready" not in self.said:
+            self.end()
+            raise Lost(self.said["refused"])
         self.ready = self.said["ready"]
 
     def ask(self, order: dict[str, Any], seconds: float = CALL_S) -> dict[str, Any]:
@@ -133,7 +136,8 @@ def _work(share: Share, about: dict[str, Any], gpu: str | None, machines: dict[s
     except Lost as error:
         with share.lock:
             share.errors.append(str(error))
-            share.progress.say(f"{f'GPU {gpu}' if gpu else 'the CPU'}: no worker could start: {error}")
+            if machines:  # the others go on
+                share.progress.say(f"{f'GPU {gpu}' if gpu else 'the CPU'}: no worker could start: {error}")
     finally:
         if worker:
             worker.end()
@@ -156,6 +160,8 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
         outcome.chosen += [] if calls else ["--seed", str(options.seed)]
     device = options.device or ("cuda" if library_has_cuda() else "cpu")
     named = gpus(options.devices) if device == "cuda" else [None]
+    if not named:
+        raise BenchError(f"--device {device}: the library sees no GPU")
     if options.devices and device == "cpu":
         raise BenchError(f"--devices {options.devices}: there is no GPU here")
     about = {
@@ -184,7 +190,7 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
             for thread in threads:
                 thread.join(2 * CALL_S)
     if not machines:
-        raise BenchError("no worker could start" + "".join(f"; {error}" for error in dict.fromkeys(share.errors)))
+        raise BenchError("; ".join(dict.fromkeys(share.errors)) or "interrupted before a worker had started")
     with share.lock:
         outcome.rows.sort(key=lambda row: row["number"])
         for row in outcome.rows:
@@ -316,13 +322,14 @@ def _by_option(served: list[dict]) -> list[str]:
 
 
 def table(data: dict, rows: list[dict]) -> list[str]:
-    lines = [
-        overall(rows),
-        "",
-        "Each cell: geometric mean of the best peer's time over ours (least, share of calls in which ours is slower,",
-        "calls). Above 1 ours is faster.",
-    ]
     served = [row for row in rows if "ratio" in row]
+    lines = [overall(rows)]
+    if served:
+        lines += [
+            "",
+            "Each cell: geometric mean of the best peer's time over ours (least, share of calls in which ours is",
+            "slower, calls). Above 1 ours is faster.",
+        ]
     for title in sorted({precision(row) for row in served}):  # 16 bits first
         part = [row for row in served if precision(row) == title]
         lines += ["", f"## {title}", "", *_by_class(part, lambda found: summary([row["ratio"] for row in found]))]

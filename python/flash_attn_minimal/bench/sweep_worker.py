@@ -1,7 +1,8 @@
 """A worker of the sweep: reads a call a line from its input, checks and times it, writes the row to its output.
 
 in   {"call": "bf16 fwd ...", "check": true, "peers": true}
-out  {"ready": {machine}} once, then for each call {"row": {...}} or {"refused": why}, {"wrong": row}, {"failed": why}
+out  {"ready": {machine}}, or {"refused": why}, once; then for each call {"row": {...}} or {"refused": why},
+     {"wrong": row}, {"failed": why}
 
 A worker whose device no longer works ends: after a row with "ends": true in its answer, else without an answer.
 """
@@ -18,7 +19,7 @@ from statistics import median
 from typing import Any
 
 from .calls import USUAL, Arrays, Call, Judge, Made, Refused, dtypes_of, ours, peer
-from .machine import Meter, first_line, open_machine
+from .machine import BenchError, Meter, first_line, open_machine
 from .suite import rounded
 from .systems import PACKAGES, installed
 from .timing import Protocol, Timing, interleave
@@ -170,7 +171,11 @@ def main() -> int:
     about = json.loads(sys.argv[1])
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever else prints goes to standard error, not into the protocol
-    machine = open_machine(about["device"], about["framework"])
+    try:
+        machine = open_machine(about["device"], about["framework"])
+    except BenchError as error:
+        print(json.dumps({"refused": str(error)}), file=out, flush=True)
+        return 2
     machine.use_one_stream()
     if machine.framework == "torch" and machine.device == "cpu" and about["threads"]:
         machine.torch.set_num_threads(about["threads"])

@@ -23,7 +23,7 @@ import sys
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import median, stdev
 from typing import Any
 
 from ..._files import parse_json, read_bytes
@@ -40,6 +40,7 @@ from .rows import ROWS
 ROUNDS = 4
 ROW_S = 60  # of a row, before it counts as hanging
 BOUND = 0.985  # a ratio below is a loss: mend it, or explain it where the file of explanations says so
+SURE = 3  # standard errors between a ratio and 1, from which on a loss is not noise
 SAME = 0.05  # two answers may differ by this part of the result's mean magnitude: the order of sums is free
 HERE = Path(__file__).resolve()
 PYTHON = HERE.parents[3]
@@ -147,10 +148,11 @@ class Times:
                 other.append(theirs[number])
         if not ratios:
             return None
-        return {
-            "us": median(mine), "other_us": median(other), "ratio": median(ratios),
-            "ratio_min": min(ratios), "ratio_max": max(ratios), "rounds": len(ratios),
-        }  # fmt: skip
+        found: dict[str, Any] = {"us": median(mine), "other_us": median(other), "ratio": median(ratios)}
+        found |= {"ratio_min": min(ratios), "ratio_max": max(ratios), "rounds": len(ratios)}
+        if len(ratios) > 1:  # the standard error of a median, were the ratios normally distributed
+            found["ratio_error"] = 1.25 * stdev(ratios) / math.sqrt(len(ratios))
+        return found
 
     def differs(self) -> str | None:
         """How the two answers differ, or None."""
@@ -385,25 +387,33 @@ def table(data: dict, rows: list[dict]) -> list[str]:
     (name, against), newest = list(pairs.items())[-1]
     lines += ["", f"## {name} against {against}, row by row", ""]
     losses = [row for row in newest if row["ratio"] < BOUND]
-    sure = [row for row in losses if row["ratio_max"] < 1 and row["rounds"] >= ROUNDS]
+    sure = [row for row in losses if row["rounds"] >= ROUNDS and row["ratio"] + SURE * row["ratio_error"] < 1]
+    errors = [row["ratio_error"] for row in newest if "ratio_error" in row]
     lines += [
         f"{len(newest)} rows, mean {geometric([row['ratio'] for row in newest]):.3f}; below {BOUND}: {len(losses)}, of "
-        f"which {len(sure)} are slower in each of at least {ROUNDS} rounds (bold). The others may be noise: measure "
-        "them again with --row and more --rounds.",
+        f"which {len(sure)} by more than {SURE} times their error (bold). The others may be noise: measure them again "
+        "with --row and more --rounds.",
         "",
     ]
+    if errors:
+        lines += [
+            f"The error of a ratio is {median(errors):.3f} in the median row: this run can tell a loss of "
+            f"{SURE * median(errors):.1%} from noise there, not a smaller one.",
+            "",
+        ]
     body = [
         [
             row["row"],
             f"{row['other_us']:.4g}",
             f"{row['us']:.4g}",
             f"{'**' * (row in sure)}{row['ratio']:.3f}{'**' * (row in sure)}",
+            f"{row['ratio_error']:.3f}" if "ratio_error" in row else "-",
             f"{row['ratio_min']:.3f} .. {row['ratio_max']:.3f}",
         ]
         for row in newest
     ]
     return lines + markdown_table(
-        ["row", f"{against}, us", f"{name}, us", "ratio", "least .. largest of the rounds"], body
+        ["row", f"{against}, us", f"{name}, us", "ratio", "its error", "least .. largest of the rounds"], body
     )
 
 
