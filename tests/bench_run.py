@@ -18,6 +18,9 @@ FAST = ["--quick", "--rounds", "2", "--framework", "numpy"]
 ROW_TYPES = dict.fromkeys(
     "suite system kernel pass dtype mix arrays device call mode fused model cache_dtype layout weights".split(), str
 )
+ROW_TYPES |= dict.fromkeys("option best".split(), str)
+ROW_TYPES |= dict.fromkeys("commit against date row family reason".split(), str)  # of the ledger
+ROW_TYPES |= {"number": int, "rounds": int, "peers": dict, "not_captured": list, "peers_wrong": list}
 ROW_TYPES |= {"language": str, "part": str, "peer": bool, "lines": int, "page_size": int, "compile_s": float}
 ROW_TYPES |= dict.fromkeys("forced causal wrong tf32 deterministic fast_accum".split(), bool)
 ROW_TYPES |= dict.fromkeys(
@@ -26,6 +29,10 @@ ROW_TYPES |= dict.fromkeys(
 ROW_TYPES |= dict.fromkeys(
     "us us_min us_spread tflops tbps max_err err_budget sustained_us sustained_tflops steps_per_s share".split(), float
 )
+ROW_TYPES |= dict.fromkeys("ratio before_us price other_us ratio_min ratio_max ratio_error".split(), float)
+
+
+OTHERS = ("overhead", "ops", "linear", "transformers", "sweep", "prices", "ledger")  # rows of a kind of their own
 
 
 def run(tmp_path, *argv, code=0):
@@ -54,7 +61,7 @@ def check_schema(data, suite):
             assert 0 < row.get(key, 1) < math.inf
         if suite == "llama":
             assert row["pass"] in ("step", "copy")
-        elif row["system"] not in ("blas", "copy") and suite not in ("overhead", "ops", "linear", "transformers"):
+        elif row["system"] not in ("blas", "copy") and suite not in OTHERS:
             if suite in ("decode", "queries"):
                 assert row["pass"] == "decode"
             elif suite == "shapes":

@@ -24,7 +24,7 @@ class Silent:
 
 
 class Progress(Silent):
-    """Counts steps and shows them.
+    """Counts steps and shows them. total: how many there will be; 0 where nobody knows.
 
     every: the least number of seconds between two lines of `step`. With 0 every step's line is kept. Otherwise a
     terminal shows only the latest line, beside the bar.
@@ -42,7 +42,7 @@ class Progress(Silent):
                 return
             columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
             self._bar = Bar(*columns, console=Console(file=self.file), transient=not every)
-            self._task = self._bar.add_task(title, total=total)
+            self._task = self._bar.add_task(title, total=total or None)
 
     def __enter__(self):
         if self._bar:
@@ -67,4 +67,5 @@ class Progress(Silent):
                 self.say(line)
         elif time.monotonic() - self._last >= self.every:
             self._last = time.monotonic()
-            print(f"[{self.done}/{self.total}] {line}", file=self.file, flush=True)
+            of = f"/{self.total}" if self.total else ""
+            print(f"[{self.done}{of}] {line}", file=self.file, flush=True)

@@ -16,15 +16,18 @@ from . import (
     decode,
     figure,
     languages,
+    ledger,
     linear,
     llama,
     overhead,
     prefill,
+    prices,
     profile,
     queries,
     report,
     shapes,
     small_ops,
+    sweep,
     transformers,
 )
 from .machine import DTYPES, SHORT, device_slug, library_has_cuda
@@ -34,8 +37,8 @@ from .systems import PEERS
 from .timing import QUICK, Protocol
 
 MODULES = (  # the modules that register suites
-    attention, shapes, languages, profile, prefill, decode, queries, llama, block, overhead, linear, small_ops,
-    transformers,
+    attention, shapes, prices, languages, profile, prefill, decode, queries, llama, block, overhead, linear, small_ops,
+    transformers, sweep, ledger,
 )  # fmt: skip
 
 
@@ -89,11 +92,23 @@ def _parser() -> argparse.ArgumentParser:
     add("--threads", type=integer(most=4096), metavar="N", help="CPU threads; default: all cores")
     add("--rounds", type=positive, metavar="N", help="bursts of each system on each shape")
     add("--minutes", type=positive, metavar="N", help="languages: report what there is after so long; default: 20")
+    add("--seconds", type=positive, metavar="N", help="sweep: how long; default: 300, or until --calls are done")
+    add("--calls", type=positive, metavar="N", help="sweep: how many")
+    add("--call", metavar="LINE", help="sweep: this call alone, as a line of its table has it")
+    add(
+        "--before",
+        type=Path,
+        metavar="FILE.json",
+        help="sweep: time the calls of an earlier result (with --seed those of the seed), and compare with it",
+    )
+    add("--devices", metavar="N,...", help="sweep, ledger: GPUs by number; default: all")
+    add("--against", metavar="LIBRARY", help="ledger: a library, a checkout that is built, or a commit to compile")
+    add("--row", type=words, metavar="TEXT,...", help="ledger: the rows with one of these texts in their name")
     add("--quick", action="store_const", const=True, help="fewer shapes, shorter bursts")
     add(
         "--sustained", action="store_const", const=True, help="also time a third of a second each, with clock and power"
     )
-    add("--seed", type=any_seed, metavar="N", help="of the random inputs and of the order")
+    add("--seed", type=any_seed, metavar="N", help="of the random inputs, the order, and in the sweep the calls")
     add(
         "--output",
         type=Path,
@@ -123,6 +138,8 @@ def main(argv: list[str]) -> int:
 def _run(options, parser, argv) -> int:
     load()  # a missing library is reported before anything else
     chosen = "" if options.suite else " (the default here)"
+    if options.suite is None and options.against:
+        options.suite = "ledger"
     if options.suite is None:
         options.suite = "forward" if options.device == "cuda" or library_has_cuda() else "cpu"
         if options.device == "cpu":
@@ -148,7 +165,7 @@ def _run(options, parser, argv) -> int:
         return found
     machine, outcome = found
     # The recorded command leaves out where the results go: it reproduces the numbers anywhere.
-    line = shlex.join(["python", "-m", "flash_attn_minimal", "bench", *without(argv, "--output")])
+    line = shlex.join(["python", "-m", "flash_attn_minimal", "bench", *without(argv, "--output"), *outcome.chosen])
     data = report.result(options.suite, line, machine, outcome)
     _written(report.write(data, options.output or report.DEFAULT_FOLDER / device_slug(machine)))
     if outcome.wrong:

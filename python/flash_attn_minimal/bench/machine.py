@@ -15,7 +15,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import numpy as np
 
@@ -33,17 +36,27 @@ class BenchError(UsageError):
     """The command cannot do what was asked on this machine; the text says why."""
 
 
+@dataclass
+class OneByOne:
+    """Launches that the host queues one after the other. capture_failed: they should have become a CUDA graph, so short
+    ones are timed with the work of the host."""
+
+    launch: Callable[[int], Any]
+    count: int
+    capture_failed: bool = False
+
+    def __call__(self):
+        for i in range(self.count):
+            self.launch(i)
+
+
 class CpuClock:
     device = "cpu"
     l2_bytes = 0  # inputs do not rotate: in real programs, too, they are often in the CPU's cache
     gpu_id = None
 
     def burst(self, launch, count, us):
-        def run():
-            for i in range(count):
-                launch(i)
-
-        return run
+        return OneByOne(launch, count)
 
     def seconds(self, burst, repeat=1, warm=True):
         time.sleep(0.005)  # lets the threads of the previous system stop spinning
@@ -55,6 +68,9 @@ class CpuClock:
         return time.perf_counter() - start
 
     def synchronize(self):
+        pass
+
+    def use_one_stream(self):
         pass
 
     def release(self):
@@ -81,6 +97,9 @@ class Numpy(CpuClock):
 
     def int32(self, values):
         return np.asarray(values, np.int32)
+
+    def float32(self, values):
+        return np.asarray(values, np.float32)
 
     def host(self, array):
         """A float32 NumPy copy."""
@@ -124,6 +143,9 @@ class _Torch:
     def int32(self, values):
         return self.torch.tensor(values, dtype=self.torch.int32, device=self.device)
 
+    def float32(self, values):
+        return self.torch.tensor(values, dtype=self.torch.float32, device=self.device)
+
     def host(self, array):
         return array.detach().float().cpu().numpy()
 
@@ -151,24 +173,28 @@ class TorchCuda(_Torch):
         uuid = getattr(properties, "uuid", None)
         self.gpu_id = None if uuid is None else f"GPU-{str(uuid).removeprefix('GPU-')}"
         self._start, self._end = (self.torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._captured = self.torch.cuda.Stream()
+
+    def use_one_stream(self):
+        """From here on PyTorch works on the stream that `burst` captures. A backward pass runs on the stream of its
+        forward pass: only on this one can it be captured, and on any other stream each launch would wait for two
+        events more."""
+        self.torch.cuda.synchronize()
+        self.torch.cuda.set_stream(self._captured)
 
     def burst(self, launch, count, us):
         if us < GRAPH_BELOW_US:
             graph = self.torch.cuda.CUDAGraph()
             try:
-                with self.torch.cuda.graph(graph):
+                with self.torch.cuda.graph(graph, stream=self._captured):
                     for i in range(count):
                         launch(i)
                 return graph.replay
             except RuntimeError as error:
                 self.torch.cuda.synchronize()
                 print(f"  {CAPTURE_FAILED}: {first_line(error)}", file=sys.stderr)
-
-        def run():
-            for i in range(count):
-                launch(i)
-
-        return run
+                return OneByOne(launch, count, capture_failed=True)
+        return OneByOne(launch, count)
 
     def seconds(self, burst, repeat=1, warm=True):
         if warm:
@@ -229,6 +255,9 @@ class Cupy:
     def int32(self, values):
         return self.cupy.asarray(values, dtype=self.cupy.int32)
 
+    def float32(self, values):
+        return self.cupy.asarray(values, dtype=self.cupy.float32)
+
     def host(self, array):
         return array.astype(self.cupy.float32).get()
 
@@ -264,12 +293,8 @@ class Cupy:
                 return lambda: graph.launch(stream)
             except (RuntimeError, FlashAttnError) as error:
                 print(f"  {CAPTURE_FAILED}: {first_line(error)}", file=sys.stderr)
-
-        def run():
-            for i in range(count):
-                launch(i)
-
-        return run
+                return OneByOne(launch, count, capture_failed=True)
+        return OneByOne(launch, count)
 
     def seconds(self, burst, repeat=1, warm=True):
         if warm:
@@ -280,6 +305,9 @@ class Cupy:
         self._end.record(self._stream)
         self._end.synchronize()
         return self.cupy.cuda.get_elapsed_time(self._start, self._end) * 1e-3
+
+    def use_one_stream(self):
+        pass  # it works on one already
 
     def synchronize(self):
         self._stream.synchronize()

@@ -25,6 +25,7 @@ class Outcome:
     load: float | None = None  # processes running on the host before the start
     stopped: str = ""  # why the run ended before its last step
     failure: BaseException | None = None  # what ended it
+    chosen: list[str] = field(default_factory=list)  # options that were drawn: with them the command finds the same
 
 
 @dataclass(frozen=True, kw_only=True)

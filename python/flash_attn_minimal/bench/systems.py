@@ -289,27 +289,31 @@ def backward_of(torch, outs, leaves, douts):
 
 
 def torch_varlen(name: str, torch, shape: Shape, inputs: Inputs) -> System:
-    """FlashAttention-2 on packed sequences, as it comes with PyTorch. The argument for a causal mask differs between
-    releases."""
+    """FlashAttention-2 on packed sequences, as it comes with PyTorch."""
     if not shape.lengths:
         return sdpa(name, torch, shape, inputs)
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        raise Refused(f"PyTorch {torch.__version__} has no torch.nn.attention.varlen") from None
-    accepted = inspect.signature(varlen_attn).parameters
-    if "window_size" in accepted:
-        options = {"window_size": (-1, 0 if shape.causal else -1)}
-    else:
-        options = {"is_causal": shape.causal}
-    if shape.nheads != shape.nheads_k and "enable_gqa" in accepted:
-        options["enable_gqa"] = True
+    varlen_attn, options = varlen_options(torch, shape.causal, shape.nheads != shape.nheads_k)
 
     def launch(i):
         q, k, v, _ = inputs[i]
         return varlen_attn(q, k, v, inputs.cu_seqlens, inputs.cu_seqlens, shape.seqlen, shape.seqlen, **options)
 
     return System(name, None, launch)
+
+
+def varlen_options(torch, causal: bool, grouped: bool) -> tuple[Callable, dict[str, Any]]:
+    """PyTorch's varlen_attn and its options. The argument for causal differs between releases."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        raise Refused(f"PyTorch {torch.__version__} has no torch.nn.attention.varlen") from None
+    accepted = inspect.signature(varlen_attn).parameters
+    options: dict[str, Any] = {"window_size": (-1, 0 if causal else -1)}
+    if "window_size" not in accepted:
+        options = {"is_causal": causal}
+    if grouped and "enable_gqa" in accepted:
+        options["enable_gqa"] = True
+    return varlen_attn, options
 
 
 def torch_loop(name: str, torch, shape: Shape, inputs: Inputs) -> System:
@@ -333,15 +337,21 @@ def torch_loop(name: str, torch, shape: Shape, inputs: Inputs) -> System:
 PACKAGES = {"fa3": "flash_attn_interface", "fa4": "flash_attn.cute"}
 
 
+def fa_function(name: str, function: str) -> Callable:
+    """A function of FlashAttention-3's or -4's own Python package."""
+    try:
+        return getattr(importlib.import_module(PACKAGES[name]), function)
+    except ImportError:
+        raise Refused(f"{PACKAGES[name]} is not installed") from None
+    except AttributeError:
+        raise Refused(f"{PACKAGES[name]} has no {function}") from None
+
+
 def flash_attention(name: str, torch, shape: Shape, inputs: Inputs) -> System:
     """FlashAttention-3 or -4 through its own Python package. FlashAttention-4 compiles a kernel at its first call."""
-    package = PACKAGES[name]
-    try:
-        attention = importlib.import_module(package).flash_attn_func
-    except ImportError:
-        raise Refused(f"{package} is not installed") from None
+    attention = fa_function(name, "flash_attn_func")
     if shape.lengths:
-        raise Refused(f"{package} is not timed with packed sequences")
+        raise Refused(f"{PACKAGES[name]} is not timed with packed sequences")
 
     def forward(i, *arrays):
         out = attention(*arrays, causal=shape.causal, **inputs.options[i % len(inputs)])
@@ -448,7 +458,7 @@ def peer(name: str, machine, shape: Shape, inputs: Inputs) -> System:
     return system
 
 
-def _installed(package: str) -> bool:
+def installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
     except ImportError:  # the parent package is missing, or cannot be imported
@@ -464,7 +474,7 @@ def peers_of(machine, asked: str | None, usual: str | None = None) -> list[str]:
     if asked == "all":
         return known
     if asked is None:
-        known = [name for name in known if name not in PACKAGES or _installed(PACKAGES[name])]
+        known = [name for name in known if name not in PACKAGES or installed(PACKAGES[name])]
         return [name for name in (usual or USUAL_PEERS[machine.device]).split(",") if name in known]
     names = asked.split(",")
     for name in names:

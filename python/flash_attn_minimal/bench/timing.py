@@ -31,6 +31,7 @@ class Timing:
     bursts: list[float] = field(default_factory=list)
     sustained: list[float] = field(default_factory=list)
     conditions: list[tuple[float, float]] = field(default_factory=list)  # (MHz, W) of each sustained stretch
+    capture_failed: bool = False  # the launches could not become a CUDA graph: the host's work may be in the times
 
     def row(self, tflop: float) -> dict[str, float]:
         """The timing part of a benchmark row. The spread is the distance between the quartiles."""
@@ -76,7 +77,8 @@ def interleave(machine, launches, protocol: Protocol, meter, seed: int, graphs: 
         us = estimate_us(machine, launch)
         count = max(1, min(protocol.max_launches, math.ceil(protocol.burst_s * 1e6 / us)))
         length = us if graphs is None else 0.0 if graphs else math.inf
-        runs.append((machine.burst(launch, count, length), count, us, Timing()))
+        burst = machine.burst(launch, count, length)
+        runs.append((burst, count, us, Timing(capture_failed=getattr(burst, "capture_failed", False))))
 
     for _ in range(protocol.rounds):
         for burst, count, us, timing in order.sample(runs, len(runs)):

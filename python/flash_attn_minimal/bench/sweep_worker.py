@@ -1,0 +1,214 @@
+"""A worker of the sweep: reads a call a line from its input, checks and times it, writes the row to its output.
+
+in   {"call": "bf16 fwd ...", "check": true, "peers": true}
+out  {"ready": {machine}}, or {"refused": why}, once; then for each call {"row": {...}} or {"refused": why},
+     {"wrong": row}, {"failed": why}
+
+A worker whose device no longer works ends: after a row with "ends": true in its answer, else without an answer.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+from .calls import USUAL, Arrays, Call, Judge, Made, Refused, dtypes_of, ours, peer
+from .machine import BenchError, Meter, first_line, open_machine
+from .suite import rounded
+from .systems import PACKAGES, installed
+from .timing import Protocol, Timing, interleave
+
+PEER_FACTOR = 5  # a peer may round more than ours; beyond this factor its answer is wrong, and it is left out
+HIDES_US = 1000  # a launch that takes longer hides the host's work for the next one
+SLOW_S = 0.3  # of one launch of each system: such calls get three rounds
+ALIKE = 0.03  # ours and a peer: the root mean square of their difference over that of ours
+ALIKE_FP8 = 0.2  # peers take the same call in bfloat16
+COMPILES = {"fa4": 0.1}  # peers that compile for each kind of call, and the part of a worker's time that this may take
+
+
+class Compiled:
+    """Which kinds of calls a peer has compiled a kernel for, and what that took."""
+
+    def __init__(self):
+        self.start = time.monotonic()
+        self.known: set[tuple] = set()
+        self.spent: dict[str, float] = {}
+
+    def peer(self, name: str, arrays: Arrays) -> Made:
+        if name not in COMPILES:
+            return peer(name, arrays)
+        call = arrays.call
+        kind = (name, call.dtype, call.backward, call.headdim, call.headdim_v, call.group, call.options)
+        kind += (call.packed is None, call.ways)
+        before = time.monotonic()
+        if kind not in self.known and self.spent.get(name, 0.0) > 20 + COMPILES[name] * (before - self.start):
+            raise Refused(f"{name} has compiled enough for now")
+        try:
+            return peer(name, arrays)
+        finally:
+            if kind not in self.known:
+                self.spent[name] = self.spent.get(name, 0.0) + time.monotonic() - before
+                self.known.add(kind)
+
+
+def measured(
+    machine, call: Call, check: bool, protocol: Protocol, seed: int, peers: list[str], compiled: Compiled | None = None
+) -> dict:
+    """What came of one call."""
+    arrays = Arrays.of(machine, call, seed)
+    try:
+        mine = ours(arrays)
+    except Refused as refusal:
+        return {"refused": str(refusal)}
+    systems = [mine]
+    compiled = compiled or Compiled()
+    for name in peers:
+        try:
+            systems.append(compiled.peer(name, arrays))
+        except Refused:
+            continue
+    row: dict[str, Any] = {"suite": "sweep", "system": "ours", "kernel": mine.kernel, "call": str(call)}
+    row |= {"pass": "bwd" if call.backward else "fwd", "dtype": call.dtype}  # the rest is in the line
+    comparable = "dropout" not in call.options  # whose bits are each library's own
+    before = time.perf_counter()
+    answer = _answer(mine, machine)
+    unlike = [one for one in systems[1:] if not _alike(machine, call, answer if comparable else (), one)]
+    slow = time.perf_counter() - before > SLOW_S
+    if (check or unlike) and Judge.affordable(call):
+        judge = Judge(arrays, seed)
+        row["max_err"], row["err_budget"] = judge.verdict(answer)
+        if not row["max_err"] <= row["err_budget"]:
+            return {"wrong": rounded(row | {"max_err": min(row["max_err"], 1e30), "wrong": True})}
+        if comparable:
+            unlike = [one for one in systems[1:] if not _right(judge, one, machine)]
+    systems = [one for one in systems if one not in unlike]
+    del answer
+    graphs = True if machine.device == "cuda" else None  # the host's work is in no time, however long it takes a system
+    if slow:
+        protocol = replace(protocol, rounds=min(protocol.rounds, 3))
+    try:
+        found = interleave(machine, [one.launch for one in systems], protocol, None, seed, graphs)
+    except Exception:  # a peer's doing, if ours can be timed alone
+        if systems == [mine]:
+            raise
+        unlike += systems[1:]
+        systems = [mine]
+        found = []
+    if not found:
+        machine.release()
+        found = interleave(machine, [mine.launch], protocol, None, seed, graphs)
+    return {"row": rounded(row | _timed(call, [one.name for one in systems], found, [one.name for one in unlike]))}
+
+
+def _timed(call: Call, names: list[str], found: list[Timing], unlike: list[str]) -> dict[str, Any]:
+    """The times of a row. Those with the host's work in them compare with their like alone."""
+    times = dict(zip(names, found, strict=True))
+    mine = times.pop("ours")
+    row: dict[str, Any] = mine.row(call.flops / 1e12)
+    row["peers"] = {name: float(f"{timing.row(0.0)['us']:.5g}") for name, timing in times.items()}
+    hosts = [name for name, t in zip(names, found, strict=True) if t.capture_failed and median(t.bursts) < HIDES_US]
+    like = [name for name in times if (name in hosts) == ("ours" in hosts)]
+    if like:
+        row["best"] = min(like, key=row["peers"].__getitem__)
+        row["ratio"] = row["peers"][row["best"]] / row["us"]
+    if hosts:
+        row["not_captured"] = hosts
+    if unlike:
+        row["peers_wrong"] = unlike
+    return row
+
+
+def _answer(system: Made, machine) -> tuple:
+    """What a system computes, arrays of (batch, seqlen, heads, headdim)."""
+    answer = system.launch(0)
+    machine.synchronize()
+    arrays = answer if isinstance(answer, tuple) else (answer,)
+    return tuple(x.transpose(1, 2) for x in arrays) if system.heads_second else arrays
+
+
+def _alike(machine, call: Call, mine: tuple, peer: Made) -> bool:
+    """Whether a peer's answer is ours but for rounding: a look at every call, where float64 looks at some. False where
+    it has none. Without an answer of ours (dropout) any will do."""
+    bound = ALIKE_FP8 if call.dtype == "float8_e4m3fn" else ALIKE
+    try:
+        other = _answer(peer, machine)
+        for a, b in zip(mine, other, strict=bool(mine)):
+            difference, size = (machine.cast(x, "float32").square().mean() for x in (a.sub(b), a))
+            if not bool(difference <= bound**2 * size + 1e-12):
+                return False
+    except Exception:  # such as no memory for a second answer
+        return False
+    return True
+
+
+def _right(judge: Judge, system: Made, machine) -> bool:
+    try:
+        error, budget = judge.verdict(_answer(system, machine))
+    except Exception:  # as in _alike
+        return False
+    return error <= PEER_FACTOR * budget
+
+
+def answers(machine) -> bool:
+    """Whether the device still works: after an error in a kernel it refuses everything."""
+    try:
+        machine.random((4,), "float32", 0)
+        if machine.framework == "torch":
+            machine.torch.nn.functional.dropout(machine.torch.ones(4, device=machine.device))
+        machine.synchronize()
+        return True
+    except Exception:  # whatever it is
+        return False
+
+
+def main() -> int:
+    about = json.loads(sys.argv[1])
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # whatever else prints goes to standard error, not into the protocol
+    try:
+        machine = open_machine(about["device"], about["framework"])
+    except BenchError as error:
+        print(json.dumps({"refused": str(error)}), file=out, flush=True)
+        return 2
+    machine.use_one_stream()
+    if machine.framework == "torch" and machine.device == "cpu" and about["threads"]:
+        machine.torch.set_num_threads(about["threads"])
+    peers = [name for name in USUAL[machine.device] if name not in PACKAGES or installed(PACKAGES[name])]
+    if machine.framework != "torch":
+        peers = []
+    protocol = Protocol(rounds=about["rounds"], burst_s=about["burst_s"], max_launches=200)
+    compiled = Compiled()
+    described = machine.describe() | ({"driver": Meter(machine).driver} if machine.device == "cuda" else {})
+    ready = {"device": machine.device, "framework": machine.framework, "dtypes": dtypes_of(machine), "peers": peers}
+    print(json.dumps({"ready": ready | {"machine": described, "title": machine.title}}), file=out, flush=True)
+    for number, line in enumerate(sys.stdin):
+        order = json.loads(line)
+        if number % 16 == 0:
+            gc.collect()  # what a peer holds in a circle is memory of the device
+        asked = peers if order.get("peers", True) else []
+        broken = True
+        try:
+            call = Call.parse(order["call"])
+            found = measured(machine, call, order["check"], protocol, about["seed"], asked, compiled)
+            broken = "not_captured" in found.get("row", {})
+        except Exception as error:  # a call that breaks must not end the sweep: it is reported
+            found = {"failed": f"{type(error).__name__}: {first_line(error)}"}
+        works = not broken or answers(machine)
+        if not works and "row" not in found:  # perhaps a peer's doing: the call is asked for again, without peers
+            print(found.get("failed"), file=sys.stderr)
+            return 1
+        print(json.dumps(found | ({} if works else {"ends": True})), file=out, flush=True)
+        if not works:
+            return 0
+        machine.release()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
