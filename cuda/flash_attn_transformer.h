@@ -122,7 +122,7 @@ FA_API fa_status fa_sample(const fa_sample_args* args, void* stream);
 
 /* out = residual + act(norm(x) weight^T + bias) for a few rows of x; reading the weights bounds the speed. norm(x) is x, or with
  * norm_weight the RMSNorm of fa_rms_norm. act is the identity, or with swiglu silu(y[n]) * y[n + out_features / 2]. Any number of rows
- * works, but for large weights on a GPU a matrix library is faster from two rows on. */
+ * works; for large weights on a GPU a matrix library is faster from two rows on. */
 typedef struct fa_linear_args {
     size_t struct_size;
     int32_t device;

@@ -204,7 +204,7 @@ def run(name: str, body: Callable[[], int]) -> int:
 
 
 def drop_output() -> None:
-    """What is still to be printed goes nowhere."""
+    """Discards all further output."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

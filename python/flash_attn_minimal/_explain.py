@@ -105,7 +105,7 @@ def _attention(struct: Any) -> Any:
 
 
 def _heads_first(seqlen_q: int, seqlen_k: int, nheads_k: int) -> str:
-    """What to do where the axes of heads and rows look as if they had changed places."""
+    """Advice for arrays whose axes of heads and rows seem to be exchanged."""
     if not 0 < seqlen_k < nheads_k or seqlen_q % seqlen_k:
         return ""
     return (

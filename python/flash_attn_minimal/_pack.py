@@ -138,7 +138,7 @@ def _results(out: Any, out_view: View, lse_view: View | None) -> Any:
 
 
 def _fitted(name: str, shape: tuple[int, ...], full: tuple[int, ...]) -> str:
-    """What makes a bias or mask of this shape broadcast to `full`, (batch, nheads, seqlen_q, seqlen_k)."""
+    """Advice: the index that makes a bias or mask broadcast to `full`, (batch, nheads, seqlen_q, seqlen_k)."""
 
     def fits(changed: tuple[int, ...]) -> bool:
         return all(have in (1, want) for have, want in zip(changed[::-1], full[::-1], strict=False))

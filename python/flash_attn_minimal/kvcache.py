@@ -473,7 +473,7 @@ def _put_new(call: KVCacheArgs, args: AttentionArgs, views: list[View], k: Any, 
 
 
 def _new_rows(name: str, shape: tuple[int, ...], batch: int, cache: View) -> str:
-    """What to do about new keys or values that do not fit the cache."""
+    """Advice for new keys or values that do not fit the cache."""
     rows = cache.shape[1]
     if len(shape) == 3:
         return f"; for one row of each sequence pass {name}[:, None]"

@@ -1,5 +1,5 @@
-"""What newcomers get wrong in calls, and what they are told: the argument, its value, what is expected, and often what
-to pass instead. Where a text says so, this is passed, until the call works."""
+"""Mistakes of newcomers in calls, and the text that answers each: the argument, its value, what is expected, and often
+what to pass instead. Where a text gives such advice, a test follows it until the call works."""
 
 import os
 import re

@@ -180,7 +180,7 @@ class Call:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Of packed sequences, the longest first."""
+        """Lengths of packed sequences, the longest first."""
         draw = random.Random(f"lengths {self.packed}")
         longest = self.seqlen_q
         more = (max(1, min(longest, round(longest * math.exp(draw.gauss(-1, 0.8))))) for _ in range(self.batch - 1))
@@ -229,7 +229,7 @@ class Call:
 
     @property
     def elements(self) -> int:
-        """Of q, k, v, out and of bias and mask: what the call keeps in memory, in numbers."""
+        """How many numbers the call keeps in memory: q, k, v, out, bias and mask."""
         tokens_q = sum(self.lengths) if self.packed is not None else self.batch * self.seqlen_q
         tokens_k = tokens_q if self.packed is not None else self.batch * self.seqlen_k
         wide = self.headdim + self.headdim_v
@@ -595,8 +595,8 @@ DENSE = 1 << 32  # numbers in an array that a peer needs and ours does not, abov
 
 
 def _dense(arrays: Arrays):
-    """What a user of scaled_dot_product_attention gives as attn_mask for the options that it does not know: True where
-    a row sees a key, or a bias of q's dtype. One array for all peers, made outside of what is timed."""
+    """The attn_mask that a user of scaled_dot_product_attention passes for the options that it does not know: True
+    where a row sees a key, or a bias of q's dtype. One array serves all peers, and making it is not timed."""
     call, torch, options = arrays.call, arrays.machine.torch, arrays.options
     if arrays.dense is not None:
         return arrays.dense
@@ -841,7 +841,7 @@ class Judge:
 
 
 def _plane(array, b: int, h: int):
-    """What a bias or a mask, of four axes, says to one head of one sequence."""
+    """The part of a bias or mask with four axes that belongs to one head of one sequence."""
     return array[b % array.shape[0], h % array.shape[1]]
 
 

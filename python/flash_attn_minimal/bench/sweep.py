@@ -203,7 +203,7 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
 
 
 def gpus(asked: str | None) -> list[str]:
-    """What CUDA_VISIBLE_DEVICES is to be for each worker."""
+    """The value of CUDA_VISIBLE_DEVICES for each worker."""
     count = load().fa_cuda_device_count()
     visible = [word for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word]
     names = visible or [str(i) for i in range(count)]
@@ -230,7 +230,7 @@ def _earlier(file: Path) -> dict[str, float]:
 
 
 class Machine:
-    """What the result says of the workers' machine."""
+    """Describes the workers' machine in the result."""
 
     def __init__(self, ready: dict[str, Any], count: int):
         self.device, self._about, self.count = ready["device"], ready["machine"], count
@@ -383,7 +383,7 @@ def table(data: dict, rows: list[dict]) -> list[str]:
 
 
 def _since(rows: list[dict]) -> list[str]:
-    """What became of the calls that an earlier result has, too."""
+    """The lines that compare calls with an earlier result."""
     shared = [(row["before_us"] / row["us"], row) for row in rows if "before_us" in row]
     if not shared:
         return []

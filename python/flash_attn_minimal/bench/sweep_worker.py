@@ -33,7 +33,7 @@ COMPILES = {"fa4": 0.1}  # peers that compile for each kind of call, and the par
 
 
 class Compiled:
-    """Which kinds of calls a peer has compiled a kernel for, and what that took."""
+    """Remembers for which kinds of calls a peer has compiled a kernel, and how long that took."""
 
     def __init__(self):
         self.start = time.monotonic()
@@ -60,7 +60,7 @@ class Compiled:
 def measured(
     machine, call: Call, check: bool, protocol: Protocol, seed: int, peers: list[str], compiled: Compiled | None = None
 ) -> dict:
-    """What came of one call."""
+    """Makes, checks and times one call; returns its outcome."""
     arrays = Arrays.of(machine, call, seed)
     try:
         mine = ours(arrays)
@@ -125,7 +125,7 @@ def _timed(call: Call, names: list[str], found: list[Timing], unlike: list[str])
 
 
 def _answer(system: Made, machine) -> tuple:
-    """What a system computes, arrays of (batch, seqlen, heads, headdim)."""
+    """The arrays that a system computes, each (batch, seqlen, heads, headdim)."""
     answer = system.launch(0)
     machine.synchronize()
     arrays = answer if isinstance(answer, tuple) else (answer,)
@@ -133,8 +133,8 @@ def _answer(system: Made, machine) -> tuple:
 
 
 def _alike(machine, call: Call, mine: tuple, peer: Made) -> bool:
-    """Whether a peer's answer is ours but for rounding: a look at every call, where float64 looks at some. False where
-    it has none. Without an answer of ours (dropout) any will do."""
+    """Whether a peer's answer equals ours except for rounding. Every call is compared in this way, some also with
+    float64. False where the peer has no answer. Where ours is missing (dropout), any answer will do."""
     bound = ALIKE_FP8 if call.dtype == "float8_e4m3fn" else ALIKE
     try:
         other = _answer(peer, machine)

@@ -61,7 +61,7 @@ def ours() -> Library:
 
 
 def found(asked: str, device: str = "cuda") -> Library:
-    """What --against names. A commit is compiled for `device`: without the GPU kernels for the CPU."""
+    """The library that --against names. A commit is compiled for `device`, for the CPU without GPU kernels."""
     path = Path(asked)
     if path.is_file():
         return Library(asked, path.resolve(), _python_of(path.resolve()) or PYTHON)
@@ -131,7 +131,7 @@ def _built(asked: str, device: str) -> Library:
 
 @dataclass
 class Times:
-    """What the rounds found for one row: microseconds by round, of each side, on each GPU."""
+    """The times of one row: microseconds by round, of each side, on each GPU."""
 
     row: dict[str, Any]
     us: dict[tuple[str, str], dict[int, float]] = field(default_factory=dict)  # (gpu, "ours" or "other")
