@@ -1,5 +1,5 @@
-"""What newcomers get wrong in calls, and what they are told: the argument, its value, what is expected, and often what
-to pass instead. Where a text says so, this is passed, until the call works."""
+"""Calls with the mistakes of newcomers, and the errors they get: the argument, its value, what is expected, and often
+what to pass instead. Where an error advises an argument, the test passes it, until the call works."""
 
 import os
 import re
