@@ -14,7 +14,7 @@ usage: ./build_and_run.sh [VERB] [OPTION ...] [-- ARGUMENT ...]
 
 verbs     run      build, native checks, benchmark against standard attention, summary (the default)
           build    the library and the native test program alone
-          test     build, then CTest and pytest            (arguments after -- go to pytest)
+          test     build, then the quick tests; with --all every test (arguments after -- go to pytest)
           bench    build, then the benchmark alone          (arguments after -- go to test_flash_attn --bench)
           clean    remove the build folder and the environment, if this script has made them
 
@@ -43,6 +43,7 @@ say() { printf '%s\n' "$*"; }
 die() { printf 'build_and_run.sh: %s\n' "$1" >&2; exit "${2:-1}"; }
 
 # ---- arguments ----
+every='' # test
 root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 build=${FLASH_ATTN_BUILD:-$root/build}
 venv=${FLASH_ATTN_VENV:-$root/.venv}
@@ -60,6 +61,7 @@ while (($#)); do
         --arch=?*) arch=${1#*=} ;;
         --jobs=?*) jobs=${1#*=}; [[ $jobs =~ ^[1-9][0-9]*$ ]] || die "--jobs: '$jobs' is not a positive number" 2 ;;
         --clean) clean=yes ;;
+        --all) every=yes ;;
         -D?*=*) defines+=("$1") ;;
         -h | --help) usage; exit 0 ;;
         --) shift; rest=("$@"); break ;;
@@ -67,6 +69,7 @@ while (($#)); do
     esac
     shift
 done
+[[ -z $every || $verb == test ]] || die "--all belongs to test" 2
 verb=${verb:-run}
 [[ -z $arch || $cuda != off ]] || die "--arch and --cpu-only exclude each other" 2
 [[ -z $all || $cuda != off ]] || die "--all-kernels and --cpu-only exclude each other" 2
@@ -255,6 +258,7 @@ missing() { # missing PYTHON NAME...: those that this Python does not have, one 
             cmake) find_cmake "$python" >/dev/null || say cmake ;;
             ninja) find_ninja "$python" >/dev/null || say ninja ;;
             nvcc) find_nvcc "$python" >/dev/null || say nvcc ;;
+            pytest-xdist) "$python" -c 'from xdist.scheduler import WorkStealingScheduling' >/dev/null 2>&1 || say pytest-xdist ;;
             *) "$python" -c "import $name" >/dev/null 2>&1 || say "$name" ;;
         esac
     done
@@ -264,7 +268,7 @@ gpu=$(nvidia-smi --query-gpu=name,compute_cap --format=csv,noheader 2>/dev/null 
 # ---- what it needs, and from where ----
 need=(cmake) want=(ninja numpy)
 if [[ $verb == test ]]; then
-    need+=(numpy pytest) want=(ninja ml_dtypes hypothesis rich matplotlib)
+    need+=(numpy pytest) want=(ninja pytest-xdist ml_dtypes hypothesis rich matplotlib)
     # tests/ladder/test_page.py drives a browser where there is one
     ! command -v chromium-headless-shell chromium chromium-browser google-chrome >/dev/null || want+=(playwright)
 fi
@@ -404,9 +408,18 @@ how_to_go_on() {
 
 # ---- test, check, bench ----
 if [[ $verb == test ]]; then
-    step CTest everything "${cmake%cmake}ctest" --test-dir "$build" --no-tests=error --output-on-failure || exit
+    native=(-LE quick) tier=(--all)
+    [[ $every ]] || native=(-L quick) tier=()
+    step CTest everything "${cmake%cmake}ctest" --test-dir "$build" "${native[@]}" --no-tests=error --output-on-failure || exit
     cd "$root"
-    step pytest everything "$python" -m pytest --durations=15 ${rest[@]+"${rest[@]}"} || exit
+    # A process for each core, up to 8, if pytest-xdist is there. With a GPU one process, which has the GPU to itself.
+    workers=()
+    if [[ -z $gpu ]] && "$python" -c 'from xdist.scheduler import WorkStealingScheduling' 2>/dev/null; then
+        workers=(-n "$((jobs < 8 ? jobs : 8))" --dist worksteal)
+        export OPENBLAS_NUM_THREADS=${OPENBLAS_NUM_THREADS:-1}
+    fi
+    step pytest everything "$python" -m pytest --durations=15 ${workers[@]+"${workers[@]}"} ${tier[@]+"${tier[@]}"} ${rest[@]+"${rest[@]}"} || exit
+    [[ $every ]] || ((${#rest[@]})) || say "These were the quick tests; ./build_and_run.sh test --all runs every test (docs/testing.md)."
     exit 0
 fi
 devices=$("$python" -c 'import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).fa_cuda_device_count())' "$FLASH_ATTN_LIBRARY")

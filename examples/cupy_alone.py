@@ -4,7 +4,7 @@
     python examples/cupy_alone.py --length 4000 --heads 32 --dtype float32
 
 Causal attention over a text, its gradients, and the last tokens again over a paged cache, all on one stream. The
-results are compared with standard attention in float64. Needs CuPy (`pip install flash-attn-minimal[gpu]`).
+results are compared with standard attention in float64. Needs CuPy (`pip install cupy-cuda13x`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> None:
     try:
         import cupy as cp
     except ImportError as error:
-        parser.error(f"CuPy is missing (pip install flash-attn-minimal[gpu]): {error}")
+        parser.error(f"CuPy is missing (pip install cupy-cuda13x): {error}")
     try:
         cp.cuda.runtime.getDeviceCount()
     except cp.cuda.runtime.CUDARuntimeError as error:

@@ -12,11 +12,15 @@ from __future__ import annotations
 import argparse
 import functools
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from flash_attn_minimal import flash_attn_func
+
+try:
+    import jax
+    import jax.numpy as jnp
+except ImportError as error:
+    raise SystemExit(f"{error} (pip install jax)") from None
 
 VOCABULARY = 16
 

@@ -12,12 +12,16 @@ from __future__ import annotations
 
 import argparse
 
-import torch
-import torch.nn.functional as F
 from story_grammar import story
-from torch import Tensor, nn
 
 from flash_attn_minimal import flash_attn_func
+
+try:
+    import torch
+    import torch.nn.functional as F
+    from torch import Tensor, nn
+except ImportError as error:
+    raise SystemExit(f"{error} (pip install torch)") from None
 
 
 def pytorch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -13,11 +13,15 @@ import argparse
 import math
 import sys
 
-import numba
 import numpy as np
-from numba import cuda
 
 from flash_attn_minimal import flash_attn_func
+
+try:
+    import numba
+    from numba import cuda
+except ImportError as error:
+    raise SystemExit(f"{error} (pip install numba)") from None
 
 BASE = 10000.0  # base of the rotary embedding's frequencies
 

@@ -10,8 +10,8 @@
     client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
     print(client.completions.create(model="stories", prompt="One day", max_tokens=60).choices[0].text)
 
-Needs `pip install flash-attn-minimal[serve]`. It runs on a GPU if CuPy finds one, else on the CPU. Up to --slots texts
-are written at once; further texts wait in line and start when one has ended. A client that disconnects frees its slots.
+Needs `pip install fastapi uvicorn`. It runs on a GPU if CuPy finds one, else on the CPU. Up to --slots texts are
+written at once; further texts wait in line and start when one has ended. A client that disconnects frees its slots.
 
 A request with a text that fails ends with an error (in a stream: an event). Other requests go on. Bodies, prompts and
 lists have size limits, so that no client delays the others.
@@ -32,13 +32,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import uvicorn
-from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
-from starlette.exceptions import HTTPException
-
 from flash_attn_minimal import BadArgument, FlashAttnError
 from flash_attn_minimal.llama.engine import Engine
 from flash_attn_minimal.llama.generate import open_device
@@ -46,14 +39,26 @@ from flash_attn_minimal.llama.model import Llama
 from flash_attn_minimal.llama.sampling import Sampling
 from flash_attn_minimal.llama.weights import DEFAULT_CHECKPOINT, find_tokenizer, load_checkpoint
 
+try:
+    import uvicorn
+    from fastapi import FastAPI, Request, Response
+    from fastapi.exceptions import RequestValidationError
+    from fastapi.responses import JSONResponse, StreamingResponse
+    from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+    from starlette.exceptions import HTTPException
+except ImportError as error:
+    raise SystemExit(f"{error} (pip install fastapi uvicorn)") from None
+
 MAX_BODY = 4 << 20  # bytes of a request
 MAX_DRAIN = 64 << 20  # bytes of a refused body that are read, so that its client gets to read the refusal
 MAX_ENTRIES = {"prompt": 256, "stop": 16, "logit_bias": 64}  # entries of a list or an object
+MAX_TOKENS = 1 << 17  # of a prompt given as tokens
 MAX_FIELDS = 64
 SHORT_PROMPT = 1 << 14  # characters, encoded in a few milliseconds
 
 Words = Annotated[str, Field(min_length=1)]
 Zero = Annotated[float, Field(ge=0, le=0)]
+Tokens = Annotated[list[Annotated[int, Field(strict=True, ge=0)]], Field(min_length=1)]
 
 
 short = reprlib.Repr()  # for values that a client sent
@@ -86,7 +91,7 @@ class Completion(Body):
     served, so they accept only the value that turns the feature off."""
 
     model: str
-    prompt: str | Annotated[list[str], Field(min_length=1)] = ""
+    prompt: str | Annotated[list[str], Field(min_length=1)] | Tokens | Annotated[list[Tokens], Field(min_length=1)] = ""
     max_tokens: int = Field(16, ge=0)
     temperature: float = 1.0
     top_p: float = 1.0
@@ -109,9 +114,21 @@ class Completion(Body):
     def short(cls, value: Any, field: Any) -> Any:
         """Refuses a long list or object before its entries are checked."""
         most = MAX_ENTRIES[field.field_name]
+        if field.field_name == "prompt" and isinstance(value, list):
+            if value and isinstance(value[0], int):
+                most = MAX_TOKENS
+            count = sum(len(entry) for entry in value[: most + 1] if isinstance(entry, list))
+            if count > MAX_TOKENS:
+                raise ValueError(f"{count} tokens are more than {MAX_TOKENS}")
         if isinstance(value, (list, dict)) and len(value) > most:
             raise ValueError(f"{len(value)} entries are more than {most}")
         return value
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Each a text, or tokens."""
+        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if one else self.prompt  # type: ignore[list-item,return-value]
 
 
 class Text:
@@ -166,7 +183,9 @@ class Writer:
     def ask(self, function, *arguments) -> asyncio.Future:
         return asyncio.get_running_loop().run_in_executor(self.thread, function, *arguments)
 
-    async def encode(self, prompt: str) -> list[int]:
+    async def encode(self, prompt: str | list[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            return prompt
         if len(prompt) > self.most_characters:
             what = f"prompt={prompt[:20]!r}... has {len(prompt)} characters, more than {self.most_characters}"
             raise BadArgument(
@@ -324,6 +343,10 @@ def make_app(writer: Writer) -> FastAPI:
     async def failed(_, error):
         return refusal(500, described(error))
 
+    @app.get("/health")
+    async def health():
+        return {"status": "ok"}
+
     @app.get("/v1/models")
     async def models():
         return {"object": "list", "data": [{"id": writer.name, "object": "model", "created": 0, "owned_by": "you"}]}
@@ -335,7 +358,7 @@ def make_app(writer: Writer) -> FastAPI:
         seed, stops = asked.seed, writer.tokenizer.stops
         seed = random.getrandbits(32) if seed is None else seed
         jobs = []
-        for number, prompt in enumerate([asked.prompt] if isinstance(asked.prompt, str) else asked.prompt):
+        for number, prompt in enumerate(asked.prompts):
             sampling = Sampling(asked.temperature, 0, asked.top_p, seed + number)
             jobs.append((await writer.encode(prompt), asked.max_tokens, sampling, stops))
         stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop
@@ -377,15 +400,26 @@ def make_app(writer: Writer) -> FastAPI:
     return app
 
 
+def whole(least: int, most: int) -> Callable[[str], int]:
+    def parsed(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to {most}")
+        return int(text)
+
+    return parsed
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("checkpoint", nargs="?", default=str(DEFAULT_CHECKPOINT), help="llama2.c file or a folder")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--slots", type=int, default=8, help="texts that are written at once (default 8)")
-    parser.add_argument("--context", type=int, help="tokens of a text at most (default: the model's)")
-    parser.add_argument("--pages", type=int, help="pages of 16 tokens that all texts share (default: enough for all)")
+    parser.add_argument("--slots", type=whole(1, 4096), default=8, help="texts that are written at once (default 8)")
+    parser.add_argument("--context", type=whole(1, 1 << 24), help="tokens of a text at most (default: the model's)")
+    parser.add_argument(
+        "--pages", type=whole(1, 1 << 24), help="pages of 16 tokens that all texts share (default: enough)"
+    )
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000, help="0: any free one")
+    parser.add_argument("--port", type=whole(0, 65535), default=8000, help="0: any free one")
     args = parser.parse_args()
     try:
         writer = Writer(args.checkpoint, args.device, args.slots, args.context, args.pages)

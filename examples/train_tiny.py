@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import importlib.util
 import json
 import re
 import sys
@@ -24,16 +25,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-import torch.nn.functional as F
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from story_grammar import story
-from torch import nn
 
 import flash_attn_minimal as fa
 from flash_attn_minimal.llama.config import Config
 from flash_attn_minimal.llama.llama2c import save_checkpoint
 from flash_attn_minimal.llama.tokenizer import BOS, Tokenizer, save_tokenizer
+
+try:
+    import torch
+    import torch.nn.functional as F
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from torch import nn
+except ImportError as error:
+    raise SystemExit(f"{error} (pip install torch rich)") from None
 
 HELD_OUT = 1 << 40  # stories from this number on are held out: no model is trained on them
 WRITTEN = 110  # held-out stories that go into held_out.txt: 16,000 tokens
@@ -294,6 +299,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--compare", action="store_true", help="train again with PyTorch's attention")
     parser.add_argument("--out", type=Path, help="folder for the model, the losses and the picture")
     args = parser.parse_args(argv)
+    if args.out and importlib.util.find_spec("matplotlib") is None:
+        parser.error(f"--out {args.out} draws a picture, which needs matplotlib (pip install matplotlib)")
     preset = PRESETS[args.preset or ("full" if args.device == "cuda" else "tiny")]
     if args.steps is not None:
         if args.steps < 1:

@@ -12,9 +12,13 @@ import argparse
 import tempfile
 from pathlib import Path
 
-import torch
-
 from flash_attn_minimal.llama.synthetic import SHAPES, write_folder, write_tokenizer_json
+
+try:
+    import torch
+    import transformers  # noqa: F401
+except ImportError as error:
+    raise SystemExit(f"{error} (pip install torch transformers)") from None
 
 PROMPTS = ["The capital of France is", "One day, a girl"]  # of unequal length: the shorter one is padded
 

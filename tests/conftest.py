@@ -238,8 +238,42 @@ def _no_forced_kernel(monkeypatch):
         monkeypatch.delenv(variable, raising=False)
 
 
+# ---- which tests run ----
+
+# The tests of a run that names none: folders and files of tests/. docs/testing.md says what each of the others finds.
+QUICK = (
+    "attention",
+    "distributed",
+    "integrations",
+    "llama",
+    "transformer",
+    "package/test_library.py",
+    "test_llama_host.py",
+)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="every test; without it and without names, the quick ones")
+
+
+def pytest_configure(config):
+    if hasattr(config, "workerinput"):  # of pytest-xdist, which hands on what the first process has decided
+        return
+    chosen = config.getoption("keyword") or config.getoption("markexpr") or config.getoption("lf", False)
+    if chosen or config.args_source is not config.ArgsSource.TESTPATHS:
+        config.option.all = True
+
+
+def pytest_ignore_collect(collection_path, config):
+    if config.option.all or collection_path.suffix != ".py":
+        return None
+    name = collection_path.relative_to(ROOT / "tests").as_posix()
+    return None if any(name == quick or name.startswith(f"{quick}/") for quick in QUICK) else True
+
+
 def pytest_report_header(config):
     return [
+        "tests: " + ("all that are named" if config.option.all else "the quick ones (--all: every test)"),
         f"library: {_library.path()} ({_library.load().fa_build_info().decode()})",
         f"fuzz seed: {SEED} (FLASH_ATTN_TEST_SEED={SEED} repeats this run); cuda: {NO_CUDA or CUDA.framework}",
     ]

@@ -5,15 +5,12 @@
 #include <algorithm>
 
 #include "api/common/checks.h"
+#include "common/older_glibc.h"
 #include "distributed/transport_cuda.h"
 
-// glibc 2.34 gave these functions new symbol versions, which a linker prefers. A wheel must also load with older releases, which only have
-// the first versions.
-#if defined(__GLIBC__) && defined(__x86_64__)
-__asm__(".symver dlopen, dlopen@GLIBC_2.2.5\n.symver dlsym, dlsym@GLIBC_2.2.5\n.symver dlerror, dlerror@GLIBC_2.2.5");
-#elif defined(__GLIBC__) && defined(__aarch64__)
-__asm__(".symver dlopen, dlopen@GLIBC_2.17\n.symver dlsym, dlsym@GLIBC_2.17\n.symver dlerror, dlerror@GLIBC_2.17");
-#endif
+FA_FIRST_VERSION(dlopen);
+FA_FIRST_VERSION(dlsym);
+FA_FIRST_VERSION(dlerror);
 
 namespace fa::distributed {
 namespace {

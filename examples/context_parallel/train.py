@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
 import json
 import os
 import sys
@@ -22,10 +23,14 @@ from dataclasses import astuple, replace
 from pathlib import Path
 
 import numpy as np
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+try:
+    import torch
+    import torch.distributed as dist
+    import torch.nn.functional as F
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+except ImportError as error:
+    raise SystemExit(f"{error} (pip install torch rich)") from None
 
 from flash_attn_minimal.distributed import positions, shard
 from flash_attn_minimal.distributed.torch import close_groups, context_parallel_attention
@@ -96,6 +101,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="folder for losses.json and losses.png")
     args = parser.parse_args(argv)
+    if args.out and importlib.util.find_spec("matplotlib") is None:
+        parser.error(f"--out {args.out} draws a picture, which needs matplotlib (pip install matplotlib)")
     if "RANK" not in os.environ:
         parser.error("the ranks come from torchrun: torchrun --nproc-per-node 2 examples/context_parallel/train.py")
     preset = PRESETS[args.preset or ("full" if args.device == "cuda" else "tiny")]

@@ -52,6 +52,11 @@ def show_table(title: str, head: list[str], body: list[list[str]], left: int = 1
     console.print(grid)
 
 
+def plural(count: int, noun: str) -> str:
+    """`1 row`, `2 rows`."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 def commit() -> str | None:
     """$FLASH_ATTN_COMMIT, else the commit of the repository that contains this package, with " with changes" if its
     sources differ from that commit; None without a repository."""

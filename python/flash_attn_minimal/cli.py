@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import sys
 
-from ._library import FlashAttnError
+from . import __version__
+from ._command import did_you_mean, program, run
 
 _COMMANDS = {
     "info": ("flash_attn_minimal.info", "version, library, devices, kernels, and which kernel serves what"),
@@ -22,23 +23,25 @@ _COMMANDS = {
 
 def main(argv: list[str]) -> int:
     """Runs one command; returns the exit status of the process: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
-    usage = "usage: python -m flash_attn_minimal COMMAND [--help] ...\n\ncommands:\n" + "".join(
+    usage = f"usage: {program()} COMMAND [--help] ...\n       {program()} --version\n\ncommands:\n" + "".join(
         f"  {name:<16} {summary}\n" for name, (_, summary) in _COMMANDS.items()
     )
-    if argv and argv[0] in ("-h", "--help"):
-        print(usage, end="")
-        return 0
-    if not argv or argv[0] not in _COMMANDS:
-        print(f"unknown command {argv[0]!r}\n\n{usage}" if argv else usage, end="", file=sys.stderr)
+    if not argv:
+        print(usage, end="", file=sys.stderr)
         return 2
-    module, _ = _COMMANDS[argv[0]]
-    try:
-        return importlib.import_module(module).main(argv[1:])
-    except FlashAttnError as error:
-        print(f"{argv[0]}: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # the reader of the output, such as `head`, has closed it
-        sys.stderr.close()
-        return 1
+    name, *rest = argv
+    if name in ("-h", "--help"):
+        return run("help", lambda: _say(usage))
+    if name == "--version":
+        return run("version", lambda: _say(f"flash-attn-minimal {__version__}\n"))
+    if name not in _COMMANDS:
+        what = "an option" if name.startswith("-") else "a command"
+        hint = did_you_mean(name, [*_COMMANDS, "--help", "--version"]) or f"; `{program()} --help` lists the commands"
+        print(f"{name!r} is not {what}{hint}", file=sys.stderr)
+        return 2
+    return run(name, lambda: importlib.import_module(_COMMANDS[name][0]).main(rest))
+
+
+def _say(text: str) -> int:
+    print(text, end="")
+    return 0

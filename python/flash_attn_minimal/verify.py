@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import sys
 import time
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from . import reference
+from ._command import Parser, UsageError, command, one_of
 from ._library import Unsupported, load
 from ._progress import Progress
 from .attention import flash_attn_func, query
@@ -70,14 +70,14 @@ def _arrays_for(device: str) -> tuple[str, Callable, Callable]:
     float64."""
     if device == "cuda":
         if not load().fa_cuda_device_count():
-            raise Unsupported(f"--device cuda: this library sees no CUDA device ({load().fa_build_info().decode()})")
+            raise UsageError(f"--device cuda: this library sees no CUDA device ({load().fa_build_info().decode()})")
         cupy, torch = _optional("cupy"), _optional("torch")
         if cupy:
             return "cupy", lambda x, t: cupy.asarray(x).astype(_numpy_dtype(t)), lambda x: x.astype(np.float64).get()
         if torch and torch.cuda.is_available():
             from_numpy, dtype = torch.from_numpy, lambda t: getattr(torch, t)
             return "torch", lambda x, t: from_numpy(x).cuda().to(dtype(t)), lambda x: x.double().cpu().numpy()
-        raise Unsupported("--device cuda needs CuPy, or PyTorch with CUDA, to hold the arrays")
+        raise UsageError("--device cuda needs CuPy, or PyTorch with CUDA, to hold the arrays")
     return "numpy", lambda x, t: x.astype(_numpy_dtype(t)), lambda x: np.asarray(x, np.float64)
 
 
@@ -93,7 +93,7 @@ def _numpy_dtype(name: str) -> np.dtype:
         try:
             return np.dtype(importlib.import_module("ml_dtypes").bfloat16)
         except ImportError:
-            raise Unsupported("bfloat16 in NumPy needs ml_dtypes") from None
+            raise Unsupported("bfloat16 in NumPy needs ml_dtypes (pip install ml_dtypes)") from None
     return np.dtype(name)
 
 
@@ -127,15 +127,16 @@ def check(case: Case, to_device: Callable, to_numpy: Callable) -> tuple[str, flo
     return kernel, seconds, error, max(error / tolerance(case.dtype, exact), lse_error / lse_allowed)
 
 
+@command("verify")
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m flash_attn_minimal verify", description=__doc__.split(": ", 1)[1])
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one, else cpu")
+    parser = Parser("verify", description=__doc__.split(": ", 1)[1])
+    parser.add_argument("--device", **one_of(("cpu", "cuda")), help="default: cuda where there is one, else cpu")
     parser.add_argument("--quick", action="store_true", help="a few smaller shapes, some seconds")
     options = parser.parse_args(argv)
     device = options.device or ("cuda" if load().fa_cuda_device_count() else "cpu")
     framework, to_device, to_numpy = _arrays_for(device)
     cases = _QUICK if options.quick else _CASES
-    lines, failures, skipped = [], 0, 0
+    lines, failures, skipped, interrupted = [], 0, 0, False
     with Progress(len(cases), "verify", file=sys.stderr) as progress:
         for case in cases:
             progress.step(str(case))
@@ -145,11 +146,17 @@ def main(argv: list[str]) -> int:
                 lines.append(f"skip  {case}: {reason}")
                 skipped += 1
                 continue
+            except KeyboardInterrupt:  # the cases that were checked are reported
+                interrupted = True
+                break
             failures += not used <= 1  # NaN fails too
             verdict = "ok  " if used <= 1 else "FAIL"
             measured = f"{kernel}, {1e3 * seconds:.1f} ms, max error {error:.2e}, {used:.0%} of the allowed"
             lines.append(f"{verdict}  {case}: {measured}")
-    print("\n".join(lines))
-    passed = len(cases) - failures - skipped
-    print(f"{device} through {framework}: {passed} of {len(cases)} passed, {failures} failed, {skipped} skipped")
+    print(*lines, sep="\n", end="\n" * bool(lines))
+    passed = sum(line.startswith("ok") for line in lines)
+    rest = f", {len(cases) - len(lines)} not run: interrupted" if interrupted else ""
+    print(f"{device} through {framework}: {passed} of {len(cases)} passed, {failures} failed, {skipped} skipped{rest}")
+    if interrupted:
+        return 130
     return 1 if failures or not passed else 0

@@ -141,6 +141,8 @@ LONG = {
 def test_long(kernel, long, signs, dtype, monkeypatch):
     """Also if no score is positive, and if scores grow along the keys, or towards the first keys, by far more than a
     speculative maximum allows."""
+    if kernel.name == "cpu_naive" and signs != "both":
+        pytest.skip("takes the maximum of the whole row before it adds anything up")
     inputs = accuracy.inputs
 
     def changed(case):

@@ -8,7 +8,7 @@ import pytest
 from bench_run import FAST, attention_rows, needs_matplotlib, run
 
 from flash_attn_minimal import bench, kernels
-from flash_attn_minimal.bench import attention, curves, figure, machine, profile, report, suite, systems, timing
+from flash_attn_minimal.bench import attention, curves, figure, machine, profile, suite, systems, timing
 from flash_attn_minimal.cli import main as command_line
 
 
@@ -138,7 +138,7 @@ def test_meter_reads_nothing_on_the_cpu():
 @pytest.mark.parametrize(
     "argv, text",
     [
-        (["--suite", "backwards"], "invalid choice: 'backwards'"),
+        (["--suite", "backwards"], "--suite: 'backwards' is not one of cpu, "),
         (["--suite", "cpu", "--device", "cpu"], "--device has no meaning in suite cpu"),
         (["--suite", "overhead", "--headdim", "64"], "--headdim has no meaning in suite overhead"),
         (["--suite", "cpu", "--inner"], "--inner has no meaning in suite cpu"),
@@ -146,22 +146,25 @@ def test_meter_reads_nothing_on_the_cpu():
         (["--suite", "backward", "--allow-tf32"], "--allow-tf32 has no meaning in suite backward"),
         (["--suite", "ladder", "--backward"], "--backward has no meaning in suite ladder"),
         (["--suite", "ladder", "--device", "cpu", "--dtype", "fp16", "--allow-tf32"], "needs --dtype fp32, not fp16"),
-        (["--suite", "mma", "--device", "cpu", "--framework", "numpy"], "--kernel mma_sm80: 'mma_sm80' is none of"),
+        (
+            ["--suite", "mma", "--device", "cpu", "--framework", "numpy"],
+            "--suite mma times mma_sm80, which is not a kernel of the cpu",
+        ),
         (
             ["--suite", "backward_mma", "--device", "cpu", "--framework", "numpy"],
-            "--kernel mma_sm80: 'mma_sm80' is none of",
+            "--suite backward_mma times mma_sm80, which is not a kernel of the cpu",
         ),
         (["--suite", "cpu", "--seqlen", "0"], "0 is not positive"),
-        (["--suite", "cpu", "--seqlen", "x"], "invalid numbers value: 'x'"),
-        (["--suite", "cpu", "--mask", "full,round"], "'round' is neither full nor causal"),
-        (["--suite", "cpu", "--dtype", "int8"], "'int8' is none of float32"),
+        (["--suite", "cpu", "--seqlen", "x"], "--seqlen: 'x' is not a whole number"),
+        (["--suite", "cpu", "--mask", "full,round"], "--mask: 'round' is not one of full, causal"),
+        (["--suite", "cpu", "--dtype", "int8"], "--dtype: 'int8' is not one of fp32, "),
         (["--suite", "cpu", "--heads-k", "2"], "--heads-k 2 needs --heads"),
         (["--suite", "cpu", "--heads", "6", "--heads-k", "4"], "--heads 6 is not a multiple of --heads-k 4"),
         (["--suite", "cpu", "--seed", "-1"], "-1 is negative"),
         (["--suite", "cpu", "--framework", "cupy"], "there is no such combination"),
-        (["--suite", "cpu", "--framework", "numpy", "--kernel", "warp"], "'warp' is none of best, "),
+        (["--suite", "cpu", "--framework", "numpy", "--kernel", "warp"], "--kernel warp: 'warp' is not one of best, "),
         (["--suite", "cpu", "--framework", "numpy", "--peers", "torch"], "need PyTorch arrays"),
-        (["--suite", "cpu", "--framework", "numpy", "--peers", "fa9"], "'fa9' is none of torch, standard"),
+        (["--suite", "cpu", "--framework", "numpy", "--peers", "fa9"], "'fa9' is not one of torch, standard"),
         (["--suite", "ladder", "--device", "cpu", "--framework", "numpy", "--seqlen", "1,2"], "takes one value"),
         (["--suite", "profile", "--run", "--inner"], "--run and --inner exclude each other"),
         (
@@ -170,7 +173,20 @@ def test_meter_reads_nothing_on_the_cpu():
         ),
         (["--plot-only", "no.json"], "No such file"),
         (["--plot-only", "no.json", "--suite", "cpu"], "--plot-only stands alone"),
-        (["--nonsense"], "unrecognized arguments: --nonsense"),
+        (["--output", "/dev/null/x"], "--output /dev/null/x: cannot write there: Not a directory"),
+        (["--sead", "1"], "--sead is not an option of this command; did you mean --seed?"),
+        (
+            ["--suite", "cpu", "--framework", "cupy"],
+            "suite cpu needs arrays of cupy on cpu: there is no",
+        ),
+        (["--suite", "cpu", "--threads", "9999"], "--threads: 9999 is above 4096"),
+        (["--seed"], "--seed: a value is missing"),
+        (["--seed", "1", "2"], "'2' is one argument too many"),
+        (["--device", "gpu"], "--device: 'gpu' is not one of cpu, cuda\n"),
+        (
+            ["--nonsense"],
+            "--nonsense is not an option of this command; `python -m flash_attn_minimal bench --help` lists",
+        ),
     ],
 )
 def test_bad_arguments(argv, text, capsys, tmp_path, monkeypatch):
@@ -192,14 +208,31 @@ def test_a_foreign_file_and_a_folder_that_cannot_be(tmp_path, capsys):
     assert "not a result" in capsys.readouterr().err
     options = ["--seqlen", "8", "--headdim", "8", "--mask", "full", "--output", str(tmp_path / "x.json" / "below")]
     assert bench.main(["--suite", "cpu", *FAST, *options]) == 2
-    assert "cannot write to" in capsys.readouterr().err
+    assert "cannot write there" in capsys.readouterr().err
 
 
-def test_default_folder(tmp_path, monkeypatch):
+def test_results_go_to_benchmarks_and_not_to_the_tables_of_the_documents(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert report.default_folder("h200").parts == ("benchmarks", "h200")
     (tmp_path / "docs" / "benchmarks").mkdir(parents=True)
-    assert report.default_folder("h200").parts == ("docs", "benchmarks", "h200")
+    shape = ["--seqlen", "8", "--headdim", "8", "--mask", "full"]
+    assert bench.main(["--suite", "cpu", *FAST, *shape]) == 0
+    folder = tmp_path / "benchmarks" / machine.device_slug(machine.Numpy())
+    assert (folder / "cpu.json").is_file() and not list((tmp_path / "docs" / "benchmarks").iterdir())
+    said = capsys.readouterr().err
+    assert ("no pictures: matplotlib is not installed" in said) == (not figure.available())
+
+
+def test_a_gpu_is_not_replaced_by_the_cpu(monkeypatch, capsys):
+    monkeypatch.setattr(bench, "library_has_cuda", lambda: False)
+    monkeypatch.setattr(machine, "library_has_cuda", lambda: False)
+    assert bench.main(["--device", "cuda"]) == 2
+    assert capsys.readouterr().err == "bench: --device cuda: the library sees no GPU\n"
+
+
+def test_nothing_timed_says_why(tmp_path, capsys):
+    shape = ["--seqlen", "8", "--headdim", "600", "--mask", "full", "--output", str(tmp_path)]
+    assert bench.main(["--suite", "cpu", *FAST, *shape]) == 1
+    assert "nothing was timed\n  headdim=600 is outside 1 .. 512" in capsys.readouterr().err
 
 
 def test_device_slug():

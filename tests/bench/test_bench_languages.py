@@ -1,5 +1,6 @@
 """The suite `languages` on the CPU with tiny shapes: the rungs of the ladder, and rungs that misbehave."""
 
+import json
 import os
 import shutil
 import signal
@@ -78,7 +79,7 @@ def test_compiling_is_measured_with_an_empty_cache(tmp_path):
     for _ in range(2):  # the second run compiles again
         data = run(tmp_path, *SMALL, "--kernel", "c_vectors,numpy_standard")
         first = {row["system"]: row["compile_s"] for row in timed(data)}
-        assert first["c_vectors"] > 0.05 > first["numpy_standard"]
+        assert first["c_vectors"] > max(0.05, 2 * first["numpy_standard"])
     assert {name: os.environ.get(name) for name in languages.CACHES} == before
 
 
@@ -178,25 +179,30 @@ def test_a_slow_rung_is_left_out_where_a_call_would_take_too_long(tmp_path, only
     assert "longer than 0.05 s" in item["reason"] and "seqlen 1024" in item["shape"]
 
 
-@pytest.mark.parametrize("how", ["signal", "time"])
-def test_a_run_that_ends_early_reports_what_it_has(tmp_path, only, monkeypatch, how):
+def test_a_run_that_ends_early_reports_what_it_has(tmp_path, only, monkeypatch):
+    clock = iter([0.0, 0.0, 0.0] + [1e9] * 99)
+    monkeypatch.setattr(languages.time, "monotonic", lambda: next(clock))
+    only(rung("once"))
+    data = run(tmp_path, *TINY, "--seqlen", "8,16,24", "--headdim", "64", "--heads", "1", "--batch", "1")
+    assert {row["seqlen_q"] for row in data["rows"]} == {8}
+    ends = [item for item in data["left_out"] if item["system"] == "all"]
+    assert {"seqlen 16" in item["shape"] or "seqlen 24" in item["shape"] for item in ends[1:]} == {True}
+    assert "limit of 20 minutes" in ends[0]["reason"]
+
+
+def test_a_signal_ends_the_run_and_keeps_its_rows(tmp_path, only):
     def once(q, k, v, causal):
-        if how == "signal" and q.shape[1] == 16:
+        if q.shape[1] == 16:
             signal.raise_signal(signal.SIGTERM)
         return standard(q, k, v, causal)
 
-    if how == "time":
-        clock = iter([0.0, 0.0, 0.0] + [1e9] * 99)
-        monkeypatch.setattr(languages.time, "monotonic", lambda: next(clock))
     only(rung("once", once))
     before = signal.getsignal(signal.SIGTERM)
-    data = run(tmp_path, *TINY, "--seqlen", "8,16,24", "--headdim", "64", "--heads", "1", "--batch", "1")
+    shape = ["--seqlen", "8,16,24", "--headdim", "64", "--heads", "1", "--batch", "1", "--output", str(tmp_path)]
+    assert bench.main([*TINY, *shape]) == 130
     assert signal.getsignal(signal.SIGTERM) == before
-    lengths = {row["seqlen_q"] for row in data["rows"]}
-    assert lengths == {8}
-    ends = [item for item in data["left_out"] if item["system"] == "all"]
-    assert {"seqlen 16" in item["shape"] or "seqlen 24" in item["shape"] for item in ends[1:]} == {True}
-    assert ("stopped by signal 15" if how == "signal" else "limit of 20 minutes") in ends[0]["reason"]
+    data = json.loads((tmp_path / "languages_part.json").read_text())
+    assert {row["seqlen_q"] for row in data["rows"]} == {8} and data["stopped"] == "interrupted"
 
 
 def test_one_failure_while_timing_does_not_cost_the_others_their_times(tmp_path, only):
@@ -259,7 +265,7 @@ def test_the_machine_of_torch_has_what_the_suite_needs(tmp_path, only, monkeypat
 @pytest.mark.parametrize(
     "options, complaint",
     [
-        (["--kernel", "c_tiles,warp"], "--kernel c_tiles,warp: 'warp' is none of numpy_standard, "),
+        (["--kernel", "c_tiles,warp"], "--kernel c_tiles,warp: 'warp' is not one of numpy_standard, "),
         (["--peers", "torch"], "--peers torch: suite languages takes all or none"),
     ],
 )

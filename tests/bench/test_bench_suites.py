@@ -210,7 +210,7 @@ def test_block_suite(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "argv, message",
     [
-        (["--model", "13b"], "--model 13b is none of stories260K"),
+        (["--model", "13b"], "--model 13b is not one of stories260K"),
         (["--model", "stories260K", "--seqlen", "512"], "--seqlen 512: positions of stories260K end at 511"),
     ],
 )
@@ -261,7 +261,7 @@ def test_a_suite_brings_its_own_table_and_picture(tmp_path, monkeypatch, capsys)
     assert "a test's" in capsys.readouterr().out
     monkeypatch.delitem(suite.SUITES, "new")
     assert bench.main(["--plot-only", str(tmp_path / "new.json")]) == 2
-    assert "suite='new' is none of cpu, forward" in capsys.readouterr().err
+    assert "suite='new' is not one of cpu, forward" in capsys.readouterr().err
 
 
 def test_every_suite_module_registers():

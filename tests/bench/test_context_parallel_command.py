@@ -180,16 +180,19 @@ def _parent(pid):
     [
         (["--device", "cpu", "--gpus", "2"], "--gpus 2 with --device cpu: give --ranks 2"),
         (["--device", "cpu", "--ranks", "1"], "1 rank: context parallelism is for 2 or more"),
-        (["--device", "cpu", "--cases", "forward-3k"], "'forward-3k' is none of forward-512"),
-        (["--device", "cpu", "--peers", "telepathy"], "'telepathy' is none of torch_allgather"),
-        (["--device", "cpu", "--modes", "gather,star"], "'star' is none of auto, gather, ulysses, ring"),
-        (["--device", "cpu", "--kinds", "fibres"], "'fibres' is none of processes, threads"),
+        (["--device", "cpu", "--cases", "forward-3k"], "'forward-3k' is not one of forward-512"),
+        (["--device", "cpu", "--peers", "telepathy"], "'telepathy' is not one of torch_allgather"),
+        (["--device", "cpu", "--modes", "gather,star"], "'star' is not one of auto, gather, ulysses, ring"),
+        (["--device", "cpu", "--kinds", "fibres"], "'fibres' is not one of processes, threads"),
         (["--device", "cpu", "--ranks", "0"], "0 is not positive"),
-        (["--device", "cpu", "--ranks", "2,x"], "invalid numbers value: '2,x'"),
+        (["--device", "cpu", "--ranks", "2,x"], "--ranks: 'x' is not a whole number"),
         (["--device", "cpu", "--ranks", "1,4"], "1 rank: context parallelism is for 2 or more"),
         (["--device", "cpu", "--trace", "timelines"], "--trace timelines: timelines are of GPUs"),
-        (["--device", "cpu", "--trace", "/nowhere/lines"], "cannot write /nowhere/lines: /nowhere is no folder"),
-        (["--device", "cpu", "--json", "/nowhere/cp.json"], "cannot write /nowhere/cp.json: /nowhere is no folder"),
+        (["--device", "cpu", "--trace", "/nowhere/lines"], "--trace /nowhere/lines: timelines are"),
+        (
+            ["--device", "cpu", "--json", "/nowhere/cp.json"],
+            "--json /nowhere/cp.json: cannot write there: No such file",
+        ),
     ],
 )
 def test_wrong_usage(arguments, said, capsys):

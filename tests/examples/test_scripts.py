@@ -89,7 +89,7 @@ def test_cupy_alone_with_numpy_in_its_place(tmp_path):
 
 @pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="CuPy is installed")
 def test_cupy_alone_says_what_it_needs():
-    assert "CuPy is missing (pip install flash-attn-minimal[gpu])" in run("cupy_alone.py", returns=2)
+    assert "CuPy is missing (pip install cupy-cuda13x)" in run("cupy_alone.py", returns=2)
 
 
 def test_numba_on_the_cpu():
@@ -213,3 +213,21 @@ def test_the_index_names_every_example():
     assert named == scripts
     for command in re.findall(r"^\| `python (examples/\S+)`", page, re.MULTILINE):
         assert f"    python {command}" in (ROOT / command).read_text().split('"""')[1]
+
+
+@pytest.mark.parametrize("example", sorted(path.relative_to(EXAMPLES) for path in EXAMPLES.rglob("*.py")), ids=str)
+def test_an_example_names_the_package_that_it_lacks(example, tmp_path):
+    """In a Python that has NumPy and this package alone."""
+    hidden = "torch", "jax", "numba", "transformers", "rich", "uvicorn", "fastapi", "cupy"
+    for name in hidden:
+        (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError(\"No module named '{name}'\")")
+    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, EXAMPLES / example]
+    done = subprocess.run(command, text=True, capture_output=True, env={**os.environ, "PYTHONPATH": paths})
+    if example.name == "story_grammar.py":
+        assert done.returncode == 0
+        return
+    assert done.returncode in (1, 2) and "Traceback" not in done.stderr
+    [lacked] = re.findall(r"No module named '(\w+)'", done.stderr)
+    [named] = re.findall(r"\(pip install ([^)]+)\)", done.stderr)
+    assert lacked in hidden and lacked.replace("cupy", "cupy-cuda13x") in named.split()

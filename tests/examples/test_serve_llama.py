@@ -107,6 +107,20 @@ def test_a_stream_has_the_same_text_in_pieces(client, alone):
     assert [event.choices[0].finish_reason for event in events] == [None] * (len(events) - 1) + ["length"]
 
 
+def test_prompts_may_be_tokens(client, checkpoint, alone):
+    encode = find_tokenizer(load_checkpoint(checkpoint)).encode
+    prompts = [encode(prompt) for prompt in PROMPTS]
+    asked = {"model": "tiny", "max_tokens": 20, "temperature": 0}
+    expected = [alone(prompt, 20)[0] for prompt in PROMPTS]
+    assert client.completions.create(**asked, prompt=prompts[0]).choices[0].text == expected[0]
+    assert [choice.text for choice in client.completions.create(**asked, prompt=prompts).choices] == expected
+
+
+def test_health(server):
+    with urllib.request.urlopen(f"{server}/health", timeout=60) as answer:
+        assert (answer.status, json.load(answer)) == (200, {"status": "ok"})
+
+
 def test_several_prompts_make_several_choices(client, alone):
     asked = {"model": "tiny", "prompt": PROMPTS, "max_tokens": 20, "temperature": 0}
     expected = [alone(prompt, 20)[0] for prompt in PROMPTS]
@@ -186,7 +200,14 @@ def test_clients_that_go_away_free_their_slots(client, alone):
     ({"temperature": 1e39}, r"temperature=1e\+39 is beyond the numbers of a float32"),
     ({"top_p": 1e-46}, "top_p=1e-46 is 0 as a float32"),
     ({"prompt": ["x"] * 20_000}, "prompt=.*: 20000 entries are more than 256"),
-    ({"prompt": [1] * 100_000}, "prompt=.*: 100000 entries are more than 256"),
+    ({"prompt": [1] * 200_000}, "prompt=.*: 200000 entries are more than 131072"),
+    ({"prompt": [[1] * 70_000] * 2}, "prompt=.*: 140000 tokens are more than 131072"),
+    ({"prompt": [[1]] * 257}, "prompt=.*: 257 entries are more than 256"),
+    ({"prompt": [[1], []]}, r"prompt=\[\]: List should have at least 1 item"),
+    ({"prompt": [1, -1]}, "prompt=-1: Input should be greater than or equal to 0"),
+    ({"prompt": [1, 10**6]}, "prompt reaches from token 1 to 1000000, outside the vocabulary"),
+    ({"prompt": [1, "x"]}, r"prompt=.*: Input should be a valid"),
+    ({"prompt": [1.5]}, r"prompt=.*: Input should be a valid"),
     ({"stop": ["x"] * 17}, "stop=.*: 17 entries are more than 16"),
     ({"extra_body": {str(n): n for n in range(70)}}, "7[0-9] fields are more than 64"),
     ({"logit_bias": {"7": 1}}, "logit_bias={'7': 1}: Dictionary should have at most 0 items"),
@@ -506,7 +527,8 @@ def test_models(client):
 
 @pytest.mark.parametrize("arguments, message", [
     (["nowhere.bin"], "nowhere.bin"),
-    (["--slots", "0"], "max_batch=0 is not positive"),
+    (["--slots", "0"], "--slots: '0' is not a whole number from 1"),
+    (["--port", "99999"], "--port: '99999' is not a whole number from 0 to 65535"),
 ])  # fmt: skip
 def test_a_server_that_cannot_start_says_why(arguments, message, tmp_path):
     command = [sys.executable, ROOT / "examples/serve_llama.py", "--device", "cpu", *arguments]

@@ -82,7 +82,7 @@ def test_list_and_help(capsys):
     "argv, said",
     [
         ([], "which experiment"),
-        (["nonsense"], "invalid choice: 'nonsense'"),
+        (["nonsense"], "NAME: 'nonsense' is not one of block-size, "),
         (["seqlen", "--limit", "0"], "0 is not positive"),
         (["seqlen", "--seed", "-1"], "-1 is negative"),
         (["seqlen", "--device", "cpu", "--framework", "cupy"], "--framework cupy"),
@@ -187,7 +187,7 @@ def test_without_matplotlib_there_is_a_page(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "change, said",
     [
-        ({"experiment": "nonsense"}, "experiment='nonsense' is none of"),
+        ({"experiment": "nonsense"}, "experiment='nonsense' is not one of"),
         ({"rows": 3}, "not a result"),
         ({"rows": [{"level": "model"}]}, "not a result of `experiment`: it lacks"),
         ({"machine": []}, "not a result"),

@@ -4,6 +4,7 @@ command."""
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -17,7 +18,9 @@ from flash_attn_minimal import attention, distributed
 from flash_attn_minimal.fuzz import arrays, campaign, function, report, reproduce, shrink
 from flash_attn_minimal.fuzz.arrays import Arena, Array, backend_for
 from flash_attn_minimal.fuzz.case import Draw, World, functions, generate, run
+from flash_attn_minimal.fuzz.programs import command as command_of_programs
 
+E4M3 = "float8_e4m3fn"
 EXAMPLES = int(os.environ.get("FLASH_ATTN_TEST_EXAMPLES", "40"))
 BACKENDS = [("cpu", None), ("cpu", "torch")] + [("cuda", None if CUDA.framework == "torch" else "cupy")] * (not NO_CUDA)
 
@@ -300,6 +303,32 @@ def test_every_smaller_case_is_a_call():
             assert run(functions()[spec["function"]].trimmed(smaller), world.backend).fine, smaller
 
 
+RARE = {
+    "float8": {
+        "function": "flash_attn_func", "dtype": E4M3, "batch": 2, "seqlen_q": 3, "seqlen_k": 5, "nheads_k": 2,
+        "group": 2, "headdim": 16, "fast_accum": True, "out_dtype": "float16",
+        "descale": {"q": [2, 4], "k": [1, 2], "v": [2]}, "layouts": {"k_descale": {"pad": [1, 1], "step": 2}},
+    },
+    "float8, packed": {
+        "function": "flash_attn_varlen_func", "dtype": E4M3, "lens": [[3, 4], [2, 2]], "nheads_k": 2, "headdim": 16,
+        "descale": {"q": [2, 2], "k": [2, 1], "v": [1]},
+    },
+    "a tree for each sequence": {
+        "function": "flash_attn_with_kvcache", "lengths": [9, 12], "seqlen_q": 4, "seqlen_new": 4, "rows": 16,
+        "tree": 4, "trees": 2, "cache_dtype": "int8", "scales": "tokens",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RARE)
+def test_every_smaller_case_of_a_rare_call_is_a_call(name):
+    """Sizes that go with another: the factors of float8 with the batch and the heads, the trees with the batch."""
+    function = functions()[RARE[name]["function"]]
+    for smaller in shrink.candidates({**RARE[name], "seed": 3}):
+        outcome = run(function.trimmed(smaller), arrays.Numpy())
+        assert outcome.fine, f"{outcome}\n{smaller}"
+
+
 # ---- the watchdog ----
 
 MISBEHAVES = """
@@ -343,7 +372,7 @@ def test_hanging_and_dying_workers_are_charged_to_their_case(tmp_path, monkeypat
 def test_workers_that_do_not_start(tmp_path, monkeypatch):
     (tmp_path / "misbehaves.py").write_text("raise SystemExit('no such thing')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    with pytest.raises(fa.Unsupported, match="workers do not start: .*exit status 1\nno such thing"):
+    with pytest.raises(fa.FlashAttnError, match="workers do not start: .*exit status 1\nno such thing"):
         campaign.campaign(cases=100, workers=2, worker="misbehaves")
 
 
@@ -402,15 +431,78 @@ def test_command_and_report(tmp_path):
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        (("--kernel", "nonesuch"), "--kernel 'nonesuch' is none of "),
-        (("--function", "nonesuch"), "--function 'nonesuch' is none of 'flash_attn_func'"),
-        (("--workers", 0), "--workers 0 is below 1"),
-        (("--cases", -1), "--cases -1 is below 0"),
+        (("--kernel", "nonesuch"), "--kernel 'nonesuch' is not one of "),
+        (("--function", "nonesuch"), "--function 'nonesuch' is not one of 'flash_attn_func'"),
+        (("--workers", 0), "--workers: 0 is not positive"),
+        (("--cases", "many"), "--cases: 'many' is not a whole number"),
+        (("--seconds", "nan"), "--seconds: 'nan' is not a number"),
+        (("--json", "/dev/null/x"), "--json /dev/null/x: cannot write there"),
+        (("--cases", -1), "--cases: -1 is negative"),
     ],
 )
 def test_wrong_usage(arguments, says):
     done = command(*arguments)
-    assert done.returncode in (1, 2) and says in done.stderr
+    assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.fixture
+def no_ml_dtypes(tmp_path, monkeypatch):
+    """For processes that start now."""
+    (tmp_path / "ml_dtypes.py").write_text("raise ImportError('ml_dtypes is not installed')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+
+
+def test_dtypes_that_numpy_lacks_are_not_drawn(no_ml_dtypes, tmp_path):
+    """Of 300 cases with this seed several would have them."""
+    done = command("--cases", 300, "--seed", 0, "--workers", 2, "--json", tmp_path / "found.json")
+    assert done.returncode == 0, done.stdout
+    said = "no calls with bfloat16 and float8_e4m3fn, which NumPy has with ml_dtypes (pip install ml_dtypes)\n"
+    assert done.stdout.count(said) == 1 and "0 findings" in done.stdout
+    counts = json.loads((tmp_path / "found.json").read_text())["counts"]
+    assert {row["dtype"] for row in counts} == {"float32", "float16"}
+
+
+def test_a_function_without_its_dtype_is_refused(no_ml_dtypes):
+    done = command("--function", "quantize_fp8")
+    assert done.returncode == 2
+    assert done.stderr == "fuzz: --function quantize_fp8 needs arrays of float8_e4m3fn: pip install ml_dtypes\n"
+
+
+@pytest.mark.parametrize("programs", [[], ["--programs", "1000000"]])
+def test_ctrl_c_reports_what_is_known_and_returns_130(programs):
+    words = [sys.executable, "-u", "-m", "flash_attn_minimal", "fuzz", "--device", "cpu", "--workers", "1"]
+    running = subprocess.Popen([*words, "--cases", "1000000", *programs], stdout=subprocess.PIPE, text=True)
+    assert running.stdout.readline().startswith("[")  # some cases are over
+    running.send_signal(signal.SIGINT)
+    said, _ = running.communicate(timeout=120)
+    assert running.returncode == 130 and said.endswith(" 0 findings (interrupted)\n")
+
+
+@pytest.mark.parametrize("module, first", [(campaign, "cases"), (command_of_programs, "programs")])
+def test_ctrl_c_while_findings_are_made_smaller_keeps_them(module, first, monkeypatch):
+    class Interrupted:
+        def __init__(self, *_):
+            pass
+
+        def shrunk(self, *_):
+            raise KeyboardInterrupt
+
+        def close(self):
+            pass
+
+    message = {"kind": function.WRONG, "kernel": "", "message": "off", "dtype": "", "function": ""}
+    monkeypatch.setattr(module, "outcomes", lambda *_: iter([(0, SPEC, message)]))
+    monkeypatch.setattr(module, "Shrinker" if module is campaign else "ProgramShrinker", Interrupted)
+    result = module.campaign(**{first: 1})
+    assert len(result.findings) == 1 and result.status == 130
+
+
+def test_a_broken_case_says_what_broke(monkeypatch):
+    try:
+        raise ZeroDivisionError("a defect")
+    except ZeroDivisionError as error:
+        said = function.told(error)
+    assert said.startswith("ZeroDivisionError: a defect\nTraceback") and "test_campaign.py" in said
 
 
 def test_a_number_takes_the_place_of_an_array():

@@ -1,5 +1,6 @@
 """The exercises of docs/learn: each judge accepts our solution, refuses mistakes, and names what is not written."""
 
+import os
 import runpy
 import subprocess
 import sys
@@ -194,3 +195,30 @@ def test_the_judge_refuses_mistakes(name, function, mistake, said):
 
 def test_every_exercise_has_a_mistake_that_its_judge_refuses():
     assert {mistake[0] for mistake in MISTAKES} == set(EXERCISES)
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+@pytest.mark.parametrize("result", [None, 1, (), "x", np.zeros(3)], ids=repr)
+def test_a_result_that_is_of_no_use_is_a_verdict_and_no_traceback(name, result):
+    exercise, functions = parts_of(name)
+    for function in exercise.TO_WRITE:
+        said = judging.verdict(exercise.judge, {**functions, function: lambda *_, **__: result})
+        assert said.startswith("wrong: ")
+        if "from which the judge cannot go on" in said and result is None:
+            assert f"{function} returned None" in said
+
+
+def test_an_error_of_the_readers_names_his_line_and_not_the_judges(tmp_path):
+    text = (FOLDER / "01_stable_softmax.py").read_text()
+    exercise = tmp_path / "01_stable_softmax.py"
+    exercise.write_text(
+        text.replace('raise NotImplementedError("softmax(scores) -> p, lse")', "return scores.softmax()")
+    )
+    environment = {**os.environ, "PYTHONPATH": str(FOLDER)}
+    done = subprocess.run([sys.executable, exercise], capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stderr) == (1, "")
+    line = 1 + exercise.read_text().split("\n").index("    return scores.softmax()")
+    assert done.stdout == (
+        "01_stable_softmax: wrong: softmax raised AttributeError: 'numpy.ndarray' object has no attribute 'softmax'\n"
+        f"    line {line}: return scores.softmax()\n"
+    )

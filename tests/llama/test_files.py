@@ -2,12 +2,14 @@
 
 import os
 import struct
+import sys
 
 import numpy as np
 import pytest
 from real_models import model_file
 
 from flash_attn_minimal import BadArgument
+from flash_attn_minimal.llama import huggingface, synthetic
 from flash_attn_minimal.llama.checkpoint import LAYERED
 from flash_attn_minimal.llama.config import Config
 from flash_attn_minimal.llama.llama2c import checkpoint_bytes, save_checkpoint, tensor_shapes
@@ -199,3 +201,55 @@ def test_constants_that_the_format_cannot_carry(tmp_path):
     config = Config(*SMALL.shape, rope_theta=5e5)
     with pytest.raises(BadArgument, match="has constants that a llama2.c checkpoint cannot carry"):
         save_checkpoint(tmp_path / "model.bin", config, RandomTensors(config))
+
+
+# ---- the command `synthetic` ----
+
+
+def test_a_folder_that_is_written_in_part_is_no_model(tmp_path, monkeypatch):
+    """config.json comes last, and goes first where it is of an earlier model."""
+    folder = tmp_path / "model"
+    config = Config(*SMALL.shape, rope_interleaved=False)
+    write_folder(folder, config, "float32")
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(huggingface, "write_safetensors", fail)
+    with pytest.raises(OSError):
+        write_folder(folder, config, "float32")
+    assert not (folder / "config.json").exists()
+    with pytest.raises(BadArgument, match="is a folder without config.json"):
+        load_checkpoint(folder)
+
+
+def test_bfloat16_is_refused_before_anything_is_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    assert synthetic.main(["tiny", str(tmp_path / "model")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("synthetic: bfloat16 needs the ml_dtypes package") and "give --dtype float16" in said
+    assert not list(tmp_path.iterdir())
+    assert synthetic.main(["tiny", str(tmp_path / "model"), "--dtype", "float16"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["tiny"], "the following arguments are required: output"),
+        (["tyni", "x"], "SHAPE: 'tyni' is not one of stories260K, stories15M, stories42M, stories110M, tiny, 7b"),
+        (["tiny", "x", "--shards", "0"], "--shards: 0 is not positive"),
+        (["tiny", "x", "--seed", "-1"], "--seed: -1 is negative"),
+        (["tiny", "x", "--version", "1"], "--version 1: tiny becomes a Hugging Face folder"),
+        (["stories260K", "x", "--version", "7"], "--version: '7' is not one of 0, 1"),
+        (["stories260K", "x", "--shards", "2"], "--shards 2: stories260K becomes a llama2.c checkpoint"),
+        (["stories260K", "/dev/null/x"], "output /dev/null/x: cannot write there"),
+        (["tiny", "/dev/null/x"], "output /dev/null/x: cannot write there"),
+        (["tiny", "x", "--tokenizer", "/dev/null/x"], "--tokenizer /dev/null/x: cannot write there"),
+    ],
+)
+def test_synthetic_refuses(argv, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert synthetic.main(argv) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"synthetic: {says}") and said.count("\n") == 1
+    assert not list(tmp_path.iterdir())

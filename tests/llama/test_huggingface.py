@@ -288,7 +288,7 @@ def test_damaged_safetensors(tmp_path, entry, message):
 
 def test_bfloat16_needs_ml_dtypes(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "ml_dtypes", None)
-    with pytest.raises(BadArgument, match="dtype='bfloat16' needs the ml_dtypes package"):
+    with pytest.raises(BadArgument, match="bfloat16 needs the ml_dtypes package"):
         huggingface.numpy_dtype("bfloat16")
 
 

@@ -3,6 +3,7 @@ matrices that are not quantized, and the engine, compared with the same numbers 
 
 import json
 import re
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -447,19 +448,33 @@ def test_the_command_measures_and_writes(tmp_path, capsys):
     assert find_tokenizer(checkpoint).vocab_size == checkpoint.config.vocab_size
 
 
+def test_the_command_says_that_it_needs_ml_dtypes(monkeypatch, capsys):
+    assert quantize.main(["--help"]) == 0 and "ml_dtypes" in capsys.readouterr().out
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    assert quantize.main([]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("quantize: bfloat16 needs the ml_dtypes package (pip install ml_dtypes)")
+    assert said.count("\n") == 1, "nothing has begun"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tokens", "-1"], "tokens=-1 is negative"),
-        (["--budget", "nan"], "budget=nan"),
+        (["--report", "/nowhere/x.json"], "--report /nowhere/x.json: cannot write there"),
+        (["--picture", "/nowhere/x.png"], "--picture /nowhere/x.png: cannot write there"),
+        (["--tokens", "-1"], "--tokens: -1 is negative"),
+        (["--budget", "nan"], "--budget: 'nan' is not a number"),
         (["--out", "x.safetensors"], "--out x.safetensors holds one format"),
         (["--out", "x.bin", "--weights", "int4"], "--out x.bin does not end in .safetensors"),
         (["--mixed"], "--mixed is about the file of --out"),
         (["--tokens", "0"], "leaves nothing to do"),
-        (["--weights", "fp4"], "invalid choice: 'fp4'"),
+        (["--weights", "fp4"], "--weights: 'fp4' is not one of nvfp4, "),
         (["--text", "/nowhere"], "text '/nowhere'"),
         (["nowhere.bin"], "checkpoint 'nowhere.bin'"),
-        (["--out", "/nowhere/x.safetensors", "--weights", "int4", "--tokens", "0"], "'/nowhere/x.safetensors.part'"),
+        (
+            ["--out", "/nowhere/x.safetensors", "--weights", "int4", "--tokens", "0"],
+            "--out /nowhere/x.safetensors: cannot write there",
+        ),
     ],
     ids=str,
 )

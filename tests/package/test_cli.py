@@ -1,14 +1,16 @@
 """python -m flash_attn_minimal: help without imports, info, verify, exit statuses."""
 
+import argparse
 import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from conftest import NO_CUDA
 
 import flash_attn_minimal as fa
-from flash_attn_minimal import cli, verify
+from flash_attn_minimal import _command, cli, info, verify
 
 
 def run(*arguments, **environment):
@@ -25,11 +27,110 @@ def test_help_lists_the_commands_without_importing_them():
         assert f"\n  {command} " in said.stdout
 
 
-@pytest.mark.parametrize("arguments", [(), ("nonesuch",), ("--nonesuch",)])
-def test_wrong_usage(arguments):
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("nonesuch",), "'nonesuch' is not a command; `python -m flash_attn_minimal --help` lists the commands\n"),
+        (("--nonesuch",), "'--nonesuch' is not an option; `python -m flash_attn_minimal --help` lists the commands\n"),
+        (("bnech",), "'bnech' is not a command; did you mean bench?\n"),
+    ],
+)
+def test_wrong_usage(arguments, says):
     said = run(*arguments)
+    assert (said.returncode, said.stdout, said.stderr) == (2, "", says)
+
+
+def test_no_command():
+    said = run()
     assert said.returncode == 2 and not said.stdout and "usage: python -m flash_attn_minimal COMMAND" in said.stderr
-    assert not arguments or f"unknown command {arguments[0]!r}" in said.stderr
+
+
+def test_version():
+    said = run("--version", FLASH_ATTN_LIBRARY="/nowhere")
+    assert (said.returncode, said.stdout, said.stderr) == (0, f"flash-attn-minimal {fa.__version__}\n", "")
+
+
+def test_the_installed_script_calls_itself_by_its_name(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["/somewhere/bin/flash-attn-minimal"])
+    assert cli.main(["--help"]) == 0 and "usage: flash-attn-minimal COMMAND" in capsys.readouterr().out
+    for command in cli._COMMANDS:
+        assert cli.main([command, "--help"]) == 0
+        said = capsys.readouterr().out
+        assert f"usage: flash-attn-minimal {command}" in said and "python -m" not in said
+    assert cli.main(["--nonesuch"]) == 2 and "`flash-attn-minimal --help`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", cli._COMMANDS)
+def test_a_mistyped_option_is_one_line_and_no_usage(command, capsys):
+    needed = ["tiny", "x"] if command == "synthetic" else []
+    assert cli.main([command, *needed, "--hepl"]) == 2
+    assert capsys.readouterr().err == f"{command}: --hepl is not an option of this command; did you mean --help?\n"
+    assert cli.main([command, *needed, "--hel"]) == 2, "options are not abbreviated"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "says"),
+    [
+        (fa.BadArgument("--a 1\n is bad"), 2, "info: --a 1 is bad\n"),
+        (fa.Unsupported("no"), 2, "info: no\n"),
+        (fa.CudaError("a launch failed"), 1, "info: a launch failed\n"),
+        (MemoryError("7 TiB"), 1, "info: out of memory: 7 TiB\n"),
+        (FileNotFoundError(2, "No such file", "x"), 2, "info: [Errno 2] No such file: 'x'\n"),
+        (OSError(28, "No space left"), 1, "info: [Errno 28] No space left\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_exit_statuses(error, status, says, monkeypatch, capsys):
+    def fail():
+        raise error
+
+    monkeypatch.setattr(info, "load", fail)
+    assert cli.main(["info"]) == status
+    assert capsys.readouterr() == ("", says)
+
+
+@pytest.mark.parametrize(
+    ("make", "good", "bad"),
+    [
+        (_command.integer(), "7", ["0", "-1", "x", "", "1.5", "99999999999"]),
+        (_command.integer(0), "0", ["-1"]),
+        (_command.any_seed, "9223372036854775807", ["-1", "9223372036854775808"]),
+        (_command.integers, "1,2", ["1,", "0,1", "1;2"]),
+        (_command.real(), "0", ["-0.1", "nan", "x"]),
+        (_command.real(above=True), "1e-9", ["0"]),
+        (_command.real(most=1), "1", ["1.1", "inf"]),
+        (_command.some_of(("a", "b")), "a,b", ["a,c", ""]),
+        (_command.one_of(("a", "b"))["type"], "a", ["c"]),
+    ],
+)
+def test_values_of_options(make, good, bad):
+    make(good)
+    for text in bad:
+        with pytest.raises(argparse.ArgumentTypeError, match="is not|is negative|is below|is above"):
+            make(text)
+
+
+def test_the_arguments_without_those_that_say_where_results_go():
+    words = ["--a", "1", "--output", "x", "--json=y", "--b", "--output=z", "--c"]
+    assert _command.without(words, "--output", "--json") == ["--a", "1", "--b", "--c"]
+
+
+def test_files_and_folders_are_checked_without_a_trace(tmp_path):
+    (tmp_path / "file").write_text("as it was")
+    _command.check_file("--x", tmp_path / "file")
+    _command.check_file("--x", tmp_path / "new")
+    _command.check_file("--x", None)
+    _command.check_folder("--x", tmp_path / "a" / "b")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "as it was"
+    for check, name in (
+        (_command.check_file, "nowhere/x"),
+        (_command.check_file, ""),
+        (_command.check_file, "file/x"),
+        (_command.check_folder, "file/x"),
+        (_command.check_folder, "file"),
+    ):
+        with pytest.raises(_command.UsageError, match="^--x .*: cannot write there: "):
+            check("--x", f"{tmp_path}/{name}")
 
 
 @pytest.mark.parametrize("command", ["info", "verify"])
@@ -46,9 +147,21 @@ def test_info():
     for kernel in fa.kernels():
         assert kernel["name"] in said.stdout
     assert "(4, 4096x4096, 32/8, 128)" in said.stdout
+    q = np.zeros((1, 2, 1, 64), np.float32)
+    for kernel in fa.kernels():
+        if kernel["device"] == "cpu" and fa.query(q, q, q, kernel=kernel["name"]).status != "FA_OK":
+            before, found, after = said.stdout.partition("\n  cannot run here: this processor, or this build, lacks")
+            assert found and f" {kernel['name']} " not in before and f" {kernel['name']} " in after
     assert NO_CUDA == "" or "none found" in said.stdout or "GPU" in said.stdout
     lacks = not any(kernel["name"].startswith("mma_") for kernel in fa.kernels()) and "naive" in said.stdout.split()
     assert ("--all-kernels builds them" in said.stdout) == lacks
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80])
+def test_info_breaks_its_lines_between_words(columns):
+    whole, narrow = run("info"), run("info", COLUMNS=str(columns))
+    assert narrow.returncode == 0 and narrow.stdout.split() == whole.stdout.split()
+    assert all(len(line) <= columns or len(line.split()) == 1 for line in narrow.stdout.splitlines())
 
 
 def test_missing_library():
@@ -85,4 +198,19 @@ def test_verify_cuda_without_cuda():
     if not NO_CUDA:
         pytest.skip("there is a CUDA device")
     said = run("verify", "--quick", "--device", "cuda")
-    assert said.returncode == 1 and "--device cuda" in said.stderr and "Traceback" not in said.stderr
+    assert said.returncode == 2 and "--device cuda" in said.stderr and "Traceback" not in said.stderr
+
+
+def test_an_interrupted_verify_reports_what_it_has(monkeypatch, capsys):
+    check, seen = verify.check, []
+
+    def stop(*given):
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(given)
+        return check(*given)
+
+    monkeypatch.setattr(verify, "check", stop)
+    assert cli.main(["verify", "--quick", "--device", "cpu"]) == 130
+    said = capsys.readouterr().out
+    assert said.startswith("ok ") and "1 of 4 passed, 0 failed, 0 skipped, 3 not run: interrupted" in said

@@ -26,6 +26,7 @@ DOCUMENTS = (
     "docs/quantization.md",
     "docs/remembered.md",
     "docs/reliability.md",
+    "docs/testing.md",
 )
 PLACES = ("docs", "cuda", "ladder", "examples")
 
@@ -68,7 +69,7 @@ def test_commands_of_the_generate_page_run(tmp_path):
         assert done.returncode == 0, done.stderr
         if "generate" in command:
             said = [line.partition(" ")[0] for line in done.stderr.splitlines()]
-            assert said[:6] == ["model", "run", "prefill", "decode", "memory", "limit"]
+            assert said[:5] == ["model", "run", "prefill", "decode", "memory"]
 
 
 def test_commands_of_the_quantization_page_run(tmp_path):

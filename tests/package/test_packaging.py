@@ -3,6 +3,7 @@ script."""
 
 import ctypes
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -34,6 +35,30 @@ def test_links_the_c_runtime_and_nothing_else():
     assert "libc.so.6" in needed
     assert [name for name in needed if not C_RUNTIME.fullmatch(name)] == []  # no libcuda, cudart, torch, python
     assert re.findall(r"\((RPATH|RUNPATH)\)", section) == []
+
+
+# The newest that glibc 2.27 and the GCC 7 of its time have: what auditwheel lets pass as manylinux_2_27.
+NEWEST = {"GLIBC": (2, 27), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}
+CUDA_RUNTIME = re.compile(r"(pthread|sem|shm)_\w+|dl\w+")  # wheels link a copy that asks for the first versions
+
+
+def test_asks_for_no_newer_runtime_than_a_wheel_may():
+    """One call of exp(double) is enough to ask for glibc 2.29: see cuda/common/older_glibc.h."""
+    need("readelf")
+    if tuple(map(int, re.findall(r"\d+", platform.libc_ver()[1])[:2])) > (2, 36):
+        pytest.skip("wheels are built with glibc 2.36 or older: newer headers ask for more")
+    symbols = run("readelf", "-W", "--dyn-syms", _library.path(), check=True).stdout
+    asked = re.findall(r"UND (\w+)@+([A-Z]+)_([\w.]+)", symbols)
+    assert "GLIBC" in {family for _, family, _ in asked}
+    _library.load().fa_build_info.restype = ctypes.c_char_p
+    with_cuda = b"CUDA" in _library.load().fa_build_info()
+    newer = [
+        f"{name}@{family}_{version}"
+        for name, family, version in asked
+        if tuple(int(x) if x.isdigit() else 99 for x in version.split(".")) > NEWEST[family]
+        and not (with_cuda and family == "GLIBC" and CUDA_RUNTIME.fullmatch(name))
+    ]
+    assert newer == []
 
 
 def test_exports_the_headers_and_nothing_else():
@@ -91,6 +116,7 @@ def test_script_and_wheel_take_the_same_compiler_release():
     "arguments, complaint",
     [
         (["--fast"], "unknown argument '--fast'"),
+        (["build", "--all"], "--all belongs to test"),
         (["tset"], "unknown argument 'tset'"),
         (["--jobs", "two"], "--jobs: 'two' is not a positive number"),
         (["--arch"], "--arch needs a value"),

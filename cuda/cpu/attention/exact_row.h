@@ -9,8 +9,11 @@
 #include "attention/common/dropout.h"
 #include "common/float8.h"
 #include "common/half.h"
+#include "common/older_glibc.h"
 #include "cpu/attention/score.h"
 #include "cpu/attention/tile.h"
+
+FA_FIRST_VERSION(exp);  // of double
 
 namespace fa::cpu {
 

@@ -7,6 +7,10 @@
 
 #include <cmath>
 
+#include "common/older_glibc.h"
+
+FA_FIRST_VERSION(log);  // of double
+
 namespace fa::cpu {
 
 struct RowStatistics {

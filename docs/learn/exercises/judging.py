@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import linecache
 import sys
+import traceback
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,13 +48,44 @@ def load(path: Path):
 
 def verdict(judge: Callable, functions: dict[str, Callable]) -> str:
     """What the judge says of the functions that an exercise asks for; "passed" if nothing is wrong."""
+    returned: dict[str, object] = {}  # by the last call of each
+
+    def watched(name: str, function: Callable) -> Callable:
+        @functools.wraps(function)
+        def call(*arguments, **options):
+            returned[name] = function(*arguments, **options)
+            return returned[name]
+
+        return call
+
     try:
-        judge(**functions)
+        judge(**{name: watched(name, function) for name, function in functions.items()})
     except NotImplementedError as error:
         return f"not written yet: {error}"
     except Wrong as error:
         return f"wrong: {error}"
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+        written = [getattr(function, "__code__", None) for function in functions.values()]
+        first = next((at for at, (code, _) in enumerate(frames) if code in written), None)
+        if first is not None:  # it was raised by a function of the reader's, or by what that called
+            file = frames[first][0].co_filename
+            code, line = [frame for frame in frames[first:] if frame[0].co_filename == file][-1]
+            return f"wrong: {code.co_name} raised {what}\n    line {line}: {linecache.getline(file, line).strip()}"
+        if not returned:
+            raise
+        said = "; ".join(f"{name} returned {_short(value)}" for name, value in returned.items())
+        return f"wrong: {said}, from which the judge cannot go on ({what})"
     return "passed"
+
+
+def _short(value: object) -> str:
+    if isinstance(value, np.ndarray):
+        return f"an array of shape {value.shape}"
+    if isinstance(value, tuple) and value:
+        return f"({', '.join(map(_short, value))})"
+    return "a generator" if isinstance(value, types.GeneratorType) else repr(value)[:60]
 
 
 def main(names: dict):

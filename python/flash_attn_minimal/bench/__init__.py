@@ -7,11 +7,14 @@ import shlex
 import sys
 from pathlib import Path
 
+from .._command import Parser, any_seed, check_folder, command, integer, integers, one_of, some_of, without
 from .._library import load
+from .._report import plural
 from . import (
     attention,
     block,
     decode,
+    figure,
     languages,
     linear,
     llama,
@@ -24,7 +27,7 @@ from . import (
     small_ops,
     transformers,
 )
-from .machine import DTYPES, SHORT, BenchError, device_slug, library_has_cuda
+from .machine import DTYPES, SHORT, device_slug, library_has_cuda
 from .rows import timed
 from .suite import SUITES, Suite
 from .systems import PEERS
@@ -42,55 +45,35 @@ def _about(suite: Suite) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    def positive(text: str) -> int:
-        number = int(text)
-        if number < 1:
-            raise argparse.ArgumentTypeError(f"{text} is not positive")
-        return number
-
-    def natural(text: str) -> int:
-        number = int(text)
-        if number < 0:
-            raise argparse.ArgumentTypeError(f"{text} is negative")
-        return number
-
-    def numbers(text: str) -> list[int]:
-        return [positive(part) for part in text.split(",")]
+    positive = integer()
 
     def words(text: str) -> list[str]:
         return text.split(",")
 
-    def masks(text: str) -> list[str]:
-        for word in words(text):
-            if word not in ("full", "causal"):
-                raise argparse.ArgumentTypeError(f"{word!r} is neither full nor causal")
-        return words(text)
-
     def dtype(text: str) -> str:
         name = {short: long for long, short in SHORT.items()}.get(text, text)
         if name not in DTYPES:
-            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join([*DTYPES, *SHORT.values()])}")
+            raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join([*SHORT.values(), *DTYPES])}")
         return name
 
-    parser = argparse.ArgumentParser(
-        prog="python -m flash_attn_minimal bench",
+    parser = Parser(
+        "bench",
         description="Check, then time, then write JSON, a table and pictures. PyTorch, when installed, brings peers.",
         epilog="suites:\n" + "\n".join(map(_about, SUITES.values())),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--suite", choices=list(SUITES), help="default: forward on a GPU, cpu without one")
-    add("--device", choices=["cpu", "cuda"], help="default: cuda when there is a GPU")
+    add("--suite", **one_of(SUITES, "NAME"), help="default: forward on a GPU, cpu without one")
+    add("--device", **one_of(("cpu", "cuda")), help="default: cuda when there is a GPU")
     add(
         "--framework",
-        choices=["numpy", "torch", "cupy"],
+        **one_of(("numpy", "torch", "cupy")),
         help="whose arrays; default: torch if installed, else cupy or numpy",
     )
     add("--dtype", type=dtype, help="fp32, fp16, bf16, fp8; default: bf16 on a GPU, fp32 on the CPU")
     add("--allow-tf32", action="store_const", const=True, help="let fp32 inputs use tf32 tensor cores")
-    add("--headdim", type=numbers, metavar="N,...")
-    add("--seqlen", type=numbers, metavar="N,...")
-    add("--mask", type=masks, metavar="full,causal")
+    add("--headdim", type=integers, metavar="N,...")
+    add("--seqlen", type=integers, metavar="N,...")
+    add("--mask", type=some_of(("full", "causal")), metavar="full,causal")
     add("--batch", type=positive, metavar="N")
     add("--tokens", type=positive, metavar="N", help="batch x seqlen")
     add("--heads", type=positive, metavar="N")
@@ -103,19 +86,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--peers", metavar="NAME,...", help=f"{'; '.join(', '.join(names) for names in PEERS.values())}; all; none")
     add("--model", metavar="NAME", help="llama: a shape that `synthetic` knows; transformers: 1b, tiny")
-    add("--threads", type=positive, metavar="N", help="CPU threads; default: all cores")
+    add("--threads", type=integer(most=4096), metavar="N", help="CPU threads; default: all cores")
     add("--rounds", type=positive, metavar="N", help="bursts of each system on each shape")
     add("--minutes", type=positive, metavar="N", help="languages: report what there is after so long; default: 20")
     add("--quick", action="store_const", const=True, help="fewer shapes, shorter bursts")
     add(
         "--sustained", action="store_const", const=True, help="also time a third of a second each, with clock and power"
     )
-    add("--seed", type=natural, metavar="N", help="of the random inputs and of the order")
+    add("--seed", type=any_seed, metavar="N", help="of the random inputs and of the order")
     add(
         "--output",
         type=Path,
         metavar="DIR",
-        help="default: docs/benchmarks/<device> if docs/benchmarks exists, else benchmarks/<device>",
+        help="default: benchmarks/<device>, in the current folder",
     )
     add("--run", action="store_const", const=True, help="profile: run the command instead of printing it")
     add("--inner", action="store_const", const=True, help="profile: be the profiled process")
@@ -124,39 +107,38 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+@command("bench")
 def main(argv: list[str]) -> int:
-    """Returns the exit status: 0 done, 1 a wrong answer or a failure during the run, 2 wrong usage."""
     parser = _parser()
-    try:
-        options = parser.parse_args(argv)
-        if options.plot_only:
-            if len(given := [name for name, value in vars(options).items() if value is not None]) > 1:
-                parser.error(f"--plot-only stands alone, but --{given[0].replace('_', '-')} was given too")
-            return _written(report.redraw(options.plot_only))
-        return _run(options, parser, argv)
-    except SystemExit as stop:  # argparse has printed the reason
-        return stop.code if isinstance(stop.code, int) else 2
-    except BenchError as error:
-        print(f"bench: {error}", file=sys.stderr)
-        return 2
+    options = parser.parse_args(argv)
+    if options.plot_only:
+        if len(given := [name for name, value in vars(options).items() if value is not None]) > 1:
+            parser.error(f"--plot-only stands alone, but --{given[0].replace('_', '-')} was given too")
+        _written(report.redraw(options.plot_only))
+        figure.say_if_missing()
+        return 0
+    return _run(options, parser, argv)
 
 
 def _run(options, parser, argv) -> int:
     load()  # a missing library is reported before anything else
+    chosen = "" if options.suite else " (the default here)"
     if options.suite is None:
-        options.suite = "cpu" if options.device == "cpu" or not library_has_cuda() else "forward"
-        if options.suite == "cpu":
-            options.device = None
+        options.suite = "forward" if options.device == "cuda" or library_has_cuda() else "cpu"
+        if options.device == "cpu":
+            options.suite, options.device = "cpu", None
     suite = SUITES[options.suite]
     for name, value in vars(options).items():
         if value is not None and name not in suite.options | {"suite", "plot_only"}:
-            parser.error(f"--{name.replace('_', '-')} has no meaning in suite {options.suite}")
+            parser.error(f"--{name.replace('_', '-')} has no meaning in suite {options.suite}{chosen}")
     if options.heads_k and not options.heads:
         parser.error(f"--heads-k {options.heads_k} needs --heads")
     if options.heads_k and options.heads % options.heads_k:
         parser.error(f"--heads {options.heads} is not a multiple of --heads-k {options.heads_k}")
     if options.run and options.inner:
         parser.error("--run and --inner exclude each other")
+    if "output" in suite.options:
+        check_folder("--output", options.output or report.DEFAULT_FOLDER)
     protocol = Protocol(**vars(QUICK)) if options.quick else Protocol()
     protocol.rounds = options.rounds or protocol.rounds
     protocol.sustained = bool(options.sustained)
@@ -165,31 +147,23 @@ def _run(options, parser, argv) -> int:
     if isinstance(found, int):  # nothing to write
         return found
     machine, outcome = found
-    # The recorded command leaves out --output, so that it reproduces the numbers in any folder.
-    command = shlex.join(["python", "-m", "flash_attn_minimal", "bench", *_without_output(argv)])
-    data = report.result(options.suite, command, machine, outcome)
-    folder = options.output or report.default_folder(device_slug(machine))
-    status = _written(report.write(data, folder))
+    # The recorded command leaves out where the results go: it reproduces the numbers anywhere.
+    line = shlex.join(["python", "-m", "flash_attn_minimal", "bench", *without(argv, "--output")])
+    data = report.result(options.suite, line, machine, outcome)
+    _written(report.write(data, options.output or report.DEFAULT_FOLDER / device_slug(machine)))
     if outcome.wrong:
-        print(f"{outcome.wrong} wrong answers", file=sys.stderr)
+        print(plural(outcome.wrong, "wrong answer"), file=sys.stderr)
+    if outcome.failure:
+        print(f"ended early: {outcome.stopped}", file=sys.stderr)
+        raise outcome.failure
     if not timed(data):
-        print("nothing was timed", file=sys.stderr)
+        reasons = dict.fromkeys(item["reason"] for item in outcome.left_out)
+        print("nothing was timed" + "".join(f"\n  {reason}" for reason in reasons), file=sys.stderr)
         return 1
-    return 1 if outcome.wrong else status
+    figure.say_if_missing()
+    return 1 if outcome.wrong else 0
 
 
-def _without_output(argv: list[str]) -> list[str]:
-    kept, skip = [], False
-    for word in argv:
-        if not skip and not word.startswith("--output="):
-            kept.append(word)
-        skip = word == "--output"
-        if skip:
-            kept.pop()
-    return kept
-
-
-def _written(paths: list[Path]) -> int:
+def _written(paths: list[Path]) -> None:
     for path in paths:
         print(f"wrote {report.relative(path)}")
-    return 0

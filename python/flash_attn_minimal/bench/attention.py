@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from .. import backward_kernels, kernels
-from .._progress import Progress
+from .._command import did_you_mean
 from . import curves
 from .check import Exact
 from .machine import SHORT, BenchError, Meter, load_average, open_machine
-from .suite import SUITES, Outcome, Suite, register, rounded, speed_text
+from .suite import SUITES, Outcome, Suite, measuring, register, rounded, speed_text
 from .systems import MODES, Inputs, Refused, Shape, System, allowing_tf32, ours, peer, peers_of
 from .timing import Protocol, interleave
 
@@ -169,7 +169,7 @@ def opened(options) -> Any:
     """Opens the machine, fills in the options that were left open, and refuses kernels that the machine does not
     have."""
     suite = _suite(options)
-    machine = open_machine(suite.device or options.device, options.framework)
+    machine = open_machine(suite.device or options.device, options.framework, suite.name if suite.device else "")
     options.dtype = options.dtype or suite.dtype or ("bfloat16" if machine.device == "cuda" else "float32")
     options.allow_tf32 = options.allow_tf32 or suite.allow_tf32
     options.backward = options.backward or suite.backward
@@ -180,8 +180,11 @@ def opened(options) -> Any:
     named = options.kernel or suite.kernels
     for name in named:
         if name not in known and name != "best":
+            if not options.kernel:
+                raise BenchError(f"--suite {options.suite} times {name}, which is not a kernel of the {machine.device}")
+            hint = did_you_mean(name, known)
             raise BenchError(
-                f"--kernel {','.join(named)}: {name!r} is none of best, {', '.join(known)} on {machine.device}"
+                f"--kernel {','.join(named)}: {name!r} is not one of best, {', '.join(known)} on {machine.device}{hint}"
             )
     if options.threads and machine.device == "cuda":
         raise BenchError(f"--threads {options.threads} has no meaning on a GPU")
@@ -206,12 +209,11 @@ def timed_on(machine, options, protocol: Protocol) -> Outcome:
     peers = peers_of(machine, options.peers, suite.peers)
     outcome = Outcome(load=load_average())
     looks = {"mode": suite.mode, "by_time": suite.by_time}
-    with Meter(machine) as meter, Progress(len(shapes), options.suite) as progress:
+    with measuring(outcome, machine, len(shapes), options.suite) as (meter, progress):
         outcome.rows += roofs(options, machine, protocol, meter)
         for shape in shapes:
             text = compared(shape, named, peers, options, machine, protocol, meter, outcome, **looks)
             progress.step(f"{shape}: {text}")
-    outcome.conditions, outcome.driver = meter.between(), meter.driver
     return outcome
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from .._progress import Progress
 from .._report import table as markdown_table
 from ..llama.cache import KVCache
 from ..llama.checkpoint import STACKED, Checkpoint
@@ -27,8 +26,8 @@ from ..llama.w4 import FORMATS, quantize
 from ..transformer.quantized import PackedW4
 from .figure import MINE, figure_of, set_title
 from .llama import TOLERANCE, DeviceTensors, fill, logit_error, times
-from .machine import Meter, library_has_cuda, load_average, open_machine
-from .suite import Outcome, Suite, register, rounded
+from .machine import library_has_cuda, load_average, open_machine
+from .suite import Outcome, Suite, measuring, register, rounded
 from .timing import Protocol
 
 LAYERS, CHECKED = 6, 2  # blocks in a launch; how many of them, from the first on, are compared
@@ -75,17 +74,16 @@ def _widened(four: Checkpoint, device, layers: int) -> Checkpoint:
 
 def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
     kind = options.device or ("cuda" if library_has_cuda() else "cpu")
-    machine = open_machine(kind, "cupy" if kind == "cuda" else "numpy")
+    machine = open_machine(kind, "cupy" if kind == "cuda" else "numpy", "block")
     seed, outcome = options.seed or 0, Outcome(load=load_average())
     name, batches, steps = (QUICK if options.quick else PLANS)[machine.device]
     print(f"{machine.title}, {machine.framework} arrays", flush=True)
-    with Meter(machine) as meter, Progress(1 + len(steps), "block") as progress:
+    with measuring(outcome, machine, 1 + len(steps), "block") as (_, progress):
         progress.step("\n".join(_blocks(machine, name, batches, seed, protocol, outcome)))
         machine.release()
         for model, dtype, counts in steps:
             progress.step("\n".join(_steps(machine, model, dtype, counts, seed, protocol, outcome)))
             machine.release()
-        outcome.conditions, outcome.driver = meter.between(), meter.driver
     return machine, outcome
 
 

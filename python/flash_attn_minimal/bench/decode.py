@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import flash_attn_with_kvcache, kvcache_query
-from .._progress import Progress
 from .._report import table as markdown_table
 from .figure import figure_of, set_title
-from .machine import DTYPES, SHORT, BenchError, Meter, load_average, open_machine
+from .machine import DTYPES, SHORT, BenchError, load_average, open_machine
 from .rows import label
-from .suite import Outcome, Suite, register, rounded
+from .suite import Outcome, Suite, measuring, register, rounded
 from .systems import LABELS, Refused, only
 from .timing import Protocol, interleave
 
@@ -251,16 +250,15 @@ def others(caches: Caches, names: Iterable[str], outcome: Outcome) -> Iterator[t
 
 
 def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
-    machine = open_machine(options.device, "torch")
+    machine = open_machine(options.device, "torch", "decode")
     gpu = machine.device == "cuda"
     dtype = options.dtype or ("bfloat16" if gpu else "float32")
     points = QUICK[machine.device] if options.quick else LARGE + FEW_KEYS if gpu else CPU
     outcome = Outcome(load=load_average())
     print(f"{machine.title}, {dtype}, {machine.framework} arrays", flush=True)
-    with Meter(machine) as meter, Progress(len(points), "decode") as progress:
+    with measuring(outcome, machine, len(points), "decode") as (meter, progress):
         for point in points:
             progress.step(f"{point}: {_one(machine, point, dtype, options, protocol, meter, outcome)}")
-        outcome.conditions, outcome.driver = meter.between(), meter.driver
     return machine, outcome
 
 

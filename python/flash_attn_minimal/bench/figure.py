@@ -4,6 +4,7 @@ too. Pictures are made to be read at the width of a README."""
 from __future__ import annotations
 
 import importlib.util
+import sys
 
 from .rows import device_name, dtypes, order_of
 
@@ -26,6 +27,12 @@ MASKS = {False: "full", True: "causal"}
 
 def available() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
+
+
+def say_if_missing() -> None:
+    """For commands that have written a result."""
+    if not available():
+        print("no pictures: matplotlib is not installed (pip install matplotlib)", file=sys.stderr)
 
 
 def figure_of(rows, columns, width, height, sharey=False):

@@ -13,7 +13,6 @@ import functools
 import importlib
 import math
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -25,14 +24,14 @@ from typing import Any
 
 from .. import flash_attn_func
 from .._library import BadArgument, Unsupported
-from .._progress import Progress
+from .._report import plural
 from .._report import table as markdown_table
 from .attention import PEER_FACTOR
 from .check import Exact
 from .figure import LINES, MASKS, figure_of, plain_log, set_title
-from .machine import SHORT, BenchError, Meter, first_line, library_has_cuda, load_average, open_machine
+from .machine import SHORT, BenchError, first_line, library_has_cuda, load_average, open_machine
 from .rows import label, number, unit
-from .suite import Outcome, Suite, register, rounded, speed_text
+from .suite import Outcome, Suite, measuring, register, rounded, speed_text
 from .systems import Inputs, Shape
 from .timing import Protocol, interleave
 
@@ -96,7 +95,10 @@ def points(options, machine) -> list[Shape]:
     shapes = []
     if not (options.tokens or options.batch or options.heads or options.seqlen or options.headdim):
         if not gpu:
-            print(f"on a CPU: {tokens} tokens, {nheads} heads; --tokens and --heads ask for more", flush=True)
+            print(
+                f"on a CPU: {plural(tokens, 'token')}, {plural(nheads, 'head')}; --tokens and --heads ask for more",
+                flush=True,
+            )
         story = (8, 1024, 12, 12, 64) if gpu else (1, 1024, 3, 3, 64)
         shapes += [shape for dtype in dtypes for shape in each(*story, dtype)]
     for dtype in dtypes:
@@ -223,29 +225,11 @@ def cold_caches() -> Iterator[None]:
                     os.environ[name] = value
 
 
-@contextlib.contextmanager
-def stopping() -> Iterator[None]:
-    """Ctrl-C, or the signal that `timeout` sends, raises Stopped inside the block instead of ending the program."""
-
-    def stop(number, frame):
-        raise Stopped(f"stopped by signal {number}")
-
-    try:
-        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not the main thread, and only that gets signals
-        before = {}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
     rungs = ladder()
     kinds = importlib.import_module("ladder.rung")
     device = options.device or ("cuda" if library_has_cuda() else "cpu")
-    machine = open_machine(device, "torch" if device == "cuda" else "numpy")
+    machine = open_machine(device, "torch" if device == "cuda" else "numpy", "languages")
     shapes = points(options, machine)
     here = [rung for rung in rungs.RUNGS if rung.device == device]
     here = [*here, ours(device, tuple({shape.headdim for shape in shapes}))]
@@ -258,35 +242,32 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
         for name in options.kernel:
             if name not in known:
                 raise BenchError(
-                    f"--kernel {','.join(options.kernel)}: {name!r} is none of {', '.join(known)} on {device}"
+                    f"--kernel {','.join(options.kernel)}: {name!r} is not one of {', '.join(known)} on {device}"
                 )
         here = [rung for rung in here if rung.name in options.kernel]
     runners = [Runner(rung, kinds.Unavailable) for rung in here]
-    print(f"{machine.title}, {len(runners)} rungs, {len(shapes)} shapes", flush=True)
+    print(f"{machine.title}, {plural(len(runners), 'rung')}, {plural(len(shapes), 'shape')}", flush=True)
     outcome = Outcome(load=load_average())
     end = time.monotonic() + 60 * (options.minutes or MINUTES)
     capability = importlib.import_module("torch").cuda.get_device_capability() if device == "cuda" else None
     ahead = importlib.import_module("ladder.ahead").Ahead(here, capability)
-    with cold_caches(), Meter(machine) as meter, Progress(len(shapes), "languages") as progress:
-        done = 0
-        try:
-            with stopping():
-                for shape in shapes:
-                    if time.monotonic() > end:
-                        raise Stopped(f"the run had reached its limit of {options.minutes or MINUTES:g} minutes")
-                    name = f"{SHORT[shape.dtype]} {'backward' if shape.backward else 'forward'}, {shape}"
-                    text = _one(machine, shape, name, runners, options, protocol, meter, outcome)
-                    done += 1
-                    ahead.read()
-                    progress.step(f"{name}: {text}")
-        except Stopped as stop:
-            print(stop, flush=True)
-            outcome.left_out += [
-                {"system": "all", "shape": f"{SHORT[shape.dtype]}, {shape}", "reason": str(stop)}
-                for shape in shapes[done:]
-            ]
+    with cold_caches(), measuring(outcome, machine, len(shapes), "languages") as (meter, progress):
+        for shape in shapes:
+            name = f"{SHORT[shape.dtype]} {'backward' if shape.backward else 'forward'}, {shape}"
+            try:
+                if time.monotonic() > end:
+                    raise Stopped(f"the run had reached its limit of {options.minutes or MINUTES:g} minutes")
+                text = _one(machine, shape, name, runners, options, protocol, meter, outcome)
+            except Stopped as stop:
+                progress.say(str(stop))
+                outcome.left_out += [
+                    {"system": "all", "shape": f"{SHORT[shape.dtype]}, {shape}", "reason": str(stop)}
+                    for shape in shapes[progress.done :]
+                ]
+                break
+            ahead.read()
+            progress.step(f"{name}: {text}")
     ahead.finish(outcome.rows)
-    outcome.conditions, outcome.driver = meter.between(), meter.driver
     return machine, outcome
 
 
@@ -306,7 +287,7 @@ def _one(machine, shape: Shape, name: str, runners, options, protocol, meter, ou
         elif reason:
             left_out(runner, reason, "all shapes" if runner.reason else name)
     if not serving:
-        return "no rung"
+        return "no rung serves it"
     try:
         arrays = Arrays(machine, shape, options.seed or 0)
         exact = arrays.exact(machine, replace(shape, allow_tf32=shape.dtype == "float32" and not shape.backward))
@@ -370,7 +351,8 @@ def _one(machine, shape: Shape, name: str, runners, options, protocol, meter, ou
     outcome.rows += rows
     parts = [f"{row['system']} {speed_text(row['tflops'])}" for row in rows]
     machine.release()
-    return "; ".join(parts + notes) or "nothing"
+    reasons = [f"{item['system']}: {item['reason']}" for item in outcome.left_out if item["shape"] == name]
+    return "; ".join(parts + notes) or f"no rung was timed; {'; '.join(reasons)}".removesuffix("; ")
 
 
 def _timings(ready: list, time_them: Callable, left_out: Callable) -> list[tuple]:

@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from .._progress import Progress
+from .._report import plural
 from .._report import table as markdown_table
 from ..transformer import ops
 from ..transformer._library import W4_FORMATS
 from ..transformer.quantized import W4Weight
 from .figure import MINE, figure_of, legend, set_title
-from .machine import BenchError, Meter, load_average, open_machine
+from .machine import BenchError, load_average, open_machine
 from .rows import label, number
-from .suite import Outcome, Suite, register, rounded
+from .suite import Outcome, Suite, measuring, register, rounded
 from .systems import LABELS
 from .timing import Protocol, interleave
 
@@ -96,15 +96,14 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
     shapes, counts = QUICK[machine.device] if options.quick else (SHAPES, ROWS) if gpu else CPU
     outcome = Outcome(load=load_average())
     print(f"{machine.title}, {dtype}, {machine.framework} arrays", flush=True)
-    with Meter(machine) as meter, Progress(len(shapes) * len(counts), "linear") as progress:
+    with measuring(outcome, machine, len(shapes) * len(counts), "linear") as (meter, progress):
         for n, k in shapes:
             weights = Weights(machine, n, k, dtype, dtype if gpu else "float32")
             for m in counts:
                 said = _one(machine, weights, (m, n, k), dtype, options, protocol, meter, outcome)
-                progress.step(f"{n} x {k}, {m} rows: {said}")
+                progress.step(f"{n} x {k}, {plural(m, 'row')}: {said}")
             del weights
             machine.release()
-        outcome.conditions, outcome.driver = meter.between(), meter.driver
     return machine, outcome
 
 
@@ -123,7 +122,7 @@ def _one(machine, weights: Weights, shape, dtype: str, options, protocol, meter,
             product = Product(machine, x, weights.packed[format], None if kernel == "best" else kernel, programmatic)
             if product.plan.status != "FA_OK":
                 reason = product.plan.error
-                outcome.left_out.append({"system": kernel, "shape": f"{n} x {k}, {m} rows", "reason": reason})
+                outcome.left_out.append({"system": kernel, "shape": f"{n} x {k}, {plural(m, 'row')}", "reason": reason})
                 continue
             err, budget = judge(machine, product, weights.exact[format], n)
             row = base | {"system": "ours", "kernel": product.plan.kernel, "weights": format}

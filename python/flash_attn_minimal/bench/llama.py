@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from .._progress import Progress
 from .._report import table as markdown_table
 from ..llama.attend import ATTENTIONS
 from ..llama.checkpoint import Checkpoint
@@ -25,9 +24,9 @@ from ..llama.model import Llama
 from ..llama.synthetic import SHAPES, RandomTensors
 from ..llama.w4 import FORMATS, quantize
 from .figure import LINES, figure_of, legend, set_title
-from .machine import SHORT, BenchError, Meter, library_has_cuda, load_average, open_machine
+from .machine import SHORT, BenchError, library_has_cuda, load_average, open_machine
 from .rows import number
-from .suite import Outcome, Suite, register, rounded
+from .suite import Outcome, Suite, measuring, register, rounded
 from .timing import Protocol, Timing
 
 POSITIONS = (1, 100, 500, 1000)
@@ -95,12 +94,12 @@ def fill(engine: Engine, seed: int) -> None:
 
 def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
     kind = options.device or ("cuda" if library_has_cuda() else "cpu")
-    machine = open_machine(kind, "cupy" if kind == "cuda" else "numpy")
+    machine = open_machine(kind, "cupy" if kind == "cuda" else "numpy", "llama")
     seed, outcome = options.seed or 0, Outcome(load=load_average())
     plans = PLANS[machine.device]
     if options.model:
         if options.model not in SHAPES:
-            raise BenchError(f"--model {options.model} is none of {', '.join(SHAPES)}")
+            raise BenchError(f"--model {options.model} is not one of {', '.join(SHAPES)}")
         plans = {options.model: plans.get(options.model, next(iter(plans.values())))}
     jobs = []
     for name, (dtypes, batches, positions) in plans.items():
@@ -113,7 +112,7 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
                 jobs.append((name, dtype, batch, positions))
     bandwidth = None
     print(f"{machine.title}, {machine.framework} arrays", flush=True)
-    with Meter(machine) as meter, Progress(len(jobs), "llama") as progress:
+    with measuring(outcome, machine, len(jobs), "llama") as (_, progress):
         made: dict[tuple[str, str], Llama] = {}
         for name, dtype, batch, positions in jobs:
             if (name, dtype) not in made:
@@ -123,18 +122,9 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
             bandwidth = bandwidth or model.device.bandwidth()
             lines = _one(model, name, dtype, batch, positions, bandwidth, seed, protocol, outcome)
             progress.step(f"{name} {dtype} batch {batch}: {'; '.join(lines)}")
-        outcome.conditions, outcome.driver = meter.between(), meter.driver
-    outcome.rows.append(
-        rounded(
-            {
-                "suite": "llama",
-                "system": "copy",
-                "pass": "copy",
-                "us": COPY_BYTES / bandwidth * 1e6,
-                "tbps": bandwidth / 1e12,
-            }
-        )
-    )
+    if bandwidth:
+        copy = {"suite": "llama", "system": "copy", "pass": "copy"}
+        outcome.rows.append(rounded(copy | {"us": COPY_BYTES / bandwidth * 1e6, "tbps": bandwidth / 1e12}))
     return machine, outcome
 
 

@@ -19,8 +19,9 @@ from statistics import median
 
 import numpy as np
 
+from .._command import UsageError
 from .._library import FlashAttnError, load
-from .._report import cpu_model
+from .._report import cpu_model, plural
 
 DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}  # bytes
 SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8"}
@@ -28,7 +29,7 @@ GRAPH_BELOW_US = 200  # a launch that takes longer than this hides the host's wo
 CAPTURE_FAILED = "timed without a CUDA graph"
 
 
-class BenchError(FlashAttnError):
+class BenchError(UsageError):
     """The command cannot do what was asked on this machine; the text says why."""
 
 
@@ -64,7 +65,7 @@ class CpuClock:
 
     @property
     def title(self):
-        return f"{cpu_model()}, {cores()} cores"
+        return f"{cpu_model()}, {plural(cores(), 'core')}"
 
 
 class Numpy(CpuClock):
@@ -98,7 +99,7 @@ class Numpy(CpuClock):
                 import ml_dtypes
             except ImportError:
                 raise BenchError(
-                    f"--dtype {dtype} on the CPU needs PyTorch or ml_dtypes, and neither is installed"
+                    f"arrays of {dtype} on the CPU need ml_dtypes or PyTorch: pip install ml_dtypes"
                 ) from None
             return np.dtype(getattr(ml_dtypes, dtype))
         return np.dtype(dtype)
@@ -298,9 +299,9 @@ class Cupy:
 FRAMEWORKS = {"numpy": [Numpy], "torch": [TorchCuda, TorchCpu], "cupy": [Cupy]}
 
 
-def open_machine(device: str | None, framework: str | None):
+def open_machine(device: str | None, framework: str | None, suite: str = ""):
     """A machine on `device` (None: a GPU if there is one) with arrays of `framework`. None chooses PyTorch, which has
-    peers to time, or without it CuPy on a GPU and NumPy on the CPU."""
+    peers to time, or without it CuPy on a GPU and NumPy on the CPU. `suite` names what asked, if no option did."""
     reasons = []
     for kind in (TorchCuda, Cupy, TorchCpu, Numpy):
         if device not in (None, kind.device) or framework not in (None, kind.framework):
@@ -315,6 +316,9 @@ def open_machine(device: str | None, framework: str | None):
         except BenchError as error:
             reasons.append(str(error))
     wanted = " ".join(filter(None, (device and f"--device {device}", framework and f"--framework {framework}")))
+    if suite:
+        where = " on ".join(filter(None, (f"arrays of {framework}" if framework else "", device)))
+        wanted = f"suite {suite} needs {where}"
     reasons = list(dict.fromkeys(reasons)) or ["there is no such combination"]
     raise BenchError(f"{wanted}: {'; '.join(reasons)}")
 

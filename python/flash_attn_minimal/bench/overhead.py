@@ -15,7 +15,7 @@ from .._report import table as markdown_table
 from .figure import MINE, figure_of, set_title
 from .machine import BenchError, load_average, open_machine
 from .rows import label
-from .suite import Outcome, Suite, register, rounded
+from .suite import Outcome, Suite, measuring, register, rounded
 from .timing import Protocol
 
 
@@ -36,68 +36,68 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
         ]
         raise BenchError(f"{' '.join(wanted)}: no such arrays here")
     outcome = Outcome(load=load_average())
-    for machine in machines:
-        gpu = machine.device == "cuda"
-        dtype = "float32" if not gpu else "float16" if machine.framework == "cupy" else "bfloat16"
-        q, k, v, out = (machine.random((1, 1, 1, 64), dtype, i) for i in range(4))
-        mask = machine.int32([[1]]) == 1
-        calls: dict[tuple[str, str], Callable[[], Any]] = {
-            ("ours", "new out"): lambda q=q, k=k, v=v: flash_attn_func(q, k, v),
-            ("ours", "given out"): lambda q=q, k=k, v=v, out=out: flash_attn_func(q, k, v, out=out),
-            ("ours", "mask"): lambda q=q, k=k, v=v, mask=mask: flash_attn_func(q, k, v, mask=mask),
-        }
-        if machine.framework == "torch":
-            calls |= _torch_calls(machine.torch, q, k, v, mask)
-        answers = [call() for (system, _), call in calls.items() if system == "ours"]
-        err = max(  # with one key, the answer is its value; dv is dout, which is v
-            float(np.abs(machine.host(x[2] if isinstance(x, tuple) else x) - machine.host(v)).max()) for x in answers
-        )
-        if not err <= 1e-6:
-            outcome.wrong += 1
-            outcome.rows.append(
-                {
+    with measuring(outcome, machines[-1], len(machines), "overhead") as (_, progress):
+        for machine in machines:
+            gpu = machine.device == "cuda"
+            dtype = "float32" if not gpu else "float16" if machine.framework == "cupy" else "bfloat16"
+            q, k, v, out = (machine.random((1, 1, 1, 64), dtype, i) for i in range(4))
+            mask = machine.int32([[1]]) == 1
+            calls: dict[tuple[str, str], Callable[[], Any]] = {
+                ("ours", "new out"): lambda q=q, k=k, v=v: flash_attn_func(q, k, v),
+                ("ours", "given out"): lambda q=q, k=k, v=v, out=out: flash_attn_func(q, k, v, out=out),
+                ("ours", "mask"): lambda q=q, k=k, v=v, mask=mask: flash_attn_func(q, k, v, mask=mask),
+            }
+            if machine.framework == "torch":
+                calls |= _torch_calls(machine.torch, q, k, v, mask)
+            answers = [call() for (system, _), call in calls.items() if system == "ours"]
+            err = max(  # one key: the answer is its value, the gradient of the value that of the answer
+                float(np.abs(machine.host(x[2] if isinstance(x, tuple) else x) - machine.host(v)).max())
+                for x in answers
+            )
+            if not err <= 1e-6:
+                outcome.wrong += 1
+                outcome.rows.append(
+                    {
+                        "suite": "overhead",
+                        "system": "ours",
+                        "arrays": machine.framework,
+                        "device": machine.device,
+                        "wrong": True,
+                    }
+                )
+                progress.step(f"{machine.framework} arrays on {machine.device}: WRONG, error {err:.3g}")
+                continue
+            times: dict[tuple[str, str], list[float]] = {name: [] for name in calls}
+            order = random.Random(options.seed or 0)
+            for call in calls.values():
+                _host_us(machine, call)
+            for _ in range(protocol.rounds):
+                for name in order.sample(list(calls), len(calls)):
+                    times[name].append(_host_us(machine, calls[name]))
+            for (system, call), us in times.items():
+                low, _, high = quantiles(us, n=4, method="inclusive") if len(us) > 1 else us * 3
+                row = {
                     "suite": "overhead",
-                    "system": "ours",
+                    "system": system,
                     "arrays": machine.framework,
                     "device": machine.device,
-                    "wrong": True,
+                    "call": call,
                 }
-            )
-            print(f"{machine.framework} arrays on {machine.device}: WRONG, error {err:.3g}")
-            continue
-        times: dict[tuple[str, str], list[float]] = {name: [] for name in calls}
-        order = random.Random(options.seed or 0)
-        for call in calls.values():
-            _host_us(machine, call)
-        for _ in range(protocol.rounds):
-            for name in order.sample(list(calls), len(calls)):
-                times[name].append(_host_us(machine, calls[name]))
-        for (system, call), us in times.items():
-            low, _, high = quantiles(us, n=4, method="inclusive") if len(us) > 1 else us * 3
-            row = {
-                "suite": "overhead",
-                "system": system,
-                "arrays": machine.framework,
-                "device": machine.device,
-                "call": call,
-            }
-            if system == "ours":
-                row["kernel"] = query(q, k, v, mask=mask if call == "mask" else None).kernel
-            row |= {
-                "pass": "bwd" if call == "and backward" else "fwd",
-                "dtype": dtype,
-                "headdim": 64,
-                "seqlen_q": 1,
-                "seqlen_k": 1,
-                "batch": 1,
-                "nheads": 1,
-                "nheads_k": 1,
-            }
-            outcome.rows.append(rounded(row | {"us": median(us), "us_min": min(us), "us_spread": high - low}))
-            print(
-                f"{machine.framework} arrays on {machine.device}: {system}, {call}: {median(us):.1f} us a call",
-                flush=True,
-            )
+                if system == "ours":
+                    row["kernel"] = query(q, k, v, mask=mask if call == "mask" else None).kernel
+                row |= {
+                    "pass": "bwd" if call == "and backward" else "fwd",
+                    "dtype": dtype,
+                    "headdim": 64,
+                    "seqlen_q": 1,
+                    "seqlen_k": 1,
+                    "batch": 1,
+                    "nheads": 1,
+                    "nheads_k": 1,
+                }
+                outcome.rows.append(rounded(row | {"us": median(us), "us_min": min(us), "us_spread": high - low}))
+                progress.say(f"  {system}, {call}: {median(us):.1f} us a call")
+            progress.step(f"{machine.framework} arrays on {machine.device}")
     return machines[-1], outcome
 
 

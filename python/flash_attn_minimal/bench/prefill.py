@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 
 from .. import flash_attn_func, flash_attn_with_kvcache, kvcache_query, query
-from .._progress import Progress
 from .._report import table as markdown_table
 from .check import FACTOR, FLOOR, attend
-from .machine import DTYPES, SHORT, Meter, load_average, open_machine
+from .machine import DTYPES, SHORT, load_average, open_machine
 from .rows import number, unit
-from .suite import Outcome, Suite, register, rounded, speed_text
+from .suite import Outcome, Suite, measuring, register, rounded, speed_text
 from .timing import Protocol, interleave
 
 ROWS = 16  # rows of a head that are checked
@@ -72,10 +71,9 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
     chunks = CHUNKS[machine.device][:: 2 if options.quick else 1]
     outcome = Outcome(load=load_average())
     print(f"{machine.title}, {SHORT[dtype]}, {machine.framework} arrays", flush=True)
-    with Meter(machine) as meter, Progress(len(chunks), "prefill") as progress:
+    with measuring(outcome, machine, len(chunks), "prefill") as (meter, progress):
         for chunk in chunks:
             progress.step(f"{chunk}: {_one(machine, chunk, dtype, seed, protocol, meter, outcome)}")
-        outcome.conditions, outcome.driver = meter.between(), meter.driver
     return machine, outcome
 
 

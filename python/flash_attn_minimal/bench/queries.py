@@ -12,13 +12,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from .._progress import Progress
 from .._report import table as markdown_table
 from .decode import Caches, Point, base_row, check, leave_out, one_kernel, others, ours, peers_on
 from .figure import LINES, figure_of, plain_log, set_title
-from .machine import Meter, load_average, open_machine
+from .machine import load_average, open_machine
 from .rows import label, number, unit
-from .suite import Outcome, Suite, register, rounded
+from .suite import Outcome, Suite, measuring, register, rounded
 from .systems import Refused
 from .timing import Protocol, interleave
 
@@ -45,14 +44,14 @@ def flops(point: Point) -> float:
 
 
 def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
-    machine = open_machine(options.device, "torch")
+    machine = open_machine(options.device, "torch", "queries")
     dtype = options.dtype or ("bfloat16" if machine.device == "cuda" else "float32")
     chosen, counts = CACHES[machine.device], COUNTS
     if options.quick:
         chosen, counts = [([points[0]], paged) for points, paged in chosen if paged], QUICK_COUNTS
     outcome, kernel, seed = Outcome(load=load_average()), one_kernel(options), options.seed or 0
     print(f"{machine.title}, {dtype}, {machine.framework} arrays", flush=True)
-    with Meter(machine) as meter, Progress(sum(len(points) for points, _ in chosen), "queries") as progress:
+    with measuring(outcome, machine, sum(len(points) for points, _ in chosen), "queries") as (meter, progress):
         for points, paged in chosen:
             caches = Caches(machine, points[0], dtype, seed)
             for point in points:
@@ -62,7 +61,6 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
                 del made
             del caches
             machine.release()
-        outcome.conditions, outcome.driver = meter.between(), meter.driver
     return machine, outcome
 
 

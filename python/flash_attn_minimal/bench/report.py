@@ -1,5 +1,5 @@
 """The result file and the Markdown table made from it. The file is one JSON object: machine, date, commit, command,
-rows, left_out."""
+rows, left_out; and why the run ended early, if it did."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from pathlib import Path
 from .. import __version__
 from .._files import parse_json, quoted, read_bytes
 from .._library import BadArgument, load
-from .._report import STYLE, commit, cpu_model
+from .._report import STYLE, commit, cpu_model, plural
 from . import figure
 from .machine import BenchError, Meter, cores
 from .rows import ROOFS, device_name, dtypes, label, number, series, timed, unit
 from .suite import SUITES
 
+DEFAULT_FOLDER = Path("benchmarks")  # in the current folder; each device has one below it
 BUSY = 0.5  # load per core before the run, above which CPU times are marked as disturbed
 
 
@@ -31,7 +32,7 @@ def result(suite: str, command: str, machine, outcome) -> dict:
             about["sm_clock_mhz"], about["power_w"] = outcome.conditions
     elif outcome.load is not None and outcome.load > BUSY * cores():
         about["load"] = round(outcome.load, 1)
-    about["host"] = f"{cpu_model()}, {cores()} cores"
+    about["host"] = f"{cpu_model()}, {plural(cores(), 'core')}"
     about["library"] = f"{__version__}, {load().fa_build_info().decode()}"
     whole = {
         "machine": {key: value for key, value in about.items() if value is not None},
@@ -41,6 +42,7 @@ def result(suite: str, command: str, machine, outcome) -> dict:
         "suite": suite,
         "rows": outcome.rows,
         "left_out": outcome.left_out,
+        "stopped": outcome.stopped or None,
     }
     return {key: value for key, value in whole.items() if value is not None}
 
@@ -53,10 +55,11 @@ def encoded(data: dict) -> str:
 
 
 def write(data: dict, folder: Path) -> list[Path]:
-    """Writes <suite>.json, and the table and the pictures beside it. Returns their paths."""
+    """Writes <suite>.json, and the table and the pictures beside it. Returns their paths. A run that ended early
+    becomes <suite>_part.json and leaves a whole result as it is."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = folder / f"{data['suite']}.json"
+        file = folder / f"{data['suite']}{'_part' * ('stopped' in data)}.json"
         file.write_text(encoded(data))
     except OSError as error:
         raise BenchError(f"cannot write to {folder}: {error.strerror}") from None
@@ -88,7 +91,7 @@ def read(file: Path) -> dict:
         if not (isinstance(data, dict) and data.keys() >= {"suite", "machine", "date", "command", "rows"}):
             raise ValueError("it has no suite, machine, date, command and rows")
         if data["suite"] not in SUITES:
-            raise ValueError(f"suite={quoted(data['suite'])} is none of {', '.join(SUITES)}")
+            raise ValueError(f"suite={quoted(data['suite'])} is not one of {', '.join(SUITES)}")
         markdown(data, [])
     return data
 
@@ -139,6 +142,8 @@ def markdown(data: dict, pictures: list[Path]) -> str:
         conditions(data),
         "",
     ]
+    if "stopped" in data:
+        lines += [f"**The run ended early ({data['stopped']}): these are the rows that it had measured.**", ""]
     for picture in pictures:
         lines += [f"![{picture.stem.replace('_', ' ')}]({picture.name})", ""]
     lines += suite.table(data, rows)
@@ -197,12 +202,6 @@ def conditions(data: dict) -> str:
             f"every answer checked against float64 first, the worst error of ours at {worst:.0%} of its budget"
         )
     return "; ".join(parts) + "."
-
-
-def default_folder(slug: str) -> Path:
-    """docs/benchmarks/<device> if docs/benchmarks exists, else benchmarks/<device>."""
-    docs = Path("docs") / "benchmarks"
-    return (docs if docs.is_dir() else Path("benchmarks")) / slug
 
 
 def relative(path: Path) -> str:

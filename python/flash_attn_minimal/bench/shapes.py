@@ -8,13 +8,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .._progress import Progress
 from .._report import table as markdown_table
 from .attention import compared
 from .figure import MASKS, figure_of, legend, looks_of, set_title
-from .machine import SHORT, Meter, load_average, open_machine
+from .machine import SHORT, load_average, open_machine
 from .rows import label, number, order_of, series, unit
-from .suite import Outcome, Suite, register
+from .suite import Outcome, Suite, measuring, register
 from .systems import MODES, Shape, peers_of
 from .timing import Protocol
 
@@ -87,17 +86,18 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
     outcome = Outcome(load=load_average())
     dtypes = dict.fromkeys(SHORT[case.shape.dtype] for case in cases)
     print(f"{machine.title}, {', '.join(dtypes)}, {machine.framework} arrays", flush=True)
-    with Meter(machine) as meter, Progress(len(cases), "shapes") as progress:
+    with measuring(outcome, machine, len(cases), "shapes") as (meter, progress):
         for case in cases:
             peers, before = peers_of(machine, options.peers, PEERS[case.part]), len(outcome.rows)
-            text = compared(
-                case.shape, case.kernels, peers, options, machine, short, meter, outcome,
-                mode=case.mode, kept=GRADIENT_ROWS,
-            )  # fmt: skip
-            for row in outcome.rows[before:]:
-                row["part"] = case.part
+            try:
+                text = compared(
+                    case.shape, case.kernels, peers, options, machine, short, meter, outcome,
+                    mode=case.mode, kept=GRADIENT_ROWS,
+                )  # fmt: skip
+            finally:  # an interrupted case may have rows
+                for row in outcome.rows[before:]:
+                    row["part"] = case.part
             progress.step(f"{case.shape}: {text}")
-    outcome.conditions, outcome.driver = meter.between(), meter.driver
     return machine, outcome
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from .._progress import Progress
+from .._report import plural
 from .._report import table as markdown_table
 from ..transformer import ops
 from ..transformer import reference_ops as reference
-from .machine import SHORT, Meter, load_average, open_machine
-from .suite import Outcome, Suite, register, rounded
+from .machine import SHORT, load_average, open_machine
+from .suite import Outcome, Suite, measuring, register, rounded
 from .timing import Protocol, interleave
 
 STORY = [(768, 768), (2304, 768), (4096, 768), (768, 2048), (32000, 768)]  # (out, in) of a 110M-parameter Llama
@@ -158,10 +158,10 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
                 row["tbps"] = terabytes / (row["us"] * 1e-6)
             outcome.rows.append(rounded(row))
 
-    with Meter(machine) as meter, Progress(len(cases) + 2, "ops") as progress:
+    with measuring(outcome, machine, len(cases) + 2, "ops") as (meter, progress):
         for case in cases:
             linear = Linear(machine, **case)
-            what = f"{linear.n} x {linear.k}, {linear.m} rows, {SHORT[linear.dtype]}"
+            what = f"{linear.n} x {linear.k}, {plural(linear.m, 'row')}, {SHORT[linear.dtype]}"
             err, budget = linear.judge()
             if not err <= budget:
                 outcome.wrong += 1
@@ -195,7 +195,6 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
         for row, launch, terabytes in small(machine, gpu, sixteen_bit):
             timed([launch], [row], terabytes)
             progress.say(f"{row['call']}: {outcome.rows[-1]['us']:.1f} us")
-    outcome.conditions, outcome.driver = meter.between(), meter.driver
     return machine, outcome
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from .._command import interruptible
+from .._progress import Progress
+from .machine import Meter, first_line
 
 
 @dataclass
@@ -18,6 +23,8 @@ class Outcome:
     conditions: tuple[float, float] | None = None  # medians of (MHz, W)
     driver: str | None = None
     load: float | None = None  # processes running on the host before the start
+    stopped: str = ""  # why the run ended before its last step
+    failure: BaseException | None = None  # what ended it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +42,31 @@ class Suite:
     how: str = "median of the bursts, systems in shuffled turns"
     device_time: bool = True  # whether times on a GPU are the device's; else they are the host's
     checked: str | None = None  # how answers are checked, if not against float64 with a budget
+
+
+@contextlib.contextmanager
+def measuring(outcome: Outcome, machine: Any, steps: int, title: str) -> Iterator[tuple[Meter, Progress]]:
+    """The meter and the progress of a run, which counts its steps. What ends the block early, Ctrl-C or an error, is
+    kept in the outcome once that has rows: the caller goes on with them."""
+    with Meter(machine) as meter, _Steps(steps, title) as progress:
+        try:
+            with interruptible() as progress.interrupt:
+                yield meter, progress
+        except (KeyboardInterrupt, Exception) as error:
+            if not any("us" in row for row in outcome.rows):
+                raise
+            outcome.failure = error
+            interrupted = isinstance(error, KeyboardInterrupt)
+            outcome.stopped = "interrupted" if interrupted else f"{type(error).__name__}: {first_line(error)}"
+        outcome.conditions, outcome.driver = meter.between(), meter.driver
+
+
+class _Steps(Progress):
+    interrupt: Any = None
+
+    def step(self, line: str) -> None:
+        super().step(line)
+        self.interrupt.check()
 
 
 SUITES: dict[str, Suite] = {}

@@ -469,7 +469,7 @@ def peers_of(machine, asked: str | None, usual: str | None = None) -> list[str]:
     names = asked.split(",")
     for name in names:
         if name not in known:
-            raise BenchError(f"--peers {asked}: {name!r} is none of {', '.join(known)} on this device")
+            raise BenchError(f"--peers {asked}: {name!r} is not one of {', '.join(known)} on this device")
     if machine.framework != "torch":
         raise BenchError(f"--peers {asked}: the peers need PyTorch arrays, but these are of {machine.framework}")
     return names

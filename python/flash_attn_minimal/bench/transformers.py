@@ -17,10 +17,11 @@ from typing import Any
 
 import numpy as np
 
+from .._report import plural
 from .._report import table as markdown_table
-from .machine import BenchError, Meter, first_line, load_average, open_machine
+from .machine import BenchError, first_line, load_average, open_machine
 from .rows import label, number
-from .suite import Outcome, Suite, register, rounded
+from .suite import Outcome, Suite, measuring, register, rounded
 from .timing import Protocol, Timing
 
 MODELS = {  # LlamaConfig
@@ -156,7 +157,7 @@ class _Runs:
 
 
 def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
-    machine = open_machine(options.device, "torch")
+    machine = open_machine(options.device, "torch", "transformers")
     try:
         from ..integrations import transformers as adapter
     except ImportError as error:
@@ -165,19 +166,19 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
     name, prompt, steps = PLANS[machine.device]
     name = options.model or name
     if name not in MODELS:
-        raise BenchError(f"--model {name} is none of {', '.join(MODELS)}")
+        raise BenchError(f"--model {name} is not one of {', '.join(MODELS)}")
     prompts = options.seqlen or [prompt]
     steps = min(steps, QUICK_STEPS) if options.quick else steps
     dtype = options.dtype or ("bfloat16" if machine.device == "cuda" else "float32")
     outcome = Outcome(load=load_average())
     print(f"{machine.title}: {name}, {dtype}", flush=True)
-    with Meter(machine) as meter:
+    with measuring(outcome, machine, len(prompts), "transformers") as (_, progress):
         for prompt in prompts:
             runs = _Runs(machine, name, dtype, options.batch or 1, prompt, steps, options.seed or 0)
             row = {"suite": "transformers", "model": name, "dtype": dtype, "batch": options.batch or 1}
             _one(runs, row | {"tokens": steps, "seqlen_k": prompt}, options.rounds or ROUNDS, options.seed, outcome)
             machine.release()
-        outcome.conditions, outcome.driver = meter.between(), meter.driver
+            progress.step(f"prompts of {plural(prompt, 'token')}, {plural(steps, 'step')}")
     return machine, outcome
 
 
@@ -238,7 +239,7 @@ def _one(runs: _Runs, row: dict[str, Any], rounds: int, seed: int | None, outcom
         if mode != "prefill":
             times["steps_per_s"] = 1e6 / times["us"]
         outcome.rows.append(rounded(found | times))
-        print(f"  {row['seqlen_k']} tokens, {system}, {mode}: {times['us'] / 1e3:.2f} ms", flush=True)
+        print(f"  {plural(row['seqlen_k'], 'token')}, {system}, {mode}: {times['us'] / 1e3:.2f} ms", flush=True)
 
 
 def _prefill_seconds(runs: _Runs) -> float:

@@ -15,19 +15,18 @@ Every other module is one experiment, or several similar ones. Only the command 
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import shlex
-import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
+from .._command import Parser, any_seed, check_folder, command, interruptible, one_of, real, without
 from .._library import load
+from .._report import plural
+from ..bench import figure
 from ..bench.machine import BenchError, Meter, Numpy, device_slug, load_average, open_machine
 from ..bench.timing import QUICK, Protocol
 from . import block_size, dtype, online_softmax, optimisation, report, roofline, sweeps, traffic
-from .experiment import EXPERIMENTS, Experiment, Run, Stopped, default_folder
+from .experiment import DEFAULT_FOLDER, EXPERIMENTS, Experiment, Run, Stopped
 
 MODULES = block_size, traffic, dtype, sweeps, online_softmax, optimisation, roofline
 
@@ -36,66 +35,47 @@ def _list() -> str:
     return "experiments:\n" + "".join(f"  {e.name:<16} {e.about}\n" for e in EXPERIMENTS.values())
 
 
-def _parser() -> argparse.ArgumentParser:
-    def seconds(text: str) -> float:
-        number = float(text)
-        if not number > 0:
-            raise argparse.ArgumentTypeError(f"{text} is not positive")
-        return number
-
-    def natural(text: str) -> int:
-        number = int(text)
-        if number < 0:
-            raise argparse.ArgumentTypeError(f"{text} is negative")
-        return number
-
-    parser = argparse.ArgumentParser(
-        prog="python -m flash_attn_minimal experiment",
+def _parser() -> Parser:
+    parser = Parser(
+        "experiment",
         description="Answer one question by measurement: NAME.json with every row, NAME.md with question, method, "
         "table and what one sees, and pictures where matplotlib is installed. A run that is interrupted, or cut off "
         "by --limit, writes what it has.",
         epilog=_list(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("name", nargs="?", choices=list(EXPERIMENTS), metavar="NAME", help="one of the experiments below")
+    add("name", nargs="?", **one_of(EXPERIMENTS, "NAME"), help="one of the experiments below")
     add("--list", action="store_true", help="list the experiments and stop")
-    add("--device", choices=["cpu", "cuda"], help="default: cuda when there is a GPU")
-    add("--framework", choices=["numpy", "torch", "cupy"], help="whose arrays; default: as in `bench`")
+    add("--device", **one_of(("cpu", "cuda")), help="default: cuda when there is a GPU")
+    add("--framework", **one_of(("numpy", "torch", "cupy")), help="whose arrays; default: as in `bench`")
     add("--quick", action="store_true", help="fewer points, shorter bursts")
-    add("--limit", type=seconds, metavar="SECONDS", help="end after the step that passes this time")
-    add("--seed", type=natural, default=0, metavar="N", help="of the random inputs and of the order")
+    add("--limit", type=real(above=True), metavar="SECONDS", help="end after the step that passes this time")
+    add("--seed", type=any_seed, default=0, metavar="N", help="of the random inputs and of the order")
     add(
         "--output",
         type=Path,
         metavar="DIR",
-        help="default: docs/experiments/<device> in a checkout, else experiments/<device>; without <device> where the "
-        "result says nothing of its speed",
+        help="default: experiments/<device>, in the current folder; experiments, where the result says nothing of "
+        "the device's speed",
     )
     add("--plot-only", type=Path, metavar="FILE.json", help="make page and pictures again from a result")
     return parser
 
 
+@command("experiment")
 def main(argv: list[str]) -> int:
-    """Returns the exit status: 0 done, 1 a wrong answer or nothing measured, 2 wrong usage, 130 interrupted."""
     parser = _parser()
-    try:
-        options = parser.parse_args(argv)
-        if options.list:
-            print(_list(), end="")
-            return 0
-        if options.plot_only:
-            if options.name:
-                parser.error(f"--plot-only stands alone, but {options.name} was given too")
-            return _written(report.redraw(options.plot_only))
-        if options.name is None:
-            parser.error("which experiment? --list shows them")
-        return _run(EXPERIMENTS[options.name], options, argv)
-    except SystemExit as stop:  # argparse has printed the reason
-        return stop.code if isinstance(stop.code, int) else 2
-    except BenchError as error:
-        print(f"experiment: {error}", file=sys.stderr)
-        return 2
+    options = parser.parse_args(argv)
+    if options.list:
+        print(_list(), end="")
+        return 0
+    if options.plot_only:
+        if options.name:
+            parser.error(f"--plot-only stands alone, but {options.name} was given too")
+        return _written(report.redraw(options.plot_only))
+    if options.name is None:
+        parser.error("which experiment? --list shows them")
+    return _run(EXPERIMENTS[options.name], options, argv)
 
 
 def _open(experiment: Experiment, options):
@@ -110,10 +90,11 @@ def _open(experiment: Experiment, options):
 
 def _run(experiment: Experiment, options, argv: list[str]) -> int:
     load()  # a missing library is reported before anything else
+    check_folder("--output", options.output or DEFAULT_FOLDER)
     machine = _open(experiment, options)
     portable = experiment.portable(machine.device)
-    folder = options.output or default_folder() / ("" if portable else device_slug(machine))
-    command = shlex.join(["python", "-m", "flash_attn_minimal", "experiment", *_without_output(argv)])
+    folder = options.output or DEFAULT_FOLDER / ("" if portable else device_slug(machine))
+    line = shlex.join(["python", "-m", "flash_attn_minimal", "experiment", *without(argv, "--output")])
     protocol = Protocol(**vars(QUICK)) if options.quick else Protocol()
     print(f"{experiment.name}: {machine.title}, {machine.framework} arrays", flush=True)
 
@@ -124,7 +105,7 @@ def _run(experiment: Experiment, options, argv: list[str]) -> int:
 
         def data() -> dict:
             run.outcome.conditions, run.outcome.driver = meter.between(), meter.driver
-            return report.result(experiment.name, command, machine, run.outcome, portable)
+            return report.result(experiment.name, line, machine, run.outcome, portable)
 
         begun = data()
 
@@ -134,7 +115,7 @@ def _run(experiment: Experiment, options, argv: list[str]) -> int:
 
         run.save = save
         try:
-            with _signals(run):
+            with interruptible() as run.interrupt:
                 experiment.run(run)
         except Stopped as stop:
             stopped = str(stop)
@@ -149,7 +130,7 @@ def _run(experiment: Experiment, options, argv: list[str]) -> int:
     if stopped:
         print(f"ended early: {stopped}", file=sys.stderr)
     if run.outcome.wrong:
-        print(f"{run.outcome.wrong} wrong answers", file=sys.stderr)
+        print(plural(run.outcome.wrong, "wrong answer"), file=sys.stderr)
         return status or 1
     if not run.outcome.rows and not experiment.may_be_empty:
         reasons = dict.fromkeys(item["reason"] for item in run.outcome.left_out)
@@ -158,38 +139,8 @@ def _run(experiment: Experiment, options, argv: list[str]) -> int:
     return status
 
 
-@contextlib.contextmanager
-def _signals(run: Run) -> Iterator[None]:
-    """Lets Ctrl-C and SIGTERM (which `timeout` sends) end the run."""
-
-    def interrupt(number, frame):
-        run.interrupted = True
-        raise KeyboardInterrupt
-
-    before = {}
-    with contextlib.suppress(ValueError):  # not the main thread
-        for number in (signal.SIGINT, signal.SIGTERM):
-            before[number] = signal.signal(number, interrupt)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _without_output(argv: list[str]) -> list[str]:
-    kept, skip = [], False
-    for word in argv:
-        if skip:
-            skip = False
-        elif word == "--output":
-            skip = True
-        elif not word.startswith("--output="):
-            kept.append(word)
-    return kept
-
-
 def _written(paths: list[Path]) -> int:
     for path in paths:
         print(f"wrote {path}")
+    figure.say_if_missing()
     return 0

@@ -73,6 +73,6 @@ def measure(run: Run, shape: Shape, candidates: list[Candidate], graphs: bool | 
 def summary(rows: list[dict]) -> str:
     """A text about the fastest of some rows, for a line of progress."""
     if not rows:
-        return "nothing"
+        return "nothing was timed"
     best = min(rows, key=lambda row: row["us"])
-    return f"{best['name']} {best['us']:.1f} us, {speed_text(best['tflops'])}"
+    return f"fastest {best['name']} {best['us']:.1f} us, {speed_text(best['tflops'])}"

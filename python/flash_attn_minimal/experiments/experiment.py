@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .._command import Interrupt
 from .._progress import Progress
 from ..bench.machine import Meter
 from ..bench.suite import Outcome, rounded
 from ..bench.timing import Protocol
 
 Rows = list[dict[str, Any]]
+DEFAULT_FOLDER = Path("experiments")  # in the current folder; each device has one below it
 SAVE_EVERY = 5.0  # seconds between two copies of the result on disk
 
 
@@ -32,7 +34,7 @@ class Run:
     meter: Meter
     outcome: Outcome = field(default_factory=Outcome)
     limit: float | None = None  # seconds
-    interrupted: bool = False  # a signal has asked the run to end
+    interrupt: Interrupt = field(default_factory=Interrupt)
     save: Callable[[], None] = lambda: None
     progress: Any = None
     started: float = field(default_factory=time.monotonic)
@@ -50,8 +52,7 @@ class Run:
     def step(self, line: str) -> None:
         """Counts a finished step. The result is saved from time to time, and the run ends here at its limit."""
         self.progress.step(line)
-        if self.interrupted:  # the first KeyboardInterrupt may have been lost inside a callback of the interpreter
-            raise KeyboardInterrupt
+        self.interrupt.check()
         now = time.monotonic()
         if now - self.saved > SAVE_EVERY:
             self.save()
@@ -109,8 +110,3 @@ def results(data: dict) -> Rows:
 def roofs(data: dict) -> dict[str, dict]:
     """The rows of the measured product and copy, by their pass."""
     return {row["pass"]: row for row in data["rows"] if row.get("pass") in ("linear", "copy")}
-
-
-def default_folder() -> Path:
-    docs = Path("docs")
-    return (docs if (docs / "benchmarks").is_dir() or (docs / "experiments").is_dir() else Path()) / "experiments"

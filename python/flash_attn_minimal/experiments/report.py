@@ -51,7 +51,7 @@ def read(file: Path) -> dict:
         if not (isinstance(data, dict) and data.keys() >= set(FIELDS)):
             raise ValueError(f"it has no {', '.join(FIELDS[:-1])} and {FIELDS[-1]}")
         if data["experiment"] not in EXPERIMENTS:
-            raise ValueError(f"experiment={quoted(data['experiment'])} is none of {', '.join(EXPERIMENTS)}")
+            raise ValueError(f"experiment={quoted(data['experiment'])} is not one of {', '.join(EXPERIMENTS)}")
         page(data, [])
     return data
 

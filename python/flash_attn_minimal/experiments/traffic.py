@@ -152,7 +152,7 @@ def _counted_by_gpu(
     found = _ncu.traffic(kernels)
     if not found:
         run.leave_out(kernel, shape, "it launched nothing, or ncu read nothing")
-        return "nothing"
+        return "not counted"
     p = Problem(shape.seqlen, HEADDIM, heads=HEADS)
     row = {"level": "ncu", "kernel": kernel, "order": order, "seqlen": shape.seqlen, "headdim": HEADDIM, "heads": HEADS}
     row |= {"dtype": shape.dtype, "launches": len(kernels), **found}

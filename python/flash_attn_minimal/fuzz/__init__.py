@@ -18,6 +18,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from .._command import command
+
 
 def reproduce(spec: dict[str, Any], device: str = "cpu", framework: str | None = None):
     """Runs one case in this process; returns its outcome (a function.Outcome)."""
@@ -27,6 +29,7 @@ def reproduce(spec: dict[str, Any], device: str = "cpu", framework: str | None =
     return run(spec, backend_for(device, framework))
 
 
+@command("fuzz")
 def main(argv: list[str]) -> int:
     from . import campaign
 

@@ -396,6 +396,11 @@ class Cupy(Numpy):
             return False
 
 
+def without_ml_dtypes(device: str, framework: str | None) -> set[str]:
+    """The dtypes that NumPy arrays lack where ml_dtypes is not installed."""
+    return set(STORAGE) - Numpy().dtypes if device == "cpu" and framework != "torch" else set()
+
+
 def backend_for(device: str, framework: str | None = None):
     """The backend of a device and framework. The defaults are NumPy on the CPU; on a GPU PyTorch, or else CuPy."""
     from .._library import Unsupported, load

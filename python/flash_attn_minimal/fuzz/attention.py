@@ -287,6 +287,20 @@ class Forward(Function):
             shapes["sinks"] = (heads,)
         return shapes
 
+    def _descale(self, spec) -> dict[str, tuple[int, ...]]:
+        """The shapes of the factors of float8: every size of the spec but 1 stands for the whole batch or all heads,
+        however many a smaller spec has."""
+        if self.get(spec, "dtype") != E4M3:
+            return {}
+        given, shapes = self.get(spec, "descale") or {}, {}
+        for name in "qkv":
+            whole = self._batch(spec), self.get(spec, "nheads_k") * (self.get(spec, "group") if name == "q" else 1)
+            sizes = given.get(name, [1])
+            shapes[f"{name}_descale"] = tuple(
+                1 if size == 1 else all_of for size, all_of in zip(sizes, whole[2 - len(sizes) :], strict=True)
+            )
+        return shapes
+
     def arrays(self, spec) -> dict[str, Array]:
         dtype, layouts = self.get(spec, "dtype"), self.get(spec, "layouts")
         kinds = {"alibi_slopes": "float32", "sinks": "float32", "mask": "bool"}
@@ -300,8 +314,8 @@ class Forward(Function):
         if self.get(spec, "lens") is not None:
             for name in ("cu_seqlens_q", "cu_seqlens_k"):
                 found[name] = Array((len(spec["lens"]) + 1,), "int32")
-        for name, shape in (self.get(spec, "descale") or {}).items():
-            found[f"{name}_descale"] = Array(tuple(shape), "float32", layouts.get(f"{name}_descale", {}))
+        for name, shape in self._descale(spec).items():
+            found[name] = Array(shape, "float32", layouts.get(name, {}))
         return found
 
     def values(self, spec) -> dict[str, np.ndarray]:
@@ -322,8 +336,8 @@ class Forward(Function):
                 if name == "bias" and get("bias_hides"):
                     x[rng.random(shape) < 0.2] = -np.inf
             values[name] = repeated(x, layouts.get(name))
-        for name, shape in (get("descale") or {}).items():
-            values[f"{name}_descale"] = rng.uniform(0.5, 1.5, shape).astype(np.float32) / np.float32(60)
+        for name, shape in self._descale(spec).items():
+            values[name] = rng.uniform(0.5, 1.5, shape).astype(np.float32) / np.float32(60)
         if get("lens") is not None:
             values["cu_seqlens_q"], values["cu_seqlens_k"] = self._cu(spec)
             for name, rows in (("q", "q"), ("k", "k"), ("v", "k")):
@@ -379,7 +393,8 @@ class Forward(Function):
 
     def options(self, spec) -> dict[str, Any]:
         options = {k: v for k, v in self._scores(spec, {}).items()}
-        for name in ("allow_tf32", "num_threads", "deterministic", "fast_accum", "out_dtype"):
+        float8 = ("fast_accum", "out_dtype") if self.get(spec, "dtype") == E4M3 else ()
+        for name in ("allow_tf32", "num_threads", "deterministic", *float8):
             if self.get(spec, name) != self.DEFAULTS[name]:
                 options[name] = self.get(spec, name)
         if self.get(spec, "lens") is not None:

@@ -46,7 +46,7 @@ class Cached(Function):
         "out": False, "return_softmax_lse": True, "layouts": {}, "num_threads": 0, "spread": 1.0, "repeats": 0,
         "kernel": None, "attention_chunk": 0, "leftpad": False,
     }  # fmt: skip
-    LEAST = {"nheads_k": 1, "group": 1, "headdim": 1, "headdim_v": 1, "rows": 1, "batch": 1}
+    LEAST = {"nheads_k": 1, "group": 1, "headdim": 1, "headdim_v": 1, "rows": 1, "batch": 1, "trees": 1}
     REQUIRED = ("q", "k_cache", "v_cache")
     LOOSE = {"q": (1, 2), "v_cache": (3,)}
     FREE = {"block_table": (1,)}

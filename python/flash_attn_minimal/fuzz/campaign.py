@@ -20,9 +20,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .._library import BadArgument, Unsupported, load
+from .._command import Parser, UsageError, any_seed, check_file, did_you_mean, integer, one_of, real
+from .._library import FlashAttnError, load
 from .._progress import Progress, Silent
 from . import readers, report
+from .arrays import without_ml_dtypes
 from .case import functions
 from .function import CRASH, HANG, STICKY
 from .shrink import shrink
@@ -167,7 +169,7 @@ def outcomes(about: dict[str, Any], numbers, workers: int, seconds: float, until
                 if not worker.ready and message.get("lost"):  # it died before its first case
                     broken_starts += 1
                     if broken_starts > 2 + workers:
-                        raise Unsupported(f"workers do not start: {message['message']}")
+                        raise FlashAttnError(f"workers do not start: {message['message']}")
                 yield worker.number, worker.spec, message
                 again = left and time.monotonic() < until
                 if message.get("lost") or message["kind"] == STICKY or not worker.alive:
@@ -194,10 +196,10 @@ def gather(result: report.Report, found: Iterator[tuple], progress: Any = None) 
                     bar.say(result.headline(finding))
                 bar.step(result.speed())
     except KeyboardInterrupt:
-        return False
+        result.interrupted = True
     finally:
         result.finish()
-    return True
+    return not result.interrupted
 
 
 class Shrinker:
@@ -264,6 +266,8 @@ def campaign(
         try:
             for i, finding in enumerate(result.distinct()):
                 result.replace(finding, shrinker.shrunk(finding, shrink_tries if i < 20 else 0))
+        except KeyboardInterrupt:  # the findings are reported as they are
+            result.interrupted = True
         finally:
             shrinker.close()
     return result
@@ -272,61 +276,79 @@ def campaign(
 def check_names(options, known: dict[str, Any]) -> None:
     """Refuses names for which no case could be drawn, before any process starts. known: the functions by name."""
     if options.device == "cuda" and not load().fa_cuda_device_count():
-        raise Unsupported(f"--device cuda: this library sees no CUDA device ({load().fa_build_info().decode()})")
+        raise UsageError(f"--device cuda: this library sees no CUDA device ({load().fa_build_info().decode()})")
     if options.function and options.function not in known:
-        raise BadArgument(f"--function {options.function!r} is none of {', '.join(map(repr, known))}")
+        hint = did_you_mean(options.function, known)
+        raise UsageError(f"--function {options.function!r} is not one of {', '.join(map(repr, known))}{hint}")
+    missing = without_ml_dtypes(options.device, options.framework)
+    needed = missing.intersection(known[options.function].NEEDS) if options.function else ()
+    if needed:
+        raise UsageError(f"--function {options.function} needs arrays of {', '.join(needed)}: pip install ml_dtypes")
     if options.kernel:
         wanted = [known[options.function]] if options.function else known.values()
         kernels = dict.fromkeys(name for function in wanted for name in function.kernels(options))
         if options.kernel not in kernels:
-            raise BadArgument(f"--kernel {options.kernel!r} is none of {', '.join(kernels)}")
+            if not kernels:
+                raise UsageError(f"--kernel {options.kernel!r}: {options.function} has no kernels to choose from")
+            hint = did_you_mean(options.kernel, kernels)
+            raise UsageError(f"--kernel {options.kernel!r} is not one of {', '.join(kernels)}{hint}")
+    if missing:
+        names = " and ".join(sorted(missing))
+        print(f"no calls with {names}, which NumPy has with ml_dtypes (pip install ml_dtypes)", flush=True)
 
 
 def parsed(argv: list[str]) -> argparse.Namespace:
-    """Parses and checks the options of the command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m flash_attn_minimal fuzz",
-        description="Random calls of every function, right and wrong ones, against float64.",
-    )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one, else cpu")
-    parser.add_argument(
+    """The options of the command."""
+    parser = Parser("fuzz", description="Random calls of every function, right and wrong ones, against float64.")
+    add = parser.add_argument
+    add("--device", **one_of(("cpu", "cuda")), help="default: cuda where there is one, else cpu")
+    add(
         "--framework",
-        choices=("torch", "cupy", "numpy"),
+        **one_of(("torch", "cupy", "numpy")),
         help="whose arrays (default: PyTorch's or CuPy's on cuda, NumPy's)",
-    )  # noqa: E501
-    parser.add_argument("--cases", type=int, default=2000, help="how many (default 2000)")
-    parser.add_argument("--first", type=int, default=0, help="the number of the first one")
-    parser.add_argument("--case", type=int, help="only this one")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so many")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kernel", help="only this one, of the functions that have it")
-    parser.add_argument("--function", help="only this one: " + ", ".join(functions()))
-    parser.add_argument("--workers", type=int, help="processes (default: one per core)")
-    parser.add_argument("--case-seconds", type=float, default=30.0, help="when a case, or a program, counts as hanging")
-    parser.add_argument(
-        "--shrink-seconds", type=float, default=120.0, help="for making findings smaller; 0: leave them"
     )
-    parser.add_argument(
-        "--shrink-tries", type=int, help="smaller cases to try for a finding (default 40; programs 200)"
+    add("--cases", metavar="N", type=integer(0), default=2000, help="how many (default 2000)")
+    add("--first", metavar="N", type=integer(0), default=0, help="the number of the first one")
+    add("--case", metavar="N", type=integer(0), help="only this one")
+    add("--seconds", metavar="S", type=real(), default=float("inf"), help="stop after so many")
+    add("--seed", metavar="N", type=any_seed, default=0)
+    add("--kernel", metavar="NAME", help="only this one, of the functions that have it")
+    add("--function", metavar="NAME", help="only this one: " + ", ".join(functions()))
+    add("--workers", metavar="N", type=integer(), help="processes (default: one per core)")
+    add(
+        "--case-seconds",
+        metavar="S",
+        type=real(above=True),
+        default=30.0,
+        help="when a case, or a program, counts as hanging",
     )
-    parser.add_argument("--readers", action="store_true", help="also damaged files, for the readers of files")
-    parser.add_argument("--programs", type=int, help="so many programs of 5 to 50 calls in place of single calls")
-    parser.add_argument("--ranks", action="store_true", help="with --programs: calls over ranks")
-    parser.add_argument(
-        "--run-only", action="store_true", help="with --programs: answers are not compared, for sanitizers"
+    add(
+        "--shrink-seconds",
+        metavar="S",
+        type=real(),
+        default=120.0,
+        help="for making findings smaller; 0: leave them",
     )
-    parser.add_argument("--devices", help="with --device cuda: the GPUs to use, such as 0,1 (default: all)")
-    parser.add_argument("--json", type=Path, help="write a report there")
+    add(
+        "--shrink-tries",
+        metavar="N",
+        type=integer(),
+        help="smaller cases to try for a finding (default 40; programs 200)",
+    )
+    add("--readers", action="store_true", help="also damaged files, for the readers of files")
+    add("--programs", metavar="N", type=integer(0), help="so many programs of 5 to 50 calls in place of single calls")
+    add("--ranks", action="store_true", help="with --programs: calls over ranks")
+    add("--run-only", action="store_true", help="with --programs: answers are not compared, for sanitizers")
+    add("--devices", metavar="N,...", help="with --device cuda: the GPUs to use, such as 0,1 (default: all)")
+    add("--json", metavar="FILE", type=Path, help="write a report there")
     options = parser.parse_args(argv)
     if options.devices:  # set before the driver is first used
         os.environ["CUDA_VISIBLE_DEVICES"] = options.devices
     options.device = options.device or ("cuda" if load().fa_cuda_device_count() else "cpu")
-    for name, least in (("cases", 0), ("programs", 0), ("workers", 1), ("first", 0)):
-        if getattr(options, name) is not None and getattr(options, name) < least:
-            parser.error(f"--{name} {getattr(options, name)} is below {least}")
     for name in ("ranks", "run_only"):
         if getattr(options, name) and options.programs is None:
-            parser.error(f"--{name.replace('_', '-')}: with --programs")
+            parser.error(f"--{name.replace('_', '-')} is for --programs, which is not given")
+    check_file("--json", options.json)
     return options
 
 
@@ -341,9 +363,12 @@ def run(options: argparse.Namespace, argv: list[str]) -> int:
         options.shrink_tries or 40, Progress(cases, every=5),
     )  # fmt: skip
     result.command = " ".join(["python -m flash_attn_minimal fuzz", *argv])
-    if options.readers:
-        result.add_readers(readers.run(options.cases, options.seed))
+    if options.readers and not result.interrupted:
+        try:
+            result.add_readers(readers.run(options.cases, options.seed))
+        except KeyboardInterrupt:
+            result.interrupted = True
     print(result.text())
     if options.json:
         options.json.write_text(json.dumps(result.json(), indent=1) + "\n")
-    return 1 if result.findings else 0
+    return result.status

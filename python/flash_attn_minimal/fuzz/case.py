@@ -45,6 +45,7 @@ def generate(seed: int, number: int, world: World) -> dict[str, Any]:
     rng = np.random.default_rng([seed, number])
     known = functions()
     names = [world.function] if world.function else list(known)
+    names = [n for n in names if world.backend.dtypes.issuperset(known[n].NEEDS)]
     if world.kernel:
         names = [n for n in names if world.kernel in known[n].kernels(world.backend)]
     shares = np.array([known[n].weight for n in names])

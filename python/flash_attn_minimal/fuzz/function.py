@@ -50,6 +50,7 @@ class Function:
 
     name: str
     weight = 1.0  # its share of the cases
+    NEEDS: tuple[str, ...] = ()  # dtypes without which none of its calls can be drawn
     DEFAULTS: dict[str, Any] = {}  # entries of the spec; one that has its default is left out
     LEAST: dict[str, int] = {}  # the smallest value of a size, if that is not 0 (for shrinking)
     REQUIRED: tuple[str, ...] = ()  # arrays that must not be None
@@ -129,6 +130,12 @@ def untouched_by(arena: Arena, written, memory=None) -> str:
         return ""
     except Wrong as wrong:
         return str(wrong)
+
+
+def told(error: Exception, frames: int = 6) -> str:
+    """What an unexpected exception was, then its last frames: a headline is the first line of a message."""
+    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__, limit=-frames))
+    return f"{type(error).__name__}: {error}\n{trace}"
 
 
 def where(error: BaseException) -> str:

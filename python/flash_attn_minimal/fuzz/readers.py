@@ -8,7 +8,6 @@ input; `run(1, seed, first=n)` repeats it.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import datetime
 import importlib.util
@@ -28,8 +27,9 @@ from typing import Any
 
 import numpy as np
 
+from .._command import Parser, any_seed, check_folder, command, integer, real, without
 from .._library import BadArgument
-from .._report import commit, cpu_model
+from .._report import commit, cpu_model, plural
 from ..bench import report as bench_report
 from ..llama import w4
 from ..llama.checkpoint import Checkpoint
@@ -369,31 +369,31 @@ def run(cases: int, seed: int, report: Callable[[str], Any] = print, first: int 
     return {"cases": cases, "seed": seed, "counts": counts, "failures": failures, "seconds": seconds}
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status: 0 if every outcome was expected, else 1."""
+@command("readers")
+def main(argv: list[str]) -> int:
+    """0 if every outcome was expected, else 1."""
     prog = "python -m flash_attn_minimal.fuzz.readers"
-    parser = argparse.ArgumentParser(prog=prog, description=__doc__.split("\n")[0])
-    parser.add_argument("--cases", type=int, default=10000, metavar="N")
-    parser.add_argument("--seed", type=int, default=0, metavar="S")
-    parser.add_argument("--first", type=int, default=0, metavar="N", help="the number of the first case")
-    parser.add_argument("--memory", type=float, metavar="GIB", help="address space that a reader may take")
+    parser = Parser("fuzz.readers", description=__doc__.split("\n")[0])
+    parser.prog = prog
+    parser.add_argument("--cases", type=integer(0), default=10000, metavar="N")
+    parser.add_argument("--seed", type=any_seed, default=0, metavar="S")
+    parser.add_argument("--first", type=integer(0), default=0, metavar="N", help="the number of the first case")
+    parser.add_argument("--memory", type=real(above=True), metavar="GIB", help="address space that a reader may take")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where the result goes, as JSON")
     args = parser.parse_args(argv)
+    if args.out:
+        check_folder("--out", args.out.parent)
     if args.memory:
         resource.setrlimit(resource.RLIMIT_AS, (int(args.memory * 2**30),) * 2)
     result = run(args.cases, args.seed, lambda line: print(line, flush=True), args.first)
     for reader, outcomes in result["counts"].items():
         print(f"{reader:<30} " + ", ".join(f"{name} {count}" for name, count in outcomes.items()))
-    print(f"{args.cases} cases in {result['seconds']} s")
+    print(f"{plural(args.cases, 'case')} in {result['seconds']} s")
     if args.out:
-        words = sys.argv[1:] if argv is None else argv
-        if "--out" in words:  # left out: the results do not depend on it
-            at = words.index("--out")
-            words = [*words[:at], *words[at + 2 :]]
         about = {
             "date": datetime.date.today().isoformat(),
             "commit": commit(),
-            "command": f"{prog} {shlex.join(words)}",
+            "command": f"{prog} {shlex.join(without(argv, '--out'))}",
             "machine": cpu_model(),
         }
         args.out.parent.mkdir(parents=True, exist_ok=True)

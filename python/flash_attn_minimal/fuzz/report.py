@@ -12,7 +12,7 @@ from typing import Any
 
 from .. import __version__
 from .._library import load
-from .._report import commit, cpu_model
+from .._report import commit, cpu_model, plural
 from ..info import gpus
 from .case import functions
 from .function import FINE, PASSED, REFUSED, REJECTED
@@ -27,6 +27,12 @@ class Report:
         self.cases, self.started = 0, time.monotonic()
         self.date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         self.seconds = 0.0
+        self.interrupted = False
+
+    @property
+    def status(self) -> int:
+        """The exit status of the command."""
+        return 130 if self.interrupted else 1 if self.findings else 0
 
     def add(self, number: int, spec: dict[str, Any] | None, message: dict[str, Any]) -> dict[str, Any] | None:
         """Counts one case. Returns its finding, or None if the outcome is fine."""
@@ -63,7 +69,8 @@ class Report:
 
     def speed(self) -> str:
         seconds = time.monotonic() - self.started
-        return f"{seconds:.0f} s, {self.cases / max(seconds, 1e-9):.1f} cases/s, {len(self.findings)} findings"
+        rate = self.cases / max(seconds, 1e-9)
+        return f"{seconds:.0f} s, {rate:.1f} cases/s, {plural(len(self.findings), 'finding')}"
 
     def headline(self, finding) -> str:
         first = finding["message"].split("\n", 1)[0]
@@ -112,10 +119,14 @@ class Report:
     def summary(self) -> str:
         rate = self.cases / self.seconds if self.seconds else 0.0
         about = self.about
+        kinds = f", {plural(len(self.distinct()), 'kind')} of them" if self.findings else ""
         return (
-            f"{about['device']}, seed {about['seed']}: {self.cases} cases in {self.seconds:.0f} s ({rate:.1f}/s), "
-            f"{len(self.findings)} findings, {len(self.distinct())} kinds of them"
+            f"{about['device']}, seed {about['seed']}: {self.ran()} in {self.seconds:.0f} s ({rate:.1f}/s), "
+            f"{plural(len(self.findings), 'finding')}{kinds}{' (interrupted)' * self.interrupted}"
         )
+
+    def ran(self) -> str:
+        return plural(self.cases, "case")
 
     def json(self) -> dict[str, Any]:
         keys = ("function", "kernel", "dtype", "outcome")
@@ -150,5 +161,5 @@ def describe(spec: dict[str, Any]):
 def machine(device: str) -> str:
     names = gpus() if device == "cuda" else []
     return ", ".join(
-        [*names, cpu_model(), f"{len(os.sched_getaffinity(0))} cores", f"Python {platform.python_version()}"]
+        [*names, cpu_model(), plural(len(os.sched_getaffinity(0)), "core"), f"Python {platform.python_version()}"]
     )

@@ -124,6 +124,7 @@ class Merge(Small):
 class QuantizeFp8(Small):
     name = "quantize_fp8"
     weight = 0.7
+    NEEDS = (E4M3,)
     DEFAULTS = {"dtype": "float32", "shape": [1, 1, 1, 8], "layouts": {}, "hadamard": False, "rotation": 0, "size": 1.0}
     LEAST = {"shape": 1}
     REQUIRED = ("x",)

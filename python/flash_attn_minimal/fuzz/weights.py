@@ -172,7 +172,7 @@ class Product(Linear):
             spec["k"] = -(-spec["k"] // 64) * 64
         spec["n"] = draw.size(int(min(9000, max(2e6 / spec["k"] / max(rows / 8, 1), 8))), 1)
         self.draw_options(spec, draw, backend, rows)
-        if draw.plain > 0.5:
+        if draw.plain > 0.5 and spec["compute"] in backend.dtypes:
             spec["dtype"] = spec["compute"]
         spec["workspace"] = draw.chance(0.3)
         spec["repeats"] = draw.pick((0, 0, 1)) if not spec["in_place"] else 0

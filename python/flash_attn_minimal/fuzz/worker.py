@@ -13,7 +13,6 @@ import json
 import os
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +36,7 @@ def main() -> int:
 
     from .arrays import backend_for
     from .case import generate, run
-    from .function import BROKEN, STICKY, Outcome, World
+    from .function import BROKEN, STICKY, Outcome, World, told
 
     world = World(backend_for(about["device"], about.get("framework")), about.get("kernel"), about.get("function"))
     if not world.backend.alive():  # creates the context
@@ -50,8 +49,8 @@ def main() -> int:
             spec = spec or generate(about["seed"], order["number"], world)
             say(spec=spec)
             outcome = run(spec, world.backend)
-        except Exception:
-            outcome = Outcome(BROKEN, "", traceback.format_exc(limit=-6))
+        except Exception as error:
+            outcome = Outcome(BROKEN, "", told(error))
             if not world.backend.alive():
                 outcome.kind = STICKY
         dtype = (spec or {}).get("dtype", "float32")

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from .._library import BadArgument
+from .._report import plural
 from .config import Config
 
 
@@ -73,5 +74,5 @@ class KVCache:
 
     def describe(self) -> str:
         if self.page_size is None:
-            return f"{self.context} positions" + (f" x {len(self.k[0])}" if len(self.k[0]) > 1 else "")
-        return f"{self.scratch_page} pages of {self.page_size} positions"
+            return plural(self.context, "position") + (f" x {len(self.k[0])}" if len(self.k[0]) > 1 else "")
+        return f"{plural(self.scratch_page, 'page')} of {plural(self.page_size, 'position')}"

@@ -290,7 +290,7 @@ def save_folder(
     names = tensor_names(config, tied, biases)
     if not 1 <= shards <= len(names):
         raise BadArgument(f"shards={shards} is outside 1 .. {len(names)}, the number of tensors")
-    folder = Path(path)
+    kept, folder = numpy_dtype(dtype), Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     scaling = config.rope_scaling
     kind = 2 if biases else 1 if config.window else 0
@@ -321,7 +321,8 @@ def save_folder(
         "torch_dtype": dtype,
         "eos_token_id": eos,
     }
-    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+    # Last, so that a folder which is written in part is not taken for a model.
+    (folder / "config.json").unlink(missing_ok=True)
     listed, per_shard = list(names.items()), -(-len(names) // shards)
     parts = [dict(listed[at : at + per_shard]) for at in range(0, len(listed), per_shard)]
     weight_map = {}
@@ -329,11 +330,12 @@ def save_folder(
         file = "model.safetensors" if shards == 1 else f"model-{number:05}-of-{len(parts):05}.safetensors"
         code = {native: code for code, native in FLOATS.items()}[dtype]
         shapes = {name: (code, shape) for name, (_, _, shape) in part.items()}
-        write_safetensors(folder / file, _Views(part, tensors, numpy_dtype(dtype)), shapes)
+        write_safetensors(folder / file, _Views(part, tensors, kept), shapes)
         weight_map |= dict.fromkeys(part, file)
     if shards > 1:
         text = json.dumps({"metadata": {}, "weight_map": weight_map}, indent=2)
         (folder / "model.safetensors.index.json").write_text(text + "\n")
+    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
 
 
 # ---- tokenizer.json ----

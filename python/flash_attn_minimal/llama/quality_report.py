@@ -84,14 +84,19 @@ def write(data: dict[str, Any], file: Path) -> list[Path]:
     return [file, file.with_suffix(".md")]
 
 
+def check_matplotlib(file: str) -> None:
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise BadArgument(f"--picture {file} needs matplotlib (pip install matplotlib): {error}") from None
+
+
 def draw(data: dict[str, Any], file: Path) -> Path:
     """Draws errors over the layers, the perplexity's rise for every variant, and what wider matrices gain."""
-    try:
-        import matplotlib
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise BadArgument(f"picture {str(file)!r} needs matplotlib (pip install matplotlib): {error}") from None
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     formats = data["formats"]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(13, 4.2), layout="constrained")

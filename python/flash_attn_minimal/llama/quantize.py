@@ -10,18 +10,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .._library import BadArgument, FlashAttnError
+from .._command import Parser, any_seed, check_file, command, integer, one_of, real
+from .._library import BadArgument
 from ..transformer._safetensors import ALL, numpy_dtype
-from .arguments import ArgumentParser
 from .checkpoint import STACKED, Checkpoint
 from .quality import BUDGET, HELD_OUT, Text, choose, find_text, measure
-from .quality_report import draw, show, size_text, write
+from .quality_report import check_matplotlib, draw, show, size_text, write
 from .w4 import FORMATS, W4Checkpoint, quantize, save, stacked_shapes, tensor_shapes
 from .weights import DEFAULT_CHECKPOINT, find_tokenizer, load_checkpoint, tokenizer_file
 
 DESCRIPTION = """\
 Measure what 4-bit weights cost a model: the error of every matrix and block, the perplexity on text it has not seen,
-and which matrices are to stay 16 bits wide for the perplexity to rise by no more than a budget. Needs no GPU.
+and which matrices are to stay 16 bits wide for the perplexity to rise by no more than a budget. Needs no GPU, but
+ml_dtypes (pip install ml_dtypes) for bfloat16.
 --out writes the model with these weights: `generate` runs it."""
 
 EPILOG = """\
@@ -32,17 +33,11 @@ examples:
   python -m flash_attn_minimal quantize stories15M.bin --text held_out.txt --report quality.json --picture quality.png
   python -m flash_attn_minimal quantize stories15M.bin --weights nvfp4 --mixed --out stories15M-nvfp4.safetensors
 
-exit status: 0 done, 2 bad input (one line on standard error says what), 130 interrupted."""
+exit status: 0 done, 1 failed, 2 bad input (one line on standard error says what), 130 interrupted."""
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = ArgumentParser(
-        prog="python -m flash_attn_minimal quantize",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def build_parser() -> Parser:
+    parser = Parser("quantize", description=DESCRIPTION, epilog=EPILOG)
     add = parser.add_argument
     add(
         "checkpoint",
@@ -52,12 +47,12 @@ def build_parser() -> argparse.ArgumentParser:
         help="llama2.c checkpoint, or a folder with config.json and *.safetensors (default: the model in the package)",
     )
     add("--tokenizer", metavar="FILE", help="as of generate")
-    add("--weights", choices=(*FORMATS, "all"), default="all", help="the format (default: each of them in turn)")
+    add("--weights", **one_of((*FORMATS, "all")), default="all", help="the format (default: each of them in turn)")
     add("--mixed", action="store_true", help="--out keeps the matrices that harm most in 16 bits")
     add(
         "--budget",
         metavar="P",
-        type=float,
+        type=real(),
         default=BUDGET,
         help="percent that mixed may raise the perplexity (default 1)",
     )
@@ -69,9 +64,13 @@ def build_parser() -> argparse.ArgumentParser:
         "model, else text that the model writes at temperature 1)",
     )
     text.add_argument(
-        "--tokens", metavar="N", type=int, default=16384, help="how much of it (default 16384); 0 = measure nothing"
+        "--tokens",
+        metavar="N",
+        type=integer(0),
+        default=16384,
+        help="how much of it (default 16384); 0 = measure nothing",
     )
-    text.add_argument("--seed", metavar="S", type=int, default=0, help="of text that the model writes (default 0)")
+    text.add_argument("--seed", metavar="S", type=any_seed, default=0, help="of text that the model writes (default 0)")
     out = parser.add_argument_group("files")
     out.add_argument("--out", metavar="FILE", help="the model with 4-bit weights, FILE.safetensors")
     out.add_argument("--report", metavar="FILE", help="the numbers, FILE.json; tables beside them, FILE.md")
@@ -156,10 +155,6 @@ def command_of(args: argparse.Namespace) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    for name, least in (("tokens", 0), ("seed", 0), ("budget", 0)):
-        value = getattr(args, name)
-        if not value >= least:
-            raise BadArgument(f"{name}={value} is negative")
     if args.out and args.weights == "all":
         raise BadArgument(f"--out {args.out} holds one format: give --weights {', '.join(FORMATS)}")
     if args.out and not args.out.endswith(".safetensors"):
@@ -168,6 +163,12 @@ def run(args: argparse.Namespace) -> int:
         raise BadArgument("--mixed is about the file of --out, and chosen by measuring: --tokens above 0")
     if not args.tokens and not args.out:
         raise BadArgument(f"--tokens {args.tokens} without --out leaves nothing to do")
+    numpy_dtype("bfloat16")  # refuses where there is no ml_dtypes
+    check_file("--out", args.out)
+    check_file("--report", args.report)
+    check_file("--picture", args.picture)
+    if args.picture:
+        check_matplotlib(args.picture)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files can hold anything
     checkpoint = load_checkpoint(args.checkpoint)
@@ -194,20 +195,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs the command. Returns the exit status; never raises for bad input."""
-    try:
-        return run(build_parser().parse_args(argv))
-    except FlashAttnError as error:
-        print(f"quantize: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"quantize: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    except SystemExit as done:  # --help
-        return int(done.code or 0)
+@command("quantize")
+def main(argv: list[str]) -> int:
+    return run(build_parser().parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ story shapes become llama2.c checkpoints, the others Hugging Face folders.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -18,8 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from .._library import BadArgument, FlashAttnError
-from ..transformer._safetensors import FLOATS
+from .._command import Parser, any_seed, check_file, check_folder, command, integer, one_of
+from .._library import BadArgument
+from ..transformer._safetensors import FLOATS, numpy_dtype
 from .checkpoint import LAYERED, matrix_shapes
 from .config import Config
 from .huggingface import save_folder
@@ -181,41 +181,45 @@ def write_tokenizer_json(path: str | os.PathLike[str], vocab_size: int, seed: in
     Path(path).write_text(json.dumps(text, ensure_ascii=False), encoding="utf-8")
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m flash_attn_minimal synthetic",
-        description="Write a random model of a known shape: right layout and size, meaningless text.",
+@command("synthetic")
+def main(argv: list[str]) -> int:
+    parser = Parser(
+        "synthetic",
+        description="Write a random model of a known shape: right layout and size, meaningless text. A folder in "
+        "bfloat16 needs ml_dtypes.",
         epilog="The story shapes become llama2.c checkpoints, the others Hugging Face folders.",
     )
-    parser.add_argument("shape", choices=list(SHAPES), help="which model's shape")
-    parser.add_argument("output", help="the checkpoint or folder to write")
-    parser.add_argument("--version", type=int, choices=(0, 1), help="llama2.c's file format (default 0)")
-    parser.add_argument("--untied", action="store_true", help="give the classifier its own matrix (as folders have it)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random weights (default 0)")
-    parser.add_argument("--tokenizer", metavar="FILE", help="also write a tokenizer.bin of the same size here")
-    parser.add_argument("--dtype", choices=list(FLOATS.values()), help="of a folder's matrices (default bfloat16)")
-    parser.add_argument("--shards", metavar="N", type=int, help="how many safetensors files (default 1)")
-    try:
-        args = parser.parse_args(argv)
-    except SystemExit as done:  # argparse has said why
-        return int(done.code or 0)
+    add = parser.add_argument
+    add("shape", **one_of(SHAPES, "SHAPE"), help=f"which model's: {', '.join(SHAPES)}")
+    add("output", help="the checkpoint or folder to write")
+    add("--version", **one_of(("0", "1")), help="llama2.c's file format (default 0)")
+    add("--untied", action="store_true", help="give the classifier its own matrix (as folders have it)")
+    add("--seed", metavar="S", type=any_seed, default=0, help="seed of the random weights (default 0)")
+    add("--tokenizer", metavar="FILE", help="also write a tokenizer.bin of the same size here")
+    add("--dtype", **one_of(tuple(FLOATS.values())), help="of a folder's matrices (default bfloat16)")
+    add("--shards", metavar="N", type=integer(), help="how many safetensors files (default 1)")
+    args = parser.parse_args(argv)
     config = SHAPES[args.shape]
-    try:
-        if config.is_llama2c:
-            for name in ("dtype", "shards"):
-                if getattr(args, name) is not None:
-                    raise BadArgument(f"--{name} {getattr(args, name)}: {args.shape} becomes a llama2.c checkpoint")
-            write_checkpoint(args.output, config, args.version or 0, not args.untied, args.seed)
-        else:
-            if args.version is not None:
-                raise BadArgument(f"--version {args.version}: {args.shape} becomes a Hugging Face folder")
-            write_folder(args.output, config, args.dtype or "bfloat16", False, False, args.shards or 1, args.seed)
-            write_tokenizer_json(Path(args.output) / "tokenizer.json", config.vocab_size, args.seed)
-        if args.tokenizer:
-            write_tokenizer(args.tokenizer, config.vocab_size, args.seed)
-    except (FlashAttnError, OSError) as error:
-        print(f"synthetic: {error}", file=sys.stderr)
-        return 2
+    check_file("--tokenizer", args.tokenizer)
+    if config.is_llama2c:
+        for name in ("dtype", "shards"):
+            if getattr(args, name) is not None:
+                raise BadArgument(f"--{name} {getattr(args, name)}: {args.shape} becomes a llama2.c checkpoint")
+        check_file("output", args.output)
+        write_checkpoint(args.output, config, int(args.version or 0), not args.untied, args.seed)
+    else:
+        if args.version is not None:
+            raise BadArgument(f"--version {args.version}: {args.shape} becomes a Hugging Face folder")
+        dtype = args.dtype or "bfloat16"
+        try:
+            numpy_dtype(dtype)
+        except BadArgument as error:
+            raise BadArgument(f"{error}; or give --dtype float16") from None
+        check_folder("output", args.output)
+        write_folder(args.output, config, dtype, False, False, args.shards or 1, args.seed)
+        write_tokenizer_json(Path(args.output) / "tokenizer.json", config.vocab_size, args.seed)
+    if args.tokenizer:
+        write_tokenizer(args.tokenizer, config.vocab_size, args.seed)
     return 0
 
 

@@ -33,7 +33,7 @@ def numpy_dtype(name: str) -> np.dtype:
     try:
         import ml_dtypes
     except ImportError as error:
-        raise BadArgument(f"dtype='bfloat16' needs the ml_dtypes package (pip install ml_dtypes): {error}") from None
+        raise BadArgument(f"bfloat16 needs the ml_dtypes package (pip install ml_dtypes): {error}") from None
     return np.dtype(ml_dtypes.bfloat16)
 
 

@@ -10,7 +10,6 @@ report.py   efficiency, tables, the picture
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import datetime
 import importlib.util
@@ -23,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from ... import __version__
+from ..._command import Parser, check_file, check_folder, command, integer, integers, one_of, some_of, without
 from ..._library import load
 from ..._progress import Progress
-from ..._report import commit, cpu_model, show_table
+from ..._report import commit, cpu_model, plural, show_table
 from ...distributed._structs import MODES
 from .. import figure
 from ..machine import BenchError, cores
@@ -63,45 +63,29 @@ class Task:
         )
 
 
-def _parser() -> argparse.ArgumentParser:
-    def positive(text: str) -> int:
-        number = int(text)
-        if number < 1:
-            raise argparse.ArgumentTypeError(f"{text} is not positive")
-        return number
-
+def _parser() -> Parser:
     def numbers(text: str) -> list[int]:
-        return sorted({positive(word) for word in text.split(",")})
-
-    def words(known) -> Any:
-        def parsed(text: str) -> list[str]:
-            for word in text.split(","):
-                if word not in known:
-                    raise argparse.ArgumentTypeError(f"{word!r} is none of {', '.join(known)}")
-            return list(dict.fromkeys(text.split(",")))
-
-        return parsed
+        return sorted(set(integers(text)))
 
     names = {device: list(cases.known(device)) for device in cases.USUAL}
-    parser = argparse.ArgumentParser(
-        prog="python -m flash_attn_minimal context-parallel",
+    parser = Parser(
+        "context-parallel",
         description="Check attention across GPUs, or ranks of the CPU, against one of them; then time both in turns.",
         epilog="\n".join(
             f"cases on {'GPUs' if device == 'cuda' else 'the CPU'}: {', '.join(found)}"
             for device, found in names.items()
         ),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
+    add, positive = parser.add_argument, integer()
     add("--gpus", type=positive, metavar="N", help="default: all")
     add("--ranks", type=numbers, metavar="N,...",
         help="how many take part; several numbers are groups of these sizes, one after another; ranks may share a GPU; "
         "default: 2, 4, 8, ... as far as there are GPUs, 2 on the CPU")  # fmt: skip
-    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one, else cpu")
+    add("--device", **one_of(("cpu", "cuda")), help="default: cuda where there is one, else cpu")
     add("--threads", type=positive, metavar="N", help="of a rank on the CPU; default: its share of the cores")
     add("--cases", metavar="NAME,...", help="default: the usual ones")
-    add("--modes", type=words(MODES), default=["auto"], metavar="NAME,...", help=f"{', '.join(MODES)}; default: auto")
-    add("--kinds", type=words(("processes", "threads")), default=["processes", "threads"], metavar="NAME,...",
+    add("--modes", type=some_of(MODES), default=["auto"], metavar="NAME,...", help=f"{', '.join(MODES)}; default: auto")
+    add("--kinds", type=some_of(("processes", "threads")), default=["processes", "threads"], metavar="NAME,...",
         help="how ranks of ours are made: processes, threads; default: both, threads in some cases")  # fmt: skip
     add(
         "--peers", metavar="NAME,...", help=f"{', '.join(peers.PEERS)}; all; none; default: all, on GPUs, in some cases"
@@ -118,16 +102,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+@command("context-parallel")
 def main(argv: list[str]) -> int:
-    """Returns the exit status: 0 done, 1 a wrong answer or a failure during the run, 2 wrong usage, 130 interrupted."""
-    try:
-        options = _parser().parse_args(argv)
-        return _run(options, argv)
-    except SystemExit as stop:  # argparse has printed the reason
-        return stop.code if isinstance(stop.code, int) else 2
-    except BenchError as error:
-        print(f"context-parallel: {error}", file=sys.stderr)
-        return 2
+    options = _parser().parse_args(argv)
+    options.modes, options.kinds = (list(dict.fromkeys(names)) for names in (options.modes, options.kinds))
+    return _run(options, argv)
 
 
 def devices_of(options, gpus: int, built: str) -> list[tuple[int | str, ...]]:
@@ -140,7 +119,7 @@ def devices_of(options, gpus: int, built: str) -> list[tuple[int | str, ...]]:
     else:
         asked = f"--gpus {options.gpus}" if options.gpus else "--device cuda"
         if not gpus:
-            ranks = ",".join(map(str, options.ranks or [options.gpus or 2]))
+            ranks = ",".join(map(str, options.ranks or [max(2, options.gpus or 2)]))
             raise BenchError(f"{asked}: the library sees no GPU ({built}): give --ranks {ranks} --device cpu")
         if options.gpus and options.gpus > gpus:
             raise BenchError(f"--gpus {options.gpus}: this machine has {gpus} GPU{'s' * (gpus > 1)}")
@@ -164,7 +143,7 @@ def tasks_of(options, groups: list[tuple[int | str, ...]]) -> list[Task]:
     names = options.cases.split(",") if options.cases else None
     for name in names or ():
         if name not in cases.known(device):
-            raise BenchError(f"--cases {options.cases}: {name!r} is none of {', '.join(cases.known(device))}")
+            raise BenchError(f"--cases {options.cases}: {name!r} is not one of {', '.join(cases.known(device))}")
     found = cases.chosen(device, names, options.quick, options.long)
     protocol = cases.CPU if device == "cpu" else cases.Protocol()
     rounds = options.rounds or (cases.QUICK_ROUNDS if options.quick else protocol.rounds)
@@ -195,7 +174,7 @@ def _peers(options, device: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(options.peers.split(",")))
     for name in names:
         if name not in peers.PEERS:
-            raise BenchError(f"--peers {options.peers}: {name!r} is none of {', '.join(peers.PEERS)}")
+            raise BenchError(f"--peers {options.peers}: {name!r} is not one of {', '.join(peers.PEERS)}")
     return names
 
 
@@ -205,12 +184,12 @@ def _run(options, argv: list[str]) -> int:
     tasks = tasks_of(options, groups)
     if options.png and not figure.available():
         raise BenchError(f"--png {options.png} needs matplotlib (pip install matplotlib)")
-    for file in filter(None, (options.json, options.md, options.png, options.trace)):
-        if not file.parent.is_dir():
-            raise BenchError(f"cannot write {file}: {file.parent} is no folder")
+    for name in ("json", "md", "png"):
+        check_file(f"--{name}", getattr(options, name))
     if options.trace:
         if groups[0][0] == "cpu":
             raise BenchError(f"--trace {options.trace}: timelines are of GPUs, and the ranks are on the CPU")
+        check_folder("--trace", options.trace)
         with _writing(options.trace):
             options.trace.mkdir(exist_ok=True)
     data, measured, started = _document(groups, argv), [], time.monotonic()
@@ -229,7 +208,7 @@ def _run(options, argv: list[str]) -> int:
                 _write(options, data)
         except KeyboardInterrupt:
             data["interrupted"] = True
-            progress.say("interrupted: the rows measured so far are kept")
+            progress.say("interrupted: the table has the rows measured so far")
     return _finish(options, data)
 
 
@@ -283,18 +262,16 @@ def _traced(row: dict, folder: Path | None) -> dict:
 
 
 def _clock(seconds: float) -> str:
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+    return f"{int(seconds)} s" if seconds < 60 else f"{int(seconds) // 60}:{int(seconds) % 60:02d} minutes"
 
 
 def _document(groups: list[tuple[int | str, ...]], argv: list[str]) -> dict[str, Any]:
-    """The object for the result file, still without rows."""
-    about = {"host": f"{cpu_model()}, {cores()} cores", "library": f"{__version__}, {load().fa_build_info().decode()}"}
-    outputs = ("--json", "--md", "--png", "--trace")  # do not change results, so they are left out
-    kept, skip = [], False
-    for word in argv:
-        if not skip and not word.startswith(tuple(f"{name}=" for name in outputs)) and word not in outputs:
-            kept.append(word)
-        skip = word in outputs
+    """The object that goes into the file, without rows."""
+    kept = without(argv, "--json", "--md", "--png", "--trace")  # where results go does not change them
+    about = {
+        "host": f"{cpu_model()}, {plural(cores(), 'core')}",
+        "library": f"{__version__}, {load().fa_build_info().decode()}",
+    }
     return {
         "machine": about,
         "date": datetime.date.today().isoformat(),
@@ -326,7 +303,7 @@ def _finish(options, data: dict[str, Any]) -> int:
     show_table(report.title(data), *report.columns(data, wide=False), left=2)
     for line in report.untimed(data):
         print(line)
-    print(f"{report.summary(data)}, {_clock(data.get('seconds', 0))} minutes")
+    print(f"{report.summary(data)}, {_clock(data.get('seconds', 0))}")
     _write(options, data)
     drawn = False
     if options.png:

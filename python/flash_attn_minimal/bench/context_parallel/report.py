@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ..._report import STYLE, table
+from ..._report import STYLE, plural, table
 from .. import figure
 from ..rows import number
 from ..suite import rounded
@@ -306,6 +306,6 @@ def summary(data: dict[str, Any]) -> str:
     wrong = [row for row in data["rows"] if row.get("wrong") and row["system"] == "ours"]
     failed = [row for row in data["rows"] if row.get("error") and row["system"] == "ours"]
     return ", ".join(
-        [f"{sum('ms' in row for row in data['rows'])} rows timed", f"{len(wrong)} wrong answers"]
+        [f"{plural(sum('ms' in row for row in data['rows']), 'row')} timed", plural(len(wrong), "wrong answer")]
         + ([f"{len(failed)} refused or failed"] if failed else [])
     )

@@ -10,11 +10,10 @@ import select
 import signal
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from ..function import CRASH, HANG
+from ..function import CRASH, HANG, told
 
 DONE, RAISED = "done", "raised"
 _inside: list[bool] = []  # not empty in a process that in_child has made
@@ -56,8 +55,8 @@ def _run(work: Callable[[], Any], writes: int, errors: int, seconds: float) -> N
         _inside.append(True)
         try:
             found = DONE, work()
-        except Exception:
-            found = RAISED, traceback.format_exc(limit=-6)
+        except Exception as error:
+            found = RAISED, told(error)
         with os.fdopen(writes, "wb") as out:
             pickle.dump(found, out, pickle.HIGHEST_PROTOCOL)
         code = 0

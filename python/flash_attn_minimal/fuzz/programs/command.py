@@ -13,8 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..._library import BadArgument, Unsupported
+from ..._command import UsageError
 from ..._progress import Progress
+from ..._report import plural
 from ..campaign import Shrinker, check_names, gather, outcomes
 from ..report import Report
 from .shrink import shrink
@@ -61,9 +62,8 @@ class ProgramReport(Report):
         table = [f"{name:<28} {count:>8}" for name, count in sorted(self.calls.items())]
         return "\n".join([*lines, "", f"{'function':<28} {'calls':>8}", *table, self.summary()])
 
-    def summary(self) -> str:
-        text = super().summary().replace(" cases in ", f" programs of {sum(self.calls.values())} calls in ")
-        return text
+    def ran(self) -> str:
+        return f"{plural(self.cases, 'program')} of {plural(sum(self.calls.values()), 'call')}"
 
     def json(self) -> dict[str, Any]:
         found = super().json()
@@ -120,6 +120,8 @@ def campaign(
                     result.replace(finding, shrinker.shrunk(finding, shrink_tries))
                 except Exception:  # a failure to shrink must not lose the findings
                     result.replace(finding, finding | {"shrinking": traceback.format_exc(limit=-4)})
+        except KeyboardInterrupt:  # the findings are reported as they are
+            result.interrupted = True
         finally:
             shrinker.close()
     return result
@@ -129,9 +131,9 @@ def run(options: Any, argv: list[str]) -> int:
     """Runs `fuzz --programs N`, with the options of `fuzz`. Returns the exit status."""
     check_names(options, functions())
     if options.ranks and options.kernel:
-        raise BadArgument(f"--kernel {options.kernel!r} with --ranks: the kernels of ranks are drawn")
+        raise UsageError(f"--kernel {options.kernel!r} with --ranks: the kernels of ranks are drawn")
     if options.framework == "cupy" and options.ranks:
-        raise Unsupported("--ranks with CuPy: the ranks' arrays are PyTorch's")
+        raise UsageError("--ranks with CuPy: the ranks' arrays are PyTorch's")
     command = " ".join(["python -m flash_attn_minimal fuzz", *argv])
 
     def write(result: ProgramReport) -> None:
@@ -146,8 +148,8 @@ def run(options: Any, argv: list[str]) -> int:
         1 if one else options.workers or len(os.sched_getaffinity(0)),
         options.case_seconds, options.shrink_seconds, options.shrink_tries or 200, options.ranks,
         not options.run_only,
-        Progress(options.programs, every=5), write,
+        Progress(1 if one else options.programs, every=5), write,
     )  # fmt: skip
     write(result)
     print(result.text())
-    return 1 if result.findings else 0
+    return result.status

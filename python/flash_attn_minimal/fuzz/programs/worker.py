@@ -12,13 +12,12 @@ import json
 import os
 import sys
 import time
-import traceback
 from typing import Any
 
 import numpy as np
 
 from ..._library import load
-from ..function import BROKEN, CRASH, HANG, PASSED, STICKY, WRONG, Outcome, World
+from ..function import BROKEN, CRASH, HANG, PASSED, STICKY, WRONG, Outcome, World, told
 from ..judge import Wrong
 from ..worker import opened
 from . import exact
@@ -90,10 +89,10 @@ class Judge:
             return "", Runner(program, prepared, self.places).run()
         except Wrong as wrong:
             return str(wrong), []
-        except Exception:
+        except Exception as error:
             if self.device == "cpu":
                 raise
-            return traceback.format_exc(limit=-3), []  # a GPU reports the error of an earlier call late
+            return told(error, 3), []  # a GPU reports the error of an earlier call late
 
     # ---- the same calls alone ----
 
@@ -186,8 +185,8 @@ def main() -> int:
                 program = program or generate(about["seed"], order["number"], world, bool(about.get("ranks")))
                 say(spec=program)
                 outcome = judge.outcome(program)
-            except Exception:
-                outcome = Outcome(BROKEN, "", traceback.format_exc(limit=-6))
+            except Exception as error:
+                outcome = Outcome(BROKEN, "", told(error))
                 if about["device"] == "cuda" and not judge.places.backend.alive():
                     outcome.kind = STICKY
             calls = [step["spec"]["function"] for step in (program or {}).get("steps", []) if "spec" in step]
