@@ -16,7 +16,7 @@ SOURCES = SimpleNamespace(TESTPATHS="testpaths", ARGS="args")
 
 
 def configured(source="testpaths", worker=False, **options):
-    """What pytest_configure makes of a run."""
+    """Returns the configuration of a run after pytest_configure."""
     options = {"all": False, "keyword": "", "markexpr": "", "lf": False, **options}
     config = SimpleNamespace(
         option=SimpleNamespace(**options),

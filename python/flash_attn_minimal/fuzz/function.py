@@ -133,7 +133,7 @@ def untouched_by(arena: Arena, written, memory=None) -> str:
 
 
 def told(error: Exception, frames: int = 6) -> str:
-    """What an unexpected exception was, then its last frames: a headline is the first line of a message."""
+    """Returns an unexpected exception, then its last frames: a headline is the first line of a message."""
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__, limit=-frames))
     return f"{type(error).__name__}: {error}\n{trace}"
 
