@@ -173,7 +173,7 @@ fa_status check_causal_step(const Problem& p, const std::vector<Announcement>& a
     int appending = 0;
     for (const Announcement& each : all) appending += each.appends >= p.a.seqlen_q ? 1 : each.appends > 0 ? 2 : 0;
     if (appending == 1) return FA_OK;
-    return fail(FA_BAD_ARGUMENT, "causal=1 with seqlen_q=%" PRId64 ": one rank appends at least so many tokens, and the others none",
+    return fail(FA_BAD_ARGUMENT, "causal=1 with seqlen_q=%" PRId64 ": one rank appends at least that many tokens, the others none",
                 p.a.seqlen_q);
 }
 

@@ -1,10 +1,5 @@
-<<<<<<< HEAD
-"""Mistakes of newcomers in calls, and the text that answers each: the argument, its value, what is expected, and often
-what to pass instead. Where a text gives such advice, a test follows it until the call works."""
-=======
 """Calls with the mistakes of newcomers, and the errors they get: the argument, its value, what is expected, and often
 what to pass instead. Where an error advises an argument, the test passes it, until the call works."""
->>>>>>> p4
 
 import os
 import re

@@ -300,7 +300,7 @@ def test_ranks_that_decode_different_things():
 
 
 def test_several_causal_queries_need_one_rank_that_appends_them():
-    q, text = np.repeat(Q, 2, axis=1), "causal=1 with seqlen_q=2: one rank appends at least so many tokens"
+    q, text = np.repeat(Q, 2, axis=1), "causal=True with seqlen_q=2: one rank appends at least that many tokens"
     room = CACHE[:, :-1]
 
     def step(group, new):

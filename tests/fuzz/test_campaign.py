@@ -453,11 +453,7 @@ def no_ml_dtypes(tmp_path, monkeypatch):
 
 
 def test_dtypes_that_numpy_lacks_are_not_drawn(no_ml_dtypes, tmp_path):
-<<<<<<< HEAD
     """Several of the 300 cases with this seed would have such dtypes."""
-=======
-    """With this seed, several of 300 cases would have them."""
->>>>>>> p4
     done = command("--cases", 300, "--seed", 0, "--workers", 2, "--json", tmp_path / "found.json")
     assert done.returncode == 0, done.stdout
     said = "no calls with bfloat16 and float8_e4m3fn, which NumPy has with ml_dtypes (pip install ml_dtypes)\n"

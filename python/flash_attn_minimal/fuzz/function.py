@@ -133,11 +133,7 @@ def untouched_by(arena: Arena, written, memory=None) -> str:
 
 
 def told(error: Exception, frames: int = 6) -> str:
-<<<<<<< HEAD
     """Names an unexpected exception, then its last frames. The first line of a message is its headline."""
-=======
-    """Returns an unexpected exception, then its last frames: a headline is the first line of a message."""
->>>>>>> p4
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__, limit=-frames))
     return f"{type(error).__name__}: {error}\n{trace}"
 
