@@ -15,6 +15,11 @@ cores idle most of the time. Two techniques keep them busy:
     overlap     Within a warpgroup, S of tile j is begun together with O += P V of tile j - 1. The softmax of tile j
                 needs only S, so it runs while O += P V is still under way.
 
+The model differs from the CUDA kernels (roles_sm90.cuh, wgmma_sm90.cuh) in when a turn ends. A warpgroup of a kernel
+gives the turn as soon as it has issued its products. The model's tensor cores would then alternate between the
+warpgroups, so here a turn ends when its products are finished. In the model the first S and the last O of a block take
+turns too. In wgmma_sm90.cuh they do not.
+
 The model favours the softmax: two at a time do not slow each other down, while on the GPU they share the units that
 compute exponentials.
 
@@ -92,8 +97,8 @@ class Warpgroup:
             self.had += 1
 
     def give_turn(self) -> None:
-        """Lets the other warpgroup begin. In the warpgroup's instructions this follows the products, and the model runs
-        it when the tensor cores have finished them. No warp waits for that."""
+        """Lets the other warpgroup begin, once the tensor cores have finished this warpgroup's products. No warp waits
+        for that. The CUDA kernels give the turn earlier, right after they have issued the products."""
         if self.turns:
             self.turns[1 - self.number].arrive()
 

@@ -79,6 +79,11 @@ def commit() -> str | None:
     return None
 
 
+def cores() -> int:
+    """The number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def cpu_model() -> str:
     """The processor, such as `Intel Xeon Platinum 8480C`; never a host name."""
     try:

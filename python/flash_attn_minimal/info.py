@@ -18,7 +18,7 @@ from ._command import Parser, command
 from ._library import CPU, CUDA, DEVICES, DTYPES, AttentionArgs, AttentionBackwardArgs, load, new, path
 from ._pack import _put_dense
 from ._query import plan_from, plan_of
-from ._report import cpu_model, plural
+from ._report import cores, cpu_model, plural
 from ._tables import kernel_tables
 
 _TABLES = {
@@ -148,7 +148,6 @@ class _Page:
 def main(argv: list[str]) -> int:
     Parser("info", description=__doc__.split(": ", 1)[1]).parse_args(argv)
     lib, page = load(), _Page()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
     def about(name: str, value: str) -> None:
         page.line(f"{name:<19} ", value, 20)
@@ -160,7 +159,7 @@ def main(argv: list[str]) -> int:
         about("", "Calls on a GPU are slow with this library: it lacks the fast kernels.")
         about("", "./build_and_run.sh --all-kernels builds them (CMake: -DFLASH_ATTN_KERNELS=all).")
     about("Python, NumPy", f"{platform.python_version()}, {np.__version__}")
-    about("CPU", f"{cpu_model()}, {plural(cores or 1, 'core')}")
+    about("CPU", f"{cpu_model()}, {plural(cores(), 'core')}")
     count = lib.fa_cuda_device_count()
     named = gpus()
     for name in named or ["none found"]:

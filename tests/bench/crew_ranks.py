@@ -6,6 +6,8 @@ import signal
 import time
 from types import SimpleNamespace
 
+from flash_attn_minimal.bench.context_parallel import crew
+
 
 @contextlib.contextmanager
 def open_ranks(spec, rank, meeting):
@@ -22,6 +24,19 @@ def open_ranks(spec, rank, meeting):
                 time.sleep(1000)
         meeting.gather(rank, None)
         return rank
+
+    yield SimpleNamespace(measure=measure, about={"rank": rank})
+
+
+@contextlib.contextmanager
+def open_impatient(spec, rank, meeting):
+    """Ranks that do not wait long for each other while they open. Rank 0 then works alone for as long as an order
+    says."""
+    meeting.seconds = crew.MEETING_S = 0.5
+
+    def measure(seconds):
+        time.sleep(seconds * (rank == 0))
+        return meeting.gather(rank, rank)
 
     yield SimpleNamespace(measure=measure, about={"rank": rank})
 

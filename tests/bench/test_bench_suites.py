@@ -2,6 +2,7 @@
 models, overhead."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -23,6 +24,76 @@ def test_ops_suite(tmp_path, monkeypatch):
     monkeypatch.setattr(small_ops.reference, "linear", lambda *_, **__: np.float64(7))
     wrong = run(tmp_path, "--suite", "ops", "--device", "cpu", *FAST, code=1)
     assert [row["pass"] for row in wrong["rows"] if row.get("wrong")] == ["matvec"] * 3
+
+
+def test_ops_suite_counts_its_steps(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(small_ops, "STORY", [(768, 64), (2304, 32)])
+    run(tmp_path, "--suite", "ops", "--device", "cpu", *FAST)
+    said = capsys.readouterr().out
+    assert "[1/2] 768 x 64" in said and "[2/2] 2304 x 32" in said
+
+
+# ---- answers with a NaN, and JSON, which has none ----
+
+
+def test_a_row_has_numbers_of_json():
+    row = {"max_err": math.nan, "err_budget": math.inf, "us": 1.23456789, "n": 3, "wrong": True, "kernel": "cpu"}
+    want = {"max_err": 1e30, "err_budget": 1e30, "us": 1.2346, "n": 3, "wrong": True, "kernel": "cpu"}
+    assert suite.rounded(row) == want
+    assert suite.rounded({"max_err": np.float64("nan")}) == {"max_err": 1e30}
+
+
+def test_no_nan_is_lost_among_errors():
+    assert check.largest([1.0, 3.0, 2.0]) == 3 and math.isnan(check.largest([0.0, math.nan, 1.0]))
+    assert check.worst([(1.0, 2.0), (1.0, 1.5), (2.0, 5.0)]) == (1.0, 1.5)
+    for broken in ((math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan), (1.0, math.inf), (math.inf, math.inf)):
+        error, budget = check.worst([(0.0, 1.0), broken])
+        assert error == math.inf and budget == 1
+    assert check.worst([(0.0, math.nan)]) == (math.inf, 0.0)
+
+
+def strictly(file):
+    """The rows of a result. NaN and Infinity, which only Python's JSON knows, are refused."""
+
+    def refuse(name):
+        raise ValueError(name)
+
+    return json.loads(file.read_text(), parse_constant=refuse)["rows"]
+
+
+def test_a_nan_of_ops(tmp_path, monkeypatch):
+    monkeypatch.setattr(small_ops, "STORY", [(768, 64)])
+    linear = small_ops.ops.linear
+    monkeypatch.setattr(small_ops.ops, "linear", lambda *x, **more: linear(*x, **more) * np.float32("nan"))
+    run(tmp_path, "--suite", "ops", "--device", "cpu", *FAST, code=1)
+    [row] = [row for row in strictly(tmp_path / "ops.json") if row["pass"] == "matvec"]
+    assert row["wrong"] and row["max_err"] == 1e30 and row["err_budget"] < 1
+
+
+def test_a_nan_of_a_step(tmp_path, monkeypatch):
+    from flash_attn_minimal.llama import host
+
+    attention = host.flash_attention
+    monkeypatch.setattr(host, "flash_attention", lambda *x: np.float32("nan") * attention(*x))
+    shape = ["--device", "cpu", "--model", "stories260K", "--batch", "1", "--seqlen", "3"]
+    assert bench.main(["--suite", "llama", "--quick", *shape, "--output", str(tmp_path)]) == 1
+    [row, _] = strictly(tmp_path / "llama.json")
+    assert row["wrong"] and row["max_err"] == 1e30 and row["err_budget"] == 1e-4
+
+
+def test_a_nan_of_one_call_in_overhead(tmp_path, monkeypatch):
+    from flash_attn_minimal.bench import overhead
+
+    right = overhead.flash_attn_func
+    for at in range(3):
+        calls = iter(range(3))
+        monkeypatch.setattr(
+            overhead, "flash_attn_func",
+            lambda *x, calls=calls, at=at, **more: right(*x, **more) * np.float32("nan" if next(calls) == at else 1),
+        )  # fmt: skip
+        options = ["--suite", "overhead", "--rounds", "1", "--framework", "numpy", "--output", str(tmp_path)]
+        assert bench.main(options) == 1
+        assert [row["wrong"] for row in strictly(tmp_path / "overhead.json")] == [True]
 
 
 def test_linear_suite(tmp_path, monkeypatch):
@@ -287,3 +358,15 @@ def test_transformers_suite(tmp_path, monkeypatch):
     monkeypatch.setattr(adapter, "flash_attn_with_kvcache", lambda q, k, v, **_: v[:, :1].repeat(1, 1, 2, 1))
     wrong = run(tmp_path, *options, code=1)
     assert [row["mode"] for row in wrong["rows"] if row.get("wrong")] == ["dynamic", "static"]
+
+
+@needs_torch
+def test_no_budget_follows_from_logits_that_are_not_finite(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("transformers", minversion="5", reason="transformers 5 is not installed")
+    from flash_attn_minimal.bench import transformers
+
+    monkeypatch.setattr(transformers, "_error", lambda got, exact: math.inf)
+    options = "--suite", "transformers", "--device", "cpu", "--rounds", "1", "--seqlen", "20"
+    assert bench.main([*options, "--output", str(tmp_path)]) == 2
+    assert "PyTorch's logits (prefill, dynamic, static) are not finite" in capsys.readouterr().err
+    assert not (tmp_path / "transformers.json").exists()

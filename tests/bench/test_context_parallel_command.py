@@ -349,6 +349,13 @@ def test_ranks_meet(ranks):
     assert not any(process.is_alive() for process in one.processes)
 
 
+def test_a_rank_may_work_alone_for_as_long_as_the_order_may_take(ranks):
+    one = ranks(crew_ranks.open_impatient, 2)
+    assert one.ask(1.5, 30) == [0, 1]
+    with pytest.raises(crew.Lost, match="no answer within 1 seconds"):  # not: another rank left
+        one.ask(3, 1)
+
+
 @pytest.mark.parametrize(
     ("what", "said", "final"),
     [

@@ -4,6 +4,7 @@ import json
 import re
 import signal
 
+import numpy as np
 import pytest
 from conftest import ROOT
 
@@ -152,19 +153,29 @@ def test_a_long_run_saves_on_the_way(tmp_path, monkeypatch):
     assert seen == list(range(len(seen))) and "stopped" not in data
 
 
-def test_wrong_answers_are_shown_and_fail(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("error", [1, np.nan])
+def test_wrong_answers_are_shown_and_fail(tmp_path, monkeypatch, capsys, error):
     from flash_attn_minimal.experiments import _counted
 
     v2 = _counted.v2
 
     def wrong(memory, q, k, v, out, lse, tile):
         v2(memory, q, k, v, out, lse, tile)
-        out[3] += 1
+        out[3] += error
 
     monkeypatch.setattr(_counted, "v2", wrong)
     data, text = run(tmp_path, "traffic", *CPU, code=1)
     assert sum(row.get("wrong", False) for row in data["rows"]) == 2
     assert "## Wrong answers" in text and "2 wrong answers" in capsys.readouterr().err
+
+
+def test_a_nan_is_a_wrong_answer_of_a_block_size(tmp_path, monkeypatch):
+    from flash_attn_minimal.experiments import block_size
+
+    monkeypatch.setattr(block_size, "SIZES", block_size.SIZES[:1])
+    monkeypatch.setattr(block_size, "plain_v2", lambda q, k, v, tile: np.full_like(q, np.nan))
+    data, _ = run(tmp_path, "block-size", *CPU, code=1)
+    assert [row["max_err"] for row in data["rows"] if row.get("wrong")] == [1e30]
 
 
 @needs_matplotlib

@@ -376,6 +376,16 @@ def test_workers_that_do_not_start(tmp_path, monkeypatch):
         campaign.campaign(cases=100, workers=2, worker="misbehaves")
 
 
+def test_a_system_without_an_affinity_of_processes(tmp_path, monkeypatch):
+    """macOS has no os.sched_getaffinity: all its cores count."""
+    (tmp_path / "misbehaves.py").write_text(MISBEHAVES)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    assert campaign.campaign(cases=2, worker="misbehaves").cases == 2
+    assert "3 cores" in report.machine("cpu")
+
+
 def test_a_finding_is_made_smaller_in_a_process_of_its_own():
     """A case that does not fail alone is left as it is."""
     result = report.Report({"device": "cpu", "seed": 0})

@@ -17,6 +17,7 @@ from flash_attn_minimal.fuzz.function import World
 from flash_attn_minimal.fuzz.judge import Wrong
 from flash_attn_minimal.fuzz.programs import command, exact, places, reproduce, shrink, steps
 from flash_attn_minimal.fuzz.programs.answers import Answer, difference
+from flash_attn_minimal.fuzz.programs.children import in_child
 from flash_attn_minimal.fuzz.programs.draw import generate
 from flash_attn_minimal.fuzz.programs.places import Places
 from flash_attn_minimal.fuzz.programs.steps import prepare
@@ -64,6 +65,25 @@ def test_random_programs_of_pytorch():
     with Judge("cpu", "torch", seconds=60) as judge:
         for program, outcome in outcomes(judge, SEED, EXAMPLES // 2):
             assert outcome.fine, f"seed {SEED}: {outcome}\nreproduce({program!r}, 'cpu', 'torch')"
+
+
+@pytest.mark.skipif(torch is None, reason="no PyTorch here")
+def test_pytorch_copies_in_forked_processes():
+    """PyTorch copies with its OpenMP threads. A forked process lacks those of its parent, and must not wait for them:
+    neither the process of a program nor the process of a step that forks."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        to, source = torch.zeros(200_000, dtype=torch.uint8), torch.ones(200_000, dtype=torch.uint8)
+
+        def copied():
+            return int(to.zero_().copy_(source).sum(dtype=torch.int64))
+
+        assert copied() == 200_000  # starts the threads
+        assert in_child(lambda: (copied(), in_child(copied, 5)), 10) == ("done", (200_000, ("done", 200_000)))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.skipif(NO_CUDA != "", reason=NO_CUDA)

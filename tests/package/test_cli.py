@@ -194,6 +194,20 @@ def test_verify_reports_failure(monkeypatch, capsys):
     assert "FAIL" in capsys.readouterr().out
 
 
+def test_verify_fails_for_a_nan_in_lse(monkeypatch, capsys):
+    attend = verify.flash_attn_func
+
+    def wrong(*arrays, **options):
+        out, lse = attend(*arrays, **options)
+        lse[0, 0, -1] = float("nan")
+        return out, lse
+
+    monkeypatch.setattr(verify, "flash_attn_func", wrong)
+    monkeypatch.setattr(verify, "_QUICK", verify._QUICK[:1])
+    assert cli.main(["verify", "--quick", "--device", "cpu"]) == 1
+    assert "FAIL" in capsys.readouterr().out
+
+
 def test_verify_cuda_without_cuda():
     if not NO_CUDA:
         pytest.skip("there is a CUDA device")

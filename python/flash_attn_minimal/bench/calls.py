@@ -37,7 +37,7 @@ from .. import (
     reference,
 )
 from .._library import FlashAttnError
-from .check import FACTOR, FLOOR, GRADIENT_FLOOR, round_to
+from .check import FACTOR, FLOOR, GRADIENT_FLOOR, round_to, worst
 from .machine import DTYPES, SHORT, first_line
 from .systems import PACKAGES, Refused, allowing_tf32, backward_of, fa_function, only, varlen_options
 
@@ -824,12 +824,12 @@ class Judge:
         if heads_second:
             arrays = tuple(x.transpose(1, 2) for x in arrays)
         places = dict(zip(("dq", "dk", "dv") if self.call.backward else ("out",), arrays, strict=True))
-        worst = (0.0, 1.0)
+        verdicts = [(0.0, 1.0)]
         for name, h, exact, plain in self.samples:
             got = self.part(places[name], self.rows_k if name in ("dk", "dv") else self.rows_q, h)
             error = float(np.abs(got - exact).max(initial=0)) if np.isfinite(got).all() else math.inf
-            worst = max(worst, (error, self._budget(exact, plain)), key=lambda pair: pair[0] / pair[1])
-        return worst
+            verdicts.append((error, self._budget(exact, plain)))
+        return worst(verdicts)
 
     def _budget(self, exact, plain) -> float:
         """Twice the error of the plain steps in the same precision, half a unit of the largest value, and a floor."""

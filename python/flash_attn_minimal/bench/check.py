@@ -7,6 +7,9 @@ errors. They have a separate budget, so that their errors do not widen the budge
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+
 import numpy as np
 
 FACTOR, FLOOR = 2.0, {"float32": 1e-6, "float16": 1e-5, "bfloat16": 1e-5, "float8_e4m3fn": 1e-5}
@@ -149,9 +152,22 @@ class Exact:
                     error, same = (float(np.abs(x[part] - exact[part]).max()) for x in (got, plain[precision]))
                     floor = absolute + relative * float(np.abs(exact[part]).max())
                     found, before = (error, same, floor), verdicts.get((array, early), (0.0, 0.0, 0.0))
-                    verdicts[array, early] = tuple(map(max, found, before))
-        judged = [(error, FACTOR * plain + floor) for error, plain, floor in verdicts.values()]
-        return max(judged, key=lambda verdict: verdict[0] / verdict[1])
+                    verdicts[array, early] = tuple(map(largest, zip(found, before, strict=True)))
+        return worst((error, FACTOR * plain + floor) for error, plain, floor in verdicts.values())
+
+
+def largest(values: Iterable[float]) -> float:
+    """The largest value, or NaN if one of them is NaN. max() loses a NaN that is not the first value."""
+    return float(np.max(list(values)))
+
+
+def worst(verdicts: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """The (max_err, err_budget) whose error is the largest share of its budget. If a number is inf or NaN, the error is
+    inf."""
+    verdicts = list(verdicts)
+    if not np.isfinite(verdicts).all():
+        return math.inf, min((budget for _, budget in verdicts if math.isfinite(budget)), default=0.0)
+    return max(verdicts, key=lambda verdict: verdict[0] / verdict[1])
 
 
 def _heads(batch: int, nheads: int, count: int, draw) -> list[tuple[int, int]]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from .. import flash_attn_with_kvcache, kvcache_query
 from .._report import table as markdown_table
+from .check import largest
 from .figure import figure_of, set_title
 from .machine import DTYPES, SHORT, BenchError, load_average, open_machine
 from .rows import label
@@ -183,7 +184,7 @@ def judge(caches: Caches, answer, k, v, factor: float) -> tuple[float, float]:
     dtype = getattr(torch, caches.dtype)
     group = point.nheads // point.nheads_k
     if not caches.machine.finite(answer):
-        return 1e30, FLOOR
+        return math.inf, FLOOR
     for b in {0, point.batch - 1}:
         for h in {0, point.nheads - 1}:
             keys, values = (x[b, :, h // group].double() * factor for x in (k, v))
@@ -192,8 +193,8 @@ def judge(caches: Caches, answer, k, v, factor: float) -> tuple[float, float]:
             p = torch.softmax(s.masked_fill_(hidden, -math.inf), 1)
             exact = p @ values
             plain = (p.to(dtype).double() @ values).to(dtype).double()
-            error = max(error, (answer[b, :, h].double() - exact).abs().max().item())
-            allowed = max(allowed, (plain - exact).abs().max().item())
+            error = largest((error, (answer[b, :, h].double() - exact).abs().max().item()))
+            allowed = largest((allowed, (plain - exact).abs().max().item()))
     return error, FACTOR * allowed + FLOOR
 
 

@@ -322,7 +322,7 @@ def _one(machine, shape: Shape, name: str, runners, options, protocol, meter, ou
                 raise Stopped(f"the device is lost after {runner.rung.name}: {first_line(broken)}") from None
             machine.release()
             continue
-        row = runner.row(shape) | {"max_err": min(err, 1e30), "err_budget": budget} | ({"tf32": True} if tf32 else {})
+        row = runner.row(shape) | {"max_err": err, "err_budget": budget} | ({"tf32": True} if tf32 else {})
         if err <= budget or (runner.rung.peer and err <= PEER_FACTOR * budget):
             ready.append((runner, launch, row))
         elif runner.rung.peer:

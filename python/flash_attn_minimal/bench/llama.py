@@ -165,7 +165,8 @@ def _one(model, name, dtype, batch, positions, bandwidth, seed, protocol, outcom
         row = {"suite": "llama", "pass": "step", "model": name} | kinds | {"batch": batch, "position": position}
         if not err <= tolerance:
             outcome.wrong += 1
-            outcome.rows.append(row | {"system": "ours", "wrong": True, "max_err": err})
+            wrong = {"system": "ours", "wrong": True, "max_err": err, "err_budget": tolerance}
+            outcome.rows.append(rounded(row | wrong))
             lines.append(f"WRONG at {position}: the logits differ by {err:.3g} standard deviations")
             continue
         timings = times(model.device, steps, protocol, seed)

@@ -24,7 +24,7 @@ import numpy as np
 
 from .._command import UsageError
 from .._library import FlashAttnError, load
-from .._report import cpu_model, plural
+from .._report import cores, cpu_model, plural
 
 DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}  # bytes
 SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8"}
@@ -356,11 +356,6 @@ def library_has_cuda() -> bool:
 
 
 # ---- what the hardware is, and its clock, power and load ----
-
-
-def cores() -> int:
-    """The number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def load_average() -> float | None:

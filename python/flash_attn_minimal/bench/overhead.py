@@ -12,6 +12,7 @@ import numpy as np
 
 from .. import flash_attn_func, query
 from .._report import table as markdown_table
+from .check import largest
 from .figure import MINE, figure_of, set_title
 from .machine import BenchError, load_average, open_machine
 from .rows import label
@@ -50,7 +51,7 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
             if machine.framework == "torch":
                 calls |= _torch_calls(machine.torch, q, k, v, mask)
             answers = [call() for (system, _), call in calls.items() if system == "ours"]
-            err = max(  # one key: the answer is its value, the gradient of the value that of the answer
+            err = largest(  # one key: the answer is its value, the gradient of the value that of the answer
                 float(np.abs(machine.host(x[2] if isinstance(x, tuple) else x) - machine.host(v)).max())
                 for x in answers
             )

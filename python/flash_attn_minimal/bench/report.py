@@ -13,9 +13,9 @@ from pathlib import Path
 from .. import __version__
 from .._files import parse_json, quoted, read_bytes
 from .._library import BadArgument, load
-from .._report import STYLE, commit, cpu_model, plural
+from .._report import STYLE, commit, cores, cpu_model, plural
 from . import figure
-from .machine import BenchError, Meter, cores
+from .machine import BenchError, Meter
 from .rows import ROOFS, device_name, dtypes, label, number, series, timed, unit
 from .suite import SUITES
 

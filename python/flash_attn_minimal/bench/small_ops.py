@@ -158,14 +158,15 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
                 row["tbps"] = terabytes / (row["us"] * 1e-6)
             outcome.rows.append(rounded(row))
 
-    with measuring(outcome, machine, len(cases) + 2, "ops") as (meter, progress):
+    dtypes = ("float16", "float32") if gpu else ()  # of the decode steps
+    with measuring(outcome, machine, len(cases) + len(dtypes), "ops") as (meter, progress):
         for case in cases:
             linear = Linear(machine, **case)
             what = f"{linear.n} x {linear.k}, {plural(linear.m, 'row')}, {SHORT[linear.dtype]}"
             err, budget = linear.judge()
             if not err <= budget:
                 outcome.wrong += 1
-                outcome.rows.append({**linear.row("ours"), "wrong": True, "max_err": err, "err_budget": budget})
+                outcome.rows.append(rounded(linear.row("ours") | {"wrong": True, "max_err": err, "err_budget": budget}))
                 progress.step(f"{what}: WRONG, error {err:.3g} where {budget:.3g} is allowed")
                 continue
             checked = {"max_err": err, "err_budget": budget}
@@ -186,7 +187,7 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
             )
             del linear, launches
             machine.release()
-        for dtype in ("float16", "float32") if gpu else ():
+        for dtype in dtypes:
             step = Step(machine, dtype)
             row = {"suite": "ops", "system": "ours", "pass": "products", "dtype": dtype}
             modes = [row | {"mode": "programmatic"}, row | {"mode": "plain"}]

@@ -79,8 +79,13 @@ def register(suite: Suite) -> Suite:
 
 
 def rounded(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with floats rounded to five digits, because no number is more exact."""
-    return {k: float(f"{v:.5g}") if isinstance(v, float) and math.isfinite(v) else v for k, v in row.items()}
+    """The row with floats rounded to five digits, because no number is more exact. An error of inf or NaN, which JSON
+    lacks, becomes 1e30."""
+    return {key: _rounded(value) if isinstance(value, float) else value for key, value in row.items()}
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.5g}") if math.isfinite(value) else 1e30
 
 
 def speed_text(tflops: float) -> str:

@@ -23,12 +23,12 @@ from .._command import interruptible
 from .._files import parse_json, read_bytes
 from .._library import load
 from .._progress import Progress
-from .._report import plural
+from .._report import cores, plural
 from .._report import table as markdown_table
 from .calls import FEW, OPTIONS, BadCall, Call, drawn
 from .child import Child, Lost
 from .figure import LINES, figure_of, plain_log, set_title
-from .machine import BenchError, cores, library_has_cuda, load_average
+from .machine import BenchError, library_has_cuda, load_average
 from .rows import label, number, unit
 from .suite import Outcome, Suite, register
 from .timing import Protocol

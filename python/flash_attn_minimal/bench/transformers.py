@@ -212,6 +212,8 @@ def _one(runs: _Runs, row: dict[str, Any], rounds: int, seed: int | None, outcom
             outcome.left_out.append({"system": system, "shape": "static cache", "reason": first_line(error)})
             continue
         passes[system, "static"] = lambda static=static: static()[1] / runs.steps
+    if broken := [mode for (system, mode), error in checks.items() if system == "torch" and not math.isfinite(error)]:
+        raise BenchError(f"{row['dtype']}: PyTorch's logits ({', '.join(broken)}) are not finite: there is no budget")
     floor = FLOOR / 100 if row["dtype"] == "float32" else FLOOR
     timings = {}
     for (system, mode), error in checks.items():

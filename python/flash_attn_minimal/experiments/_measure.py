@@ -54,7 +54,7 @@ def measure(run: Run, shape: Shape, candidates: list[Candidate], graphs: bool | 
             "kernel": system.kernel,
             "pass": "bwd" if shape.backward else "fwd",
         }
-        row |= shape.keys() | candidate.row | {"max_err": min(err, 1e30), "err_budget": budget}
+        row |= shape.keys() | candidate.row | {"max_err": err, "err_budget": budget}
         if err <= budget:
             systems.append((system, row))
         else:

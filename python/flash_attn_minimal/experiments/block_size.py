@@ -65,7 +65,7 @@ def _cpu(run: Run) -> None:
             row = {"name": NUMPY, "tile_m": tile.m, "tile_n": tile.n, "max_err": err, "err_budget": budget}
             row |= {"pass": "fwd"} | shape.keys() | {"cache_bytes": footprint(tile, headdim), **caches}
             row |= {"model_bytes": v2(Problem(seqlen, headdim, itemsize=4), tile)}
-            if err > budget:
+            if not err <= budget:
                 run.wrong(row)
                 run.step(f"{tile.m} x {tile.n}: WRONG: error {err:.3g}, budget {budget:.3g}")
                 continue

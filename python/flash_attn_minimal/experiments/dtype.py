@@ -12,7 +12,7 @@ import numpy as np
 from .. import flash_attn_func, flash_attn_with_kvcache, kvcache_query, quantize_fp8, quantize_kvcache, query
 from .._library import FlashAttnError
 from .._report import table as markdown_table
-from ..bench.check import Exact, attend
+from ..bench.check import Exact, attend, largest, worst
 from ..bench.figure import LINES, figure_of
 from ..bench.machine import DTYPES, BenchError, first_line
 from ..bench.rows import number
@@ -87,14 +87,14 @@ def _time(
             "inputs": inputs,
             "pass": "fwd",
         }
-        row |= case.row | {"max_err": min(err, 1e30), "err_budget": budget}
-        squares, whole, worst, count = 0.0, 0.0, 0.0, 0
+        row |= case.row | {"max_err": err, "err_budget": budget}
+        squares, whole, most, count = 0.0, 0.0, 0.0, 0
         for b, h in where:
             true = exact(b, h)
             difference = case.answer_of(answer, b, h) - true
             squares, whole = squares + float((difference**2).sum()), whole + float((true**2).sum())
-            worst, count = max(worst, float(np.abs(difference).max())), count + true.size
-        row |= {"rms": (squares / whole) ** 0.5, "largest": worst / (whole / count) ** 0.5}
+            most, count = largest((most, np.abs(difference).max())), count + true.size
+        row |= {"rms": (squares / whole) ** 0.5, "largest": most / (whole / count) ** 0.5}
         del answer
         if err <= budget:
             right.append((case, row))
@@ -207,8 +207,8 @@ def _cache(run: Run, size: tuple[int, int], inputs: str) -> None:
                 true, plain = attend(one, *given, only, False), attend(one, *given, only, False, dtype)
                 error = float(np.abs(machine.host(answer[b, :, h]) - true).max())
                 budget = 2 * float(np.abs(plain - true).max()) + FLOOR * max(1.0, float(np.abs(true).max()))
-                verdicts.append((error if np.isfinite(error) else 1e30, budget))
-            return max(verdicts, key=lambda verdict: verdict[0] / verdict[1])
+                verdicts.append((error, budget))
+            return worst(verdicts)
 
         row = {"dtype": name, "seqlen_q": 1, "seqlen_k": keys, "batch": batch, "nheads": nheads, "nheads_k": nheads_k}
         row |= {"headdim": headdim, "bytes": 2 * batch * keys * nheads_k * headdim * _itemsize(name)}

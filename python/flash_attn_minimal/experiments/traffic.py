@@ -94,7 +94,7 @@ def _count(run: Run, order: str, seqlen: int) -> str:
     row: dict[str, Any] = {"level": "counted", "order": order, "seqlen": seqlen, "headdim": COUNTED_HEADDIM, "heads": 1}
     row |= {"tile_m": tile.m, "tile_n": tile.n, "max_err": err, "err_budget": budget}
     row |= {"bytes": {order: memory.moved}, "model_bytes": bytes_of}
-    if err > budget or memory.moved != bytes_of:
+    if not err <= budget or memory.moved != bytes_of:
         run.wrong(row)
         return f"{order}, seqlen {seqlen}: WRONG: error {err:.3g}, {memory.moved} bytes for {bytes_of}"
     run.add(row)

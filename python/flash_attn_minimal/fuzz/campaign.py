@@ -23,6 +23,7 @@ from typing import Any
 from .._command import Parser, UsageError, any_seed, check_file, did_you_mean, integer, one_of, real
 from .._library import FlashAttnError, load
 from .._progress import Progress, Silent
+from .._report import cores
 from . import readers, report
 from .arrays import without_ml_dtypes
 from .case import functions
@@ -257,7 +258,7 @@ def campaign(
 ) -> report.Report:  # fmt: skip
     """Runs cases first .. first + cases - 1 of a seed, and returns the report. `more` goes to the workers."""
     about = {"device": device, "seed": seed, "kernel": kernel, "function": function, "framework": framework, **more}
-    workers = workers or len(os.sched_getaffinity(0))
+    workers = workers or cores()
     result = report.Report(about)
     until = time.monotonic() + seconds
     found = outcomes(about, range(first, first + cases), workers, case_seconds, until)

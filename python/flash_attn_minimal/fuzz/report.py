@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 import platform
 import re
 import time
@@ -12,7 +11,7 @@ from typing import Any
 
 from .. import __version__
 from .._library import load
-from .._report import commit, cpu_model, plural
+from .._report import commit, cores, cpu_model, plural
 from ..info import gpus
 from .case import functions
 from .function import FINE, PASSED, REFUSED, REJECTED
@@ -160,6 +159,4 @@ def describe(spec: dict[str, Any]):
 
 def machine(device: str) -> str:
     names = gpus() if device == "cuda" else []
-    return ", ".join(
-        [*names, cpu_model(), plural(len(os.sched_getaffinity(0)), "core"), f"Python {platform.python_version()}"]
-    )
+    return ", ".join([*names, cpu_model(), plural(cores(), "core"), f"Python {platform.python_version()}"])

@@ -25,10 +25,10 @@ from ... import __version__
 from ..._command import Parser, check_file, check_folder, command, integer, integers, one_of, some_of, without
 from ..._library import load
 from ..._progress import Progress
-from ..._report import commit, cpu_model, plural, show_table
+from ..._report import commit, cores, cpu_model, plural, show_table
 from ...distributed._structs import MODES
 from .. import figure
-from ..machine import BenchError, cores
+from ..machine import BenchError
 from ..report import encoded
 from . import cases, peers, rank, report, timeline
 from .crew import Crew, Lost, Spec

@@ -27,7 +27,7 @@ from ..._library import FlashAttnError, RankLost
 from ..machine import first_line
 
 START_S = 120.0  # imports, CUDA contexts, communicators
-MEETING_S = 180.0  # how long ranks wait for each other
+MEETING_S = 180.0  # how long ranks wait for each other while they open
 _SLOT = 1 << 16  # bytes for a rank's message and its length
 
 
@@ -61,23 +61,24 @@ class Spec:
 
 
 class Meeting:
-    """Exchanges messages between ranks (processes or threads): every rank gives a message and gets those of all
-    ranks."""
+    """Exchanges messages between ranks (processes or threads): every rank gives a message and gets those of all ranks.
+    A rank waits for the others for up to `seconds`, which serve() sets for each order: one rank may work alone for as
+    long as the order may take."""
 
     def __init__(self, size: int, barrier: Any, slots: Any):
-        self.size, self.barrier, self.slots = size, barrier, slots
+        self.size, self.barrier, self.slots, self.seconds = size, barrier, slots, MEETING_S
 
     def gather_bytes(self, rank: int, mine: bytes) -> list[bytes]:
         if len(mine) + 8 > _SLOT:
             raise ValueError(f"a message of {len(mine)} bytes")
         at = rank * _SLOT
         self.slots[at : at + 8 + len(mine)] = len(mine).to_bytes(8, "little") + mine
-        self.barrier.wait(MEETING_S)
+        self.barrier.wait(self.seconds)
         everything = []
         for start in range(0, self.size * _SLOT, _SLOT):
             length = int.from_bytes(self.slots[start : start + 8], "little")
             everything.append(bytes(self.slots[start + 8 : start + 8 + length]))
-        self.barrier.wait(MEETING_S)  # nobody writes the next message before all have read this one
+        self.barrier.wait(self.seconds)  # nobody writes the next message before all have read this one
         return everything
 
     def gather(self, rank: int, value: Any) -> list[Any]:
@@ -115,7 +116,7 @@ class Crew:
         """The answer of rank 0. Raises Lost if a rank fails, dies, or takes longer than `seconds`."""
         for connection in self.connections:
             with contextlib.suppress(OSError):  # a process that has ended is found in _answer
-                connection.send(order)
+                connection.send((order, seconds))
         return self._answer(seconds)
 
     def _answer(self, seconds: float) -> Any:
@@ -203,7 +204,9 @@ def serve(spec: Spec, rank: int, barrier: Any, slots: Any, connection: Any, log:
         gc.collect()
         gc.freeze()
         connection.send((True, ranks.about))
-        while (order := connection.recv()) is not None:
+        while (asked := connection.recv()) is not None:
+            order, seconds = asked
+            meeting.seconds = seconds + 10  # the command gives up first
             connection.send((True, ranks.measure(order)))
 
 

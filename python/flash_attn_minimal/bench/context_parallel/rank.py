@@ -151,6 +151,7 @@ class Work:
             self.gradients = tuple(machine.nans(x.shape, dtype) for x in inputs)
             self._backward()
         machine.synchronize()
+        here.gather(None)  # a collective that follows waits less long for a rank than this does
 
     @property
     def alone(self) -> Callable[[], Any]:
@@ -224,6 +225,7 @@ class DecodeWork:
             self.alone()
             self.answer = (out,)
         here.machine.synchronize()
+        here.gather(None)
 
     def _cache(self, which: int, cuts: list[int], ranks: Iterable[int]):
         """Keys (which=0) or values (1) of these ranks, which must be neighbours. A rank's part is the same on whatever

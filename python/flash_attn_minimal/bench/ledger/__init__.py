@@ -32,6 +32,7 @@ from ..._library import path as library_path
 from ..._progress import Progress
 from ..._report import commit as this_commit
 from ..._report import table as markdown_table
+from ..check import largest
 from ..child import Child, Lost
 from ..figure import LINES, figure_of, set_title
 from ..machine import BenchError, device_slug, load_average, open_machine
@@ -161,7 +162,7 @@ class Times:
         if not mine or not other or len(mine) != len(other):
             return None if not mine or not other else "results of different number"
         size = max(abs(mine[0]), abs(other[0]), 1e-6)
-        worst = max(abs(a - b) for a, b in zip(mine, other, strict=True))
+        worst = largest(abs(a - b) for a, b in zip(mine, other, strict=True))
         return None if worst <= SAME * size + 0.02 * max(map(abs, mine)) else f"answers differ by {worst:.3g}"
 
 

@@ -8,6 +8,7 @@ import os
 import pickle
 import select
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -53,6 +54,8 @@ def _run(work: Callable[[], Any], writes: int, errors: int, seconds: float) -> N
         if seconds > 2 and not _inside:  # a forked process lacks the thread that would dump, and waits for it
             faulthandler.dump_traceback_later(seconds - 1)
         _inside.append(True)
+        if torch := sys.modules.get("torch"):  # a forked process lacks its OpenMP threads, and would wait for them
+            torch.set_num_threads(1)
         try:
             found = DONE, work()
         except Exception as error:

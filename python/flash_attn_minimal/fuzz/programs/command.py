@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pprint
 import re
 import time
@@ -15,7 +14,7 @@ from typing import Any
 
 from ..._command import UsageError
 from ..._progress import Progress
-from ..._report import plural
+from ..._report import cores, plural
 from ..campaign import Shrinker, check_names, gather, outcomes
 from ..report import Report
 from .shrink import shrink
@@ -145,7 +144,7 @@ def run(options: Any, argv: list[str]) -> int:
     result = campaign(
         options.device, options.seed, 1 if one else options.programs, options.case if one else options.first,
         options.seconds, options.kernel, options.function, options.framework,
-        1 if one else options.workers or len(os.sched_getaffinity(0)),
+        1 if one else options.workers or cores(),
         options.case_seconds, options.shrink_seconds, options.shrink_tries or 200, options.ranks,
         not options.run_only,
         Progress(1 if one else options.programs, every=5), write,
