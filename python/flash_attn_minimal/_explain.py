@@ -70,6 +70,9 @@ _RULES: list[tuple[str, Any]] = [
 ]
 _COMPILED = [(re.compile(pattern), replacement) for pattern, replacement in _RULES]
 
+# Texts that quote what a caller has written. They name nothing that has another name in Python.
+_QUOTING = re.compile(r"(kernel|FLASH_ATTN_\w+)=.* is not a (kernel of this build|number of threads)", re.DOTALL)
+
 # Of a struct's type: its arrays whose names differ.
 _CACHED = {"k_new": "k", "v_new": "v", "k": "k_cache", "v": "v_cache"}
 _RENAMED = {"KVCacheArgs": _CACHED, "DistributedDecodeArgs": _CACHED}
@@ -78,6 +81,8 @@ _ARRAY = re.compile(r"\b([kv](?:_new)?)(?=\.(?:data|batch_stride|row_stride|head
 
 def explained(text: str, struct: Any = None) -> str:
     """The text of a failed call. struct: what the call was given, or None where that is not known."""
+    if _QUOTING.match(text):
+        return text
     renamed = _RENAMED.get(type(struct).__name__)
     if renamed:
         text = _ARRAY.sub(lambda m: renamed[m[1]], text)

@@ -329,7 +329,7 @@ def _sequences(args: AttentionArgs, views: list[View], cu_q, cu_k, max_q, max_k)
 
 
 def _longest(of: str, value: Any) -> int:
-    if value is None or getattr(value, "shape", ()):
+    if value is None or math.prod(getattr(value, "shape", ())) != 1:  # PyTorch makes an integer of a tensor (1,)
         starts = f"cu_seqlens_{of}"
         raise BadArgument(
             f"max_seqlen_{of}={_quoted(value)} is not an integer; pass int(({starts}[1:] - {starts}[:-1]).max())"

@@ -93,6 +93,8 @@ def _copied(views: list[View], name: str, view: View, shape: tuple[int, ...], dt
 
 def _empty(like: View, shape: tuple[int, ...], dtype: str) -> View:
     """A new array beside `like`, of a dtype that its framework may not have."""
+    if dtype == like.dtype:
+        return like.door.empty(like, shape, dtype)
     missing = (TypeError, KeyError, AttributeError)
     try:
         return like.door.empty(like, shape, dtype)

@@ -85,6 +85,7 @@ TOLD = [
     ("func", {"dropout_p": True}, "dropout_p=True is not a number; .* such as causal=True"),
     ("func", {"softcap": None}, "softcap=None is not a number; leave it out for its default"),
     ("func", {"num_threads": None}, "num_threads=None is not an integer; leave it out for its default"),
+    ("func", {"kernel": "window_left"}, "kernel=window_left is not a kernel of this build"),
     ("func", {"kernel": "flash3"}, "kernel=flash3 is not a kernel of this build, whose kernels for the CPU are cpu_"),
     ("func", {"out_dtype": "bf16"}, "out_dtype='bf16' is not one of 'float32', 'float16', 'bfloat16'"),
     ("func", {"out_dtype": float}, "out_dtype=<class 'float'> is not one of 'float32'"),
@@ -246,6 +247,26 @@ def test_bits_are_viewed_not_cast():
 
 
 @pytest.mark.skipif(torch is None, reason="PyTorch is not installed")
+def test_tensors_of_one_integer_are_integers():
+    packed = {name: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in PACKED.items()}
+    want = fa.flash_attn_varlen_func(**packed)
+    for most in (torch.tensor, lambda n: torch.tensor([n])):
+        given = {"max_seqlen_q": most(ROWS), "max_seqlen_k": most(KEYS)}
+        assert torch.equal(fa.flash_attn_varlen_func(**packed | given), want)
+
+
+@pytest.mark.skipif(torch is None, reason="PyTorch is not installed")
+def test_an_error_of_a_tensor_class_is_not_about_dtypes():
+    class Refusing(torch.Tensor):
+        def new_empty(self, *_, **__):
+            raise TypeError("this class makes no tensors")
+
+    q, k, v = map(torch.from_numpy, (Q, K, V))
+    with pytest.raises(TypeError, match="this class makes no tensors"):
+        fa.flash_attn_func(q.as_subclass(Refusing), k, v)
+
+
+@pytest.mark.skipif(torch is None, reason="PyTorch is not installed")
 def test_what_pytorch_is_told():
     q, k, v = map(torch.from_numpy, (Q, K, V))
     wants = q.clone().requires_grad_()
@@ -387,6 +408,8 @@ def test_names_in_c_that_python_has_not_are_translated():
         ),
         ("causal=0 on rank 1, but 1 on rank 0", "causal=0 on rank 1, but 1 on rank 0"),
         ("k.data=0x10 overlaps k_new.data=0x10", "k.data=0x10 overlaps k_new.data=0x10"),
+        ("kernel=pair=1 is not a kernel of this build", "kernel=pair=1 is not a kernel of this build"),
+        ("FLASH_ATTN_NUM_THREADS=pair=1 is not a number of threads",) * 2,
     ):
         assert _explain.explained(text) == said
     step = _library.new(_library.KVCacheArgs)

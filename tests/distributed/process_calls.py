@@ -103,6 +103,25 @@ def disagrees(rank: int, size: int, all_gather) -> list[str]:
     return said
 
 
+def asks_for_threads(rank: int, size: int, all_gather) -> list[str]:
+    """Calls while FLASH_ATTN_NUM_THREADS is right on rank 0 and wrong on rank 1, and then right on both."""
+    said = []
+    with fad.create_group(rank, size, all_gather, timeout=20) as group:
+        part = fad.shard(X, "zigzag", rank, size)
+        for value in ("many" if rank else "2", str(rank + 1)):
+            os.environ["FLASH_ATTN_NUM_THREADS"] = value
+            for call in (
+                lambda: fad.forward(group, part, part, part, seqlen_q=12),
+                lambda: fad.decode(group, X[:, :1], part, part),
+            ):
+                try:
+                    call()
+                    said.append("right")
+                except fa.FlashAttnError as error:
+                    said.append(str(error))
+    return said
+
+
 def decodes(rank: int, size: int, all_gather) -> np.ndarray:
     """Each rank has a third of the keys. decode merges the results; a call on each rank and merge give the same."""
     with fad.create_group(rank, size, all_gather, timeout=20) as group:

@@ -9,7 +9,7 @@ import processes
 import pytest
 import ranks
 from conftest import CPU, CUDA, NO_CUDA, torch
-from process_calls import X, comes_late, decodes, dies, disagrees, grows, several_calls, stopped
+from process_calls import X, asks_for_threads, comes_late, decodes, dies, disagrees, grows, several_calls, stopped
 from ranks import LEAST, MODES, Shards, Split, small
 
 import flash_attn_minimal as fa
@@ -91,6 +91,13 @@ def test_processes_that_disagree():
     assert first[0] == second[0] == "causal=1 on rank 1, but 0 on rank 0: all ranks make the same call"
     assert second[1] == "softmax_scale='x' is not a number" and first[1] == f"rank 1: {second[1]}"
     assert first[2] == second[2] == "right"
+
+
+def test_a_process_with_a_wrong_number_of_threads():
+    first, second = processes.run(2, asks_for_threads)
+    wrong = "FLASH_ATTN_NUM_THREADS=many is not a number of threads"
+    assert [text.split(":")[0] for text in second] == [wrong] * 2 + ["right"] * 2
+    assert first == [f"rank 1: {text}" for text in second[:2]] + ["right"] * 2
 
 
 def test_decode_across_processes():

@@ -478,12 +478,20 @@ def test_a_function_without_its_dtype_is_refused(no_ml_dtypes):
     assert done.stderr == "fuzz: --function quantize_fp8 needs arrays of float8_e4m3fn: pip install ml_dtypes\n"
 
 
+@pytest.mark.parametrize("programs", [[], ["--programs", 1]])
+def test_a_wrong_number_of_threads_is_no_finding(monkeypatch, programs):
+    monkeypatch.setenv("FLASH_ATTN_NUM_THREADS", "many")
+    done = command("--device", "cpu", "--cases", 5, *programs)
+    assert done.returncode == 2 and done.stderr.startswith("fuzz: FLASH_ATTN_NUM_THREADS=many is not a number of")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("programs", [[], ["--programs", "1000000"]])
-def test_ctrl_c_reports_what_is_known_and_returns_130(programs):
+def test_an_interrupted_command_reports_what_is_known_and_returns_130(programs, number):
     words = [sys.executable, "-u", "-m", "flash_attn_minimal", "fuzz", "--device", "cpu", "--workers", "1"]
     running = subprocess.Popen([*words, "--cases", "1000000", *programs], stdout=subprocess.PIPE, text=True)
     assert running.stdout.readline().startswith("[")  # some cases are over
-    running.send_signal(signal.SIGINT)
+    running.send_signal(number)
     said, _ = running.communicate(timeout=120)
     assert running.returncode == 130 and said.endswith(" 0 findings (interrupted)\n")
 

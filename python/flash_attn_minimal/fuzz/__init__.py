@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .._command import command
+from .._command import command, interruptible
 
 
 def reproduce(spec: dict[str, Any], device: str = "cpu", framework: str | None = None):
@@ -34,8 +34,9 @@ def main(argv: list[str]) -> int:
     from . import campaign
 
     options = campaign.parsed(argv)
-    if options.programs is None:
-        return campaign.run(options, argv)
-    from .programs import command
+    with interruptible():
+        if options.programs is None:
+            return campaign.run(options, argv)
+        from .programs import command
 
-    return command.run(options, argv)
+        return command.run(options, argv)

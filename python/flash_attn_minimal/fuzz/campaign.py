@@ -20,10 +20,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from .._command import Parser, UsageError, any_seed, check_file, did_you_mean, integer, one_of, real
 from .._library import FlashAttnError, load
 from .._progress import Progress, Silent
 from .._report import cores
+from ..attention import query
 from . import readers, report
 from .arrays import without_ml_dtypes
 from .case import functions
@@ -278,6 +281,10 @@ def check_names(options, known: dict[str, Any]) -> None:
     """Refuses names for which no case could be drawn, before any process starts. known: the functions by name."""
     if options.device == "cuda" and not load().fa_cuda_device_count():
         raise UsageError(f"--device cuda: this library sees no CUDA device ({load().fa_build_info().decode()})")
+    if options.device == "cpu":  # or every call of the workers would be a finding
+        x = np.zeros((1, 1, 1, 1), np.float32)
+        if (error := query(x, x, x).error).startswith("FLASH_ATTN_NUM_THREADS="):
+            raise UsageError(error)
     if options.function and options.function not in known:
         hint = did_you_mean(options.function, known)
         raise UsageError(f"--function {options.function!r} is not one of {', '.join(map(repr, known))}{hint}")

@@ -85,7 +85,8 @@ class Places:
             entry = table[owner, page].long()
         else:
             entry = owner if batch_idx is None else batch_idx[owner].long()
-        written = counts & (entry >= 0) & (entry < entries)
+        inside = entry.clamp(0, entries - 1)
+        written = counts & (entry == inside)
         host = readable(written)
         if host and (table is not None or batch_idx is not None):
             self._check(owner, entry, row, counts, written, entries, None if table is None else page)
@@ -93,10 +94,10 @@ class Places:
         if not (host and written.all()):
             # A token without a place does what the first token with a place does, so that all writes to a row are of
             # the same values. If no token has a place, all of them write what one row holds already.
-            first = written.byte().argmax(0, keepdim=True)
+            first = written.view(torch.uint8).argmax(0, keepdim=True)
             self.source = torch.where(written, torch.arange(len(owner), device=owner.device), first)
             self.any = written[first][:, None, None]
-            entry, row = entry.clamp(0, entries - 1)[self.source], row[self.source]
+            entry, row = inside[self.source], row[self.source]
         self.at = entry, row
 
     @staticmethod
@@ -311,16 +312,20 @@ def _rotate_and_append(
     fits = ~idle & (after <= room)
     if cu_seqlens_k_new is None:
         owner = torch.arange(batch, device=q.device).repeat_interleave(k.shape[1])
-        number = torch.arange(k.shape[1], device=q.device).repeat(batch)
+        number = torch.arange(k.shape[1], device=q.device)
+        row = (before[:, None] + number).flatten()
+        position = row if first is before else (first[:, None] + number).flatten()
         k, v = k.flatten(0, 1), v.flatten(0, 1)
-        counts = fits[owner]
+        counts = fits[:, None].expand(batch, number.shape[0]).flatten()
     else:
         owner, number = owners(cu_seqlens_k_new, k.shape[0])
+        row = before[owner] + number
+        position = row if first is before else first[owner] + number
         counts = inside(cu_seqlens_k_new, k.shape[0]) & fits[owner]
     if rotary is not None:
-        k = rotate(k, cos, sin, first[owner] + number, interleaved, counts)
+        k = rotate(k, cos, sin, position, interleaved, counts)
     if k.shape[0] and batch and room and k_cache.shape[0]:
-        row = (before[owner] + number).clamp(0, room - 1)  # inside the entry, also for keys that do not count
+        row = row.clamp(0, room - 1)  # inside the entry, also for keys that do not count
         places = Places(k_cache, owner, row, counts, batch_idx, table)
         written += [places.write(k_cache, k), places.write(v_cache, v)]
     return q, after.clamp(-1, room).int()
