@@ -117,8 +117,8 @@ fa_status choose(const char* forced, int32_t place, const Params& params, const 
                     place == FA_CPU ? "the CPU" : "a GPU", names, kLacks);
     }
     // Quotes the reason of the last kernel in the table.
-    return fail(FA_UNSUPPORTED, "no kernel of this build serves the call on %s; %s: %s%s", place == FA_CPU ? "FA_CPU" : "FA_CUDA", last,
-                last_reason, lacks_kernels_for(device) ? kLacks : "");
+    return fail(FA_UNSUPPORTED, "no kernel of this build serves the call on %s; %s%s%s%s", place == FA_CPU ? "FA_CPU" : "FA_CUDA", last,
+                *last ? ": " : "", last_reason, lacks_kernels_for(device) ? kLacks : "");
 }
 
 // The query functions of the C ABI: they prepare a call from its arguments but do not launch it.
