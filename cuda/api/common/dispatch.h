@@ -52,9 +52,7 @@ constexpr char kLacks[] = "";
 
 // Whether a kernel that this build lacks may run on the device.
 inline bool lacks_kernels_for([[maybe_unused]] const DeviceInfo& device) {
-#if FA_GENERAL_KERNELS
-    return device.index >= 0;
-#elif FA_WITH_CUDA && !FA_WITH_MMA_SM80
+#if FA_GENERAL_KERNELS || (FA_WITH_CUDA && !FA_WITH_MMA_SM80)
     return device.compute >= 80;
 #elif FA_WITH_CUDA && !FA_WITH_WGMMA_SM90
     return device.compute == 90;
