@@ -320,8 +320,11 @@ if build:  # the package looks in build/ of the checkout by itself
 if installed and pathlib.Path(installed).parent.name == f"python{sys.version_info[0]}.{sys.version_info[1]}":
     lines.append(f"import os, site; site.addsitedir({path(installed)})")
 file, text = pathlib.Path(sysconfig.get_path("purelib"), "flash_attn_minimal_checkout.pth"), "\n".join(lines) + "\n"
-if not file.is_file() or file.read_bytes() != text.encode():
+old = file.read_bytes().decode(errors="replace") if file.is_file() else text
+if not file.is_file() or old != text:
     file.write_text(text, "ascii")
+if old.split("\n")[0] != title:
+    print(f"{sys.prefix} imported another checkout's package until now: {old.splitlines()[0].removeprefix('# ')}")
 EOF
 }
 install() { # into the environment

@@ -301,6 +301,19 @@ def test_somebody_s_environment_imports_the_package_too(run, checkout, tmp_path)
     assert not (packages / "flash_attn_minimal_checkout.pth").exists() and before.keys() <= tree(mine).keys()
 
 
+def test_two_checkouts_share_an_environment(run, checkout, tmp_path, python):
+    """The last one has it, and says so."""
+    shared, settings = tmp_path / "shared", {**os.environ, "PYTHON": str(python), "CXX": "true"}
+    settings["FLASH_ATTN_VENV"] = str(shared)
+    assert "another checkout" not in build(run, FLASH_ATTN_VENV=str(shared)).stdout
+    other = shutil.copytree(checkout, tmp_path / "other", ignore=shutil.ignore_patterns("build"))
+    command = ["bash", other / "build_and_run.sh", "build", "--cpu-only"]
+    result = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=120)
+    quoted = str(checkout / "python").replace(" ", "\\ ")
+    assert f"{shared} imported another checkout's package until now: {quoted}\n" in result.stdout
+    assert imports(shared / "bin/python", tmp_path)[0] == f"{other}/python/flash_attn_minimal/__init__.py"
+
+
 @pytest.mark.parametrize("build_folder", [None, "bü ild"])
 @pytest.mark.parametrize("name", ["Müller's $x *", "new\nline", "a space at the end "])
 def test_any_name_of_a_checkout(checkout, tmp_path, python, name, build_folder):
