@@ -44,7 +44,9 @@ die() { printf 'build_and_run.sh: %s\n' "$1" >&2; exit "${2:-1}"; }
 
 # ---- arguments ----
 every='' # test
-root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
+script=${BASH_SOURCE[0]}
+[[ ! -L $script ]] || script=$(readlink -f -- "$script") # a link to this file may be in any folder
+root=$(CDPATH='' cd -- "$(dirname -- "$script")" && pwd)
 build=${FLASH_ATTN_BUILD:-$root/build}
 venv=${FLASH_ATTN_VENV:-$root/.venv}
 [[ $build == /* ]] || build=$PWD/$build
@@ -100,6 +102,7 @@ clear_out() { # clear_out FOLDER: all that is in one of ours. The folder stays: 
     [[ $folder -ef $1 ]] && ours "$1" && ! holds "$folder" "$root" || die "$1 is not deleted: it is not a folder of this script's"
     find "$folder" -mindepth 1 -maxdepth 1 -exec rm -rf -- {} +
 }
+title() { LC_ALL=C printf '# %q' "$root/python"; } # the first line of the file that connect writes, in ASCII
 while [[ $build == *?/ ]]; do build=${build%/}; done
 while [[ $venv == *?/ ]]; do venv=${venv%/}; done
 for setting in build venv; do # of a folder that is not there, the part that is there is resolved: no '..' is left behind it
@@ -133,7 +136,7 @@ if [[ $verb == clean || $clean ]]; then
         fi
     done
     for file in "$venv"/lib/python*/site-packages/flash_attn_minimal_checkout.pth; do # in somebody's environment: see connect
-        [[ $verb == clean && -f $file && $(head -n 1 -- "$file") == "$root/python" ]] && rm -- "$file" && say "removed $file"
+        [[ $verb == clean && -f $file && $(head -n 1 -- "$file") == "$(title)" ]] && rm -- "$file" && say "removed $file"
     done
     [[ ! $kept ]] || die "delete it yourself, if nothing in it is wanted"
     [[ $verb != clean ]] || exit 0
@@ -299,23 +302,29 @@ make_environment() { # it sees what the base Python has
         "$base" -m venv --system-site-packages --without-pip "$venv"
 }
 # Writes a file that the environment's Python reads when it starts: it adds the package in this checkout. Where the base Python is an
-# environment itself, the file adds what is installed there, which --system-site-packages passes over.
+# environment itself, the file adds what is installed there, which --system-site-packages passes over. The file is in ASCII, because Python
+# reads it in the encoding of the user's locale, and does not start if it cannot: other paths are written as bytes.
 connect() {
     local folder='' installed=''
     [[ $build -ef $root/build ]] || folder=$build
     ! ours "$venv" || installed=$("$base" -c 'import sys, sysconfig; sys.prefix != sys.base_prefix and print(sysconfig.get_path("purelib"))')
-    "$venv/bin/python" - "$root/python" "$folder" "$installed" <<'EOF'
-import pathlib, sys, sysconfig
+    "$venv/bin/python" - "$(title)" "$root/python" "$folder" "$installed" <<'EOF'
+import os, pathlib, sys, sysconfig
 
-sources, build, installed = sys.argv[1:]
-lines = [sources]
+title, sources, build, installed = sys.argv[1:]
+path = lambda name: f"os.fsdecode({os.fsencode(name)!r})"
+plain = sources.isascii() and sources.isprintable() and sources == sources.rstrip()
+lines = [title, sources if plain else f"import os, sys; sys.path.append({path(sources)})"]
 if build:  # the package looks in build/ of the checkout by itself
-    lines.append(f"import os; os.environ.setdefault('FLASH_ATTN_LIBRARY', {build + '/libflash_attn_minimal.so'!r})")
+    lines.append(f"import os; os.environ.setdefault('FLASH_ATTN_LIBRARY', {path(build + '/libflash_attn_minimal.so')})")
 if installed and pathlib.Path(installed).parent.name == f"python{sys.version_info[0]}.{sys.version_info[1]}":
-    lines.append(f"import site; site.addsitedir({installed!r})")
+    lines.append(f"import os, site; site.addsitedir({path(installed)})")
 file, text = pathlib.Path(sysconfig.get_path("purelib"), "flash_attn_minimal_checkout.pth"), "\n".join(lines) + "\n"
-if not file.is_file() or file.read_text() != text:
-    file.write_text(text)
+old = file.read_bytes().decode(errors="replace") if file.is_file() else text
+if not file.is_file() or old != text:
+    file.write_text(text, "ascii")
+if old.split("\n")[0] != title:
+    print(f"{sys.prefix} imported another checkout's package until now: {old.splitlines()[0].removeprefix('# ')}")
 EOF
 }
 install() { # into the environment
@@ -323,7 +332,8 @@ install() { # into the environment
     for name in "$@"; do
         case $name in
             nvcc) "${pip[@]}" --no-deps --ignore-installed "${nvcc_wheels[@]}" || return ;; # all in one folder, whatever the base has
-            cmake) packages+=('cmake>=3.24') ;;
+            cmake) # a script, which names its environment's Python: in a folder that was moved it is there and does not start
+                "${pip[@]}" --no-deps --force-reinstall 'cmake>=3.24' || return ;;
             *) packages+=("$name") ;;
         esac
     done
@@ -344,12 +354,11 @@ mapfile -t lacking < <(missing "$python" "${need[@]}" "${want[@]}")
 if ((${#lacking[@]})); then
     say "Missing here: ${lacking[*]}"
     # Without network, what is installed may do.
-    if [[ $python == "$base" ]] || ! step "install from PyPI" progress install "${lacking[@]}"; then
-        mapfile -t lacking < <(missing "$python" "${need[@]}")
-        ((${#lacking[@]} == 0)) || die "cannot go on without ${lacking[*]}: install it for $base, or make PyPI reachable"
-        mapfile -t lacking < <(missing "$python" "${want[@]}")
-        say "Going on without: ${lacking[*]}"
-    fi
+    [[ $python == "$base" ]] || step "install from PyPI" progress install "${lacking[@]}" || true
+    mapfile -t lacking < <(missing "$python" "${need[@]}")
+    ((${#lacking[@]} == 0)) || die "cannot go on without ${lacking[*]}: install it for $base, or make PyPI reachable"
+    mapfile -t lacking < <(missing "$python" "${want[@]}")
+    ((${#lacking[@]} == 0)) || say "Going on without: ${lacking[*]}"
 fi
 cmake=$(find_cmake "$python")
 ninja=$(find_ninja "$python") || ninja=''
@@ -362,7 +371,9 @@ fi
 configuration=(-DFLASH_ATTN_CUDA=OFF)
 if [[ $nvcc ]]; then
     if [[ -z $arch && $gpu ]]; then
-        arch=native
+        # The numbers instead of 'native': a later run where the GPU is not at hand keeps this library.
+        arch=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | grep -oE '[0-9]+\.[0-9]+' | tr -d . | sort -u | paste -s -d , -) ||
+            arch=native
     elif [[ -z $arch ]]; then
         arch=90
         if [[ $kernels == all ]]; then
@@ -391,6 +402,13 @@ how_to_go_on() {
     [[ $name != "$here"/* ]] || name=${name#"$here/"}
     printf -v name %q "$name"
     [[ $python != "$base" ]] || name="PYTHONPATH=$root/python FLASH_ATTN_LIBRARY=$FLASH_ATTN_LIBRARY $base"
+    local -a fresh=(env -u PYTHONPATH -u FLASH_ATTN_LIBRARY "$python" -c 'from flash_attn_minimal import _library; print(_library.path())')
+    local other
+    if [[ $python != "$base" ]] && other=$(cd / && "${fresh[@]}" 2>/dev/null) && ! [[ $other -ef $FLASH_ATTN_LIBRARY ]]; then
+        say ""
+        say "$name imports another flash_attn_minimal, with the library $other."
+        say "To use this build: $name -m pip uninstall flash-attn-minimal"
+    fi
     printf -v script %q "$root/build_and_run.sh"
     [[ $here != "$root" ]] || script=./build_and_run.sh
     say ""
@@ -475,7 +493,11 @@ EOF
 where=cpu
 [[ $device == cpu ]] || ! "$python" -c 'import cupy' 2>/dev/null || where=cuda
 say ""
-"$python" -m flash_attn_minimal generate --attention both --device $where
-say ""
+if "$python" -c 'import numpy' 2>/dev/null; then
+    "$python" -m flash_attn_minimal generate --attention both --device $where
+    say ""
+else
+    say "Without NumPy there is no story, and $python cannot import the package: install numpy for it."
+fi
 say "All of it took $(minutes $((SECONDS - began))): $times."
 how_to_go_on

@@ -327,7 +327,8 @@ def path() -> Path:
     site-packages, one with the library."""
     root = checkout()
     if named := os.environ.get("FLASH_ATTN_LIBRARY"):
-        places, where = [Path(named)], f"FLASH_ATTN_LIBRARY={named}: no such file"
+        places = [Path(named)]
+        where = f"FLASH_ATTN_LIBRARY={named}" + (" is a folder" if places[0].is_dir() else ": no such file")
     else:
         places = [Path(folder, LIBRARY_NAME) for folder in sys.modules["flash_attn_minimal"].__path__]
         if root:
@@ -353,7 +354,10 @@ def load() -> ct.CDLL:
     try:
         lib = ct.CDLL(str(file))
     except OSError as error:
-        raise LibraryNotFound(f"{file} does not load: {error}") from error
+        why, built_for, here = str(error), _machine(file), _machine(Path("/proc/self/exe"))
+        if built_for and here and built_for != here:
+            why = "it was built for another kind of processor"  # where the loader may say that there is no such file
+        raise LibraryNotFound(f"{file} does not load: {why}") from error
     for name, struct in {
         "attention_forward": AttentionArgs,
         "attention_backward": AttentionBackwardArgs,
@@ -380,6 +384,16 @@ def load() -> ct.CDLL:
     declare(lib, "fa_build_info", ct.c_char_p)
     declare(lib, "fa_cuda_device_count", ct.c_int32)
     return lib
+
+
+def _machine(file: Path) -> bytes:
+    """The processor in the header of an ELF file: width, byte order and architecture. Empty for any other file."""
+    try:
+        with file.open("rb") as opened:
+            header = opened.read(20)
+    except OSError:
+        return b""
+    return header[4:6] + header[18:20] if header.startswith(b"\x7fELF") else b""
 
 
 def declare(lib: ct.CDLL, name: str, result: type | None, *arguments: Any) -> Any:

@@ -1,10 +1,14 @@
 """The capability query, forced kernels, workspaces: a launch does what the query says."""
 
 import ctypes as ct
+import os
+import shutil
+import subprocess
 
 import numpy as np
 import pytest
 from accuracy import Case, expected
+from conftest import ROOT
 
 import flash_attn_minimal as fa
 from flash_attn_minimal import _library, _options, _query
@@ -85,6 +89,52 @@ def test_a_kernel_that_this_build_lacks():
     text = str(error.value)
     assert text.startswith("kernel=wgmma_sm99 is not a kernel of this build, whose kernels for the CPU are cpu_")
     assert text.endswith(why or "cpu_naive")
+
+
+CHOICES = r"""
+#define FA_WITH_CUDA 1
+#define FA_GENERAL_KERNELS 1
+#include <cstdarg>
+#include "api/common/dispatch.h"
+fa_status fa::fail(fa_status status, const char* format, ...) {
+    va_list values;
+    va_start(values, format);
+    std::vprintf(format, values);
+    va_end(values);
+    return std::puts(""), status;
+}
+struct Params {};
+using Row = fa::KernelOf<Params>;
+const char* refuses(const Params&, const fa::DeviceInfo&, char*, size_t) { return "too long"; }
+constexpr Row kRows[] = {{"cpu", "", FA_CPU}, {"minimal", "", FA_CUDA, refuses}};
+template <int count>
+const Row* kernel_at(int index) { return index < count ? &kRows[index] : nullptr; }
+int main() {
+    const Row* row;
+    fa::DeviceInfo device{};
+    for (int compute : {75, 90}) {
+        device.compute = compute;
+        fa::choose(nullptr, FA_CUDA, Params{}, device, kernel_at<1>, "VARIABLE", &row, nullptr);
+        fa::choose(nullptr, FA_CUDA, Params{}, device, kernel_at<2>, "VARIABLE", &row, nullptr);
+    }
+}
+"""
+
+
+def test_refusals_of_a_build_with_the_general_kernels_alone(tmp_path):
+    """The rest of the kernels is mentioned where it could run: from sm_80 on."""
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if not compiler or not (ROOT / "cuda/api/common/dispatch.h").is_file():
+        pytest.skip("no C++ compiler, or no sources beside the tests")
+    source, program = tmp_path / "choices.cpp", tmp_path / "choices"
+    source.write_text(CHOICES)
+    subprocess.run([*compiler.split(), "-std=c++17", f"-I{ROOT / 'cuda'}", "-o", str(program), str(source)], check=True)
+    said = subprocess.run([program], capture_output=True, text=True, check=True).stdout.splitlines()
+    none = "no kernel of this build serves the call on FA_CUDA; there is none for this device"
+    one = "no kernel of this build serves the call on FA_CUDA; minimal: too long"
+    rest = "; this build has only the general kernels: ./build_and_run.sh --all-kernels builds the rest "
+    rest += "(CMake: -DFLASH_ATTN_KERNELS=all)"
+    assert said == [none, one, none + rest, one + rest]
 
 
 def test_forced_kernel_that_this_processor_lacks():

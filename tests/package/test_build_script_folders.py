@@ -294,11 +294,141 @@ def test_somebody_s_environment_imports_the_package_too(run, checkout, tmp_path)
     build(run, FLASH_ATTN_VENV=str(mine))
     added = {Path(name).name for name in tree(mine).keys() - before.keys() if "__pycache__" not in name}
     assert added == {"flash_attn_minimal_checkout.pth"}
-    assert (packages / "flash_attn_minimal_checkout.pth").read_text() == f"{checkout}/python\n"
+    assert (packages / "flash_attn_minimal_checkout.pth").read_text().splitlines()[1:] == [f"{checkout}/python"]
     assert imports(mine / "bin/python", tmp_path)[0] == f"{checkout}/python/flash_attn_minimal/__init__.py"
     result = run("clean", FLASH_ATTN_VENV=str(mine))
     assert result.returncode == 1 and f"kept {mine}: this script has not made it" in result.stderr
     assert not (packages / "flash_attn_minimal_checkout.pth").exists() and before.keys() <= tree(mine).keys()
+
+
+def test_two_checkouts_share_an_environment(run, checkout, tmp_path, python):
+    """The last one has it, and says so."""
+    shared, settings = tmp_path / "shared", {**os.environ, "PYTHON": str(python), "CXX": "true"}
+    settings["FLASH_ATTN_VENV"] = str(shared)
+    assert "another checkout" not in build(run, FLASH_ATTN_VENV=str(shared)).stdout
+    other = shutil.copytree(checkout, tmp_path / "other", ignore=shutil.ignore_patterns("build"))
+    command = ["bash", other / "build_and_run.sh", "build", "--cpu-only"]
+    result = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=120)
+    quoted = str(checkout / "python").replace(" ", "\\ ")
+    assert f"{shared} imported another checkout's package until now: {quoted}\n" in result.stdout
+    assert imports(shared / "bin/python", tmp_path)[0] == f"{other}/python/flash_attn_minimal/__init__.py"
+
+
+@pytest.mark.parametrize("build_folder", [None, "bü ild"])
+@pytest.mark.parametrize("name", ["Müller's $x *", "new\nline", "a space at the end "])
+def test_any_name_of_a_checkout(checkout, tmp_path, python, name, build_folder):
+    """In every locale: Python reads the added file in the locale's encoding. clean finds this file again."""
+    moved = checkout.rename(checkout.parent / name)
+    settings = {"FLASH_ATTN_BUILD": str(moved / build_folder)} if build_folder else {}
+    mine = tmp_path / "mine"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", mine], check=True)
+    [packages] = mine.glob("lib/python*/site-packages")
+    (packages / "numpy.py").write_text("")
+    settings |= {"PYTHON": str(python), "FLASH_ATTN_VENV": str(mine), "LC_ALL": "C", "CXX": "true"}
+
+    def there(*arguments):
+        command, environment = ["bash", moved / "build_and_run.sh", *arguments], {**os.environ, **settings}
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, timeout=120)
+
+    result = there("build", "--cpu-only")
+    assert result.returncode == 0, result.stderr
+    file = packages / "flash_attn_minimal_checkout.pth"
+    assert file.read_bytes().isascii()
+    code = "import flash_attn_minimal as fa, os; print(ascii([fa.__file__, os.getenv('FLASH_ATTN_LIBRARY')]))"
+    library = f"{moved}/{build_folder}/libflash_attn_minimal.so" if build_folder else None
+    expected = [f"{moved}/python/flash_attn_minimal/__init__.py", library]
+    for locale in ("C.UTF-8", "C", "POSIX"):
+        command = [mine / "bin/python", "-c", code]
+        said = subprocess.run(command, cwd=tmp_path, env={"LC_ALL": locale}, capture_output=True, text=True)
+        assert said.returncode == 0 and said.stdout.strip() == ascii(expected), said
+    there("clean")
+    assert not file.exists()
+
+
+def test_a_link_to_the_script(checkout, tmp_path, python):
+    """The script works in its own checkout, not in the folder of the link."""
+    (tmp_path / "bin").mkdir()
+    link = tmp_path / "bin/build"
+    link.symlink_to(checkout / "build_and_run.sh")
+    environment = {**os.environ, "PYTHON": str(python), "CXX": "true"}
+    command = ["bash", link, "build", "--cpu-only"]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert (checkout / "build/CMakeCache.txt").is_file() and list((tmp_path / "bin").iterdir()) == [link]
+
+
+PIP = """import os, pathlib, sys
+cmake = pathlib.Path(sys.prefix, "bin/cmake")
+if "cmake>=3.24" in sys.argv and ("--force-reinstall" in sys.argv or not cmake.exists()):
+    cmake.write_text(f"#!{sys.prefix}/bin/python\\nimport os, sys; os.execv(os.environ['TOOL'], sys.argv)\\n")
+    cmake.chmod(0o755)
+"""
+
+
+def test_an_environment_that_was_moved(checkout, tmp_path, python):
+    """PyPI's cmake is a script that names the environment's Python by its path."""
+    (tmp_path / "tools").mkdir()
+    for name in os.listdir("/usr/bin"):
+        if name not in ("cmake", "ninja"):
+            (tmp_path / "tools" / name).symlink_to(f"/usr/bin/{name}")
+    shutil.copy(python, tmp_path / "python")
+    (tmp_path / "pip.py").write_text(PIP)
+    settings = {"PYTHON": str(tmp_path / "python"), "PATH": str(tmp_path / "tools"), "PYTHONPATH": str(tmp_path)}
+    settings |= {"TOOL": str(python.parent / "cmake"), "CXX": "true"}
+
+    def build(folder):
+        command = ["bash", folder / "build_and_run.sh", "build", "--cpu-only"]
+        environment = {**os.environ, **settings}
+        return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+
+    old = checkout.rename(tmp_path / "old")
+    for folder in (old, tmp_path / "new"):
+        if folder != old:
+            old.rename(folder)
+        result = build(folder)
+        assert result.returncode == 0 and "built" in result.stdout, result.stdout + result.stderr
+        assert (folder / ".venv/bin/cmake").read_text().startswith(f"#!{folder}/")
+        assert imports(folder / ".venv/bin/python", tmp_path)[0] == f"{folder}/python/flash_attn_minimal/__init__.py"
+    settings["TOOL"] = "/nothing"
+    result = build(folder)
+    assert result.returncode == 1 and "cannot go on without cmake" in result.stderr
+
+
+def test_an_installed_package_is_named(run, checkout):
+    """Where the environment's Python imports another package than that of the checkout, the script says so."""
+    library = "from pathlib import Path\ndef path():\n    return Path(__file__).parent / 'libflash_attn_minimal.so'\n"
+    assert "another" not in build(run).stdout
+    [packages] = checkout.glob(".venv/lib/python*/site-packages")
+    (packages / "flash_attn_minimal").mkdir()
+    (packages / "flash_attn_minimal/__init__.py").write_text("")
+    (packages / "flash_attn_minimal/_library.py").write_text(library)
+    said = build(run).stdout
+    assert f"another flash_attn_minimal, with the library {packages}/flash_attn_minimal/libflash" in said
+    assert "-m pip uninstall flash-attn-minimal" in said
+
+
+NVIDIA_SMI = """#!/bin/sh
+case $1 in
+*name*) printf 'NVIDIA A, 9.0\\nNVIDIA B, 8.0\\n' ;;
+*) printf '9.0\\n8.0\\n9.0\\n' ;;
+esac
+"""
+
+
+def test_the_kernels_of_a_gpu_stay_where_it_is_not_at_hand(run, checkout, tmp_path):
+    """A folder that was built on a machine with a GPU keeps its kernels on one without."""
+    tools = {"nvcc": "#!/bin/sh\n", "nvidia-smi": NVIDIA_SMI}
+    for name, text in tools.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    cache = checkout / "build/CMakeCache.txt"
+    result = run("build", CUDACXX=str(tmp_path / "nvcc"), PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert result.returncode == 0 and "all kernels, GPU target 80,90" in result.stdout, result.stdout + result.stderr
+    cache.write_text(cache.read_text() + "FLASH_ATTN_KERNELS:STRING=all\nFLASH_ATTN_CUDA:STRING=ON\n")
+    cache.write_text(cache.read_text() + "FLASH_ATTN_ARCH:STRING=80,90\n")
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 1\n")
+    result = run("build", CUDACXX=str(tmp_path / "nvcc"), PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert result.returncode == 0 and "all kernels, GPU target 80,90, no GPU" in result.stdout, result.stdout
 
 
 @pytest.mark.parametrize("shell", ["sh", "dash", "bash as sh"])

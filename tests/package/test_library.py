@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -167,6 +168,20 @@ def test_missing_library(tmp_path):
     assert f"FLASH_ATTN_LIBRARY={tmp_path}/nowhere.so: no such file" in said.stdout and "pip install" in said.stdout
     (tmp_path / "broken.so").write_bytes(b"not a library")
     assert "broken.so does not load: " in python(call, FLASH_ATTN_LIBRARY=str(tmp_path / "broken.so")).stdout
+    said = python(call, FLASH_ATTN_LIBRARY=str(tmp_path)).stdout
+    assert f"FLASH_ATTN_LIBRARY={tmp_path} is a folder. " in said and "set FLASH_ATTN_LIBRARY to its path" in said
+
+
+@pytest.mark.skipif(not Path("/proc/self/exe").is_file(), reason="needs Linux")
+def test_a_library_for_another_processor(tmp_path):
+    """The loader's own words for it are that there is no such file."""
+    file = tmp_path / "other.so"
+    content = bytearray(_library.path().read_bytes())
+    content[18] ^= 0x80  # the architecture in the header
+    file.write_bytes(content)
+    call = "import flash_attn_minimal as fa\ntry: fa.kernels()\nexcept fa.LibraryNotFound as e: print(e)"
+    said = python(call, FLASH_ATTN_LIBRARY=str(file)).stdout.strip()
+    assert said == f"{file} does not load: it was built for another kind of processor"
 
 
 def test_a_checkout_finds_the_library_in_its_build_folder(tmp_path):

@@ -52,9 +52,7 @@ constexpr char kLacks[] = "";
 
 // Whether a kernel that this build lacks may run on the device.
 inline bool lacks_kernels_for([[maybe_unused]] const DeviceInfo& device) {
-#if FA_GENERAL_KERNELS
-    return device.index >= 0;
-#elif FA_WITH_CUDA && !FA_WITH_MMA_SM80
+#if FA_GENERAL_KERNELS || (FA_WITH_CUDA && !FA_WITH_MMA_SM80)
     return device.compute >= 80;
 #elif FA_WITH_CUDA && !FA_WITH_WGMMA_SM90
     return device.compute == 90;
@@ -117,8 +115,8 @@ fa_status choose(const char* forced, int32_t place, const Params& params, const 
                     place == FA_CPU ? "the CPU" : "a GPU", names, kLacks);
     }
     // Quotes the reason of the last kernel in the table.
-    return fail(FA_UNSUPPORTED, "no kernel of this build serves the call on %s; %s: %s%s", place == FA_CPU ? "FA_CPU" : "FA_CUDA", last,
-                last_reason, lacks_kernels_for(device) ? kLacks : "");
+    return fail(FA_UNSUPPORTED, "no kernel of this build serves the call on %s; %s%s%s%s", place == FA_CPU ? "FA_CPU" : "FA_CUDA", last,
+                *last ? ": " : "", last_reason, lacks_kernels_for(device) ? kLacks : "");
 }
 
 // The query functions of the C ABI: they prepare a call from its arguments but do not launch it.
