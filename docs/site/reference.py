@@ -55,10 +55,10 @@ def _text(hint) -> str:
 
 
 def _array(annotation: str, optional: bool) -> str:
-    """`Any`, which the code says of arrays of any framework, is an array to a reader."""
-    if annotation not in ("Any", "Any | None"):
-        return annotation
-    return "array | None" if optional or "None" in annotation else "array"
+    """`Any` and `AnyArray`, which the code says of arrays of any framework, are arrays to a reader."""
+    if annotation in ("Any", "Any | None"):
+        return "array | None" if optional or "None" in annotation else "array"
+    return re.sub(r"\bAnyArray\b", "array", annotation)
 
 
 def entries(lines: list[str], known: dict[str, str]) -> list[str]:

@@ -111,8 +111,8 @@ constexpr float kZeroProbability = 1e4f;  // 2^-x is 0
 
 // Called by a whole warp. Calls store(i, base) for each large row i among row0 .. row0 + 15 of a head, in one lane each.
 template <typename T, typename Store>
-__device__ __noinline__ void find_large_rows(const AttentionParams& p, const Sequence& s, int b, int head, int row0, bool natural,
-                                             LseCovers covers, const Store& store) {
+__device__ __forceinline__ void find_large_rows_inline(const AttentionParams& p, const Sequence& s, int b, int head, int row0, bool natural,
+                                                       LseCovers covers, const Store& store) {
     const int lane = threadIdx.x % 32, g = lane / 4, quad = lane % 4;
     float lse[2];
     for (int r = 0; r < 2; ++r) {
@@ -178,6 +178,13 @@ __device__ __noinline__ void find_large_rows(const AttentionParams& p, const Seq
     }
 }
 
+// A function call instead, for kernels with few registers left: large rows are rare.
+template <typename T, typename Store>
+__device__ __noinline__ void find_large_rows(const AttentionParams& p, const Sequence& s, int b, int head, int row0, bool natural,
+                                             LseCovers covers, const Store& store) {
+    find_large_rows_inline<T>(p, s, b, head, row0, natural, covers, store);
+}
+
 // Statistics of all rows of a call, laid out like lse.
 struct CallStatistics {
     float* lse;     // row_statistic, or kLargeRow
@@ -212,7 +219,7 @@ __global__ void __launch_bounds__(kStatisticsThreads) row_statistics_kernel(cons
         const int64_t own = lse_offset(p, s, head);
         if (lane < kStatisticsRows && row0 + lane < s.seqlen_q) to.lse[own + row0 + lane] = row_statistic(p.lse[own + row0 + lane]);
         __syncwarp();
-        find_large_rows<T>(p, s, b, head, row0, params.natural, params.covers, [&](int i, const RowBase& base) {
+        find_large_rows_inline<T>(p, s, b, head, row0, params.natural, params.covers, [&](int i, const RowBase& base) {
             to.lse[own + i] = kLargeRow;
             to.large[own + i] = make_float2(base.max, base.rest);
         });
