@@ -75,7 +75,7 @@ def test_golden_text(capsys, attention, name, tokenizer):
     assert re.search(r"prefill +7 tokens in \d+\.\d\d ms", err)
     assert re.search(r"decode +93 steps in \d+\.\d+ s, \d+\.\d steps/s", err)
     assert re.search(r"memory +weights (1\.0 MiB|\d+\.\d KiB), KV cache 126\.2 KiB \(101 positions\)", err)
-    assert re.search(r"limit +\d+\.\d [KM]iB read per step at \d+\.\d GB/s", err)
+    assert "limit" not in err  # a step reads so little that it stays in the cache
     assert f"{attention} attention, float32, cpu, greedy" in err and "stopped" not in err
 
 
