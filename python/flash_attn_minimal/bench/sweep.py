@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from statistics import geometric_mean as geometric
 from statistics import median
 from typing import Any
 
@@ -243,10 +244,6 @@ class Machine:
 
 
 # ---- the tables ----
-
-
-def geometric(ratios: list[float]) -> float:
-    return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
 
 def option_of(row: dict) -> str:

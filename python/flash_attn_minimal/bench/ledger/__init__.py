@@ -23,6 +23,7 @@ import sys
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import geometric_mean as geometric
 from statistics import median, stdev
 from typing import Any
 
@@ -36,7 +37,9 @@ from ..check import largest
 from ..child import Child, Lost
 from ..figure import LINES, figure_of, set_title
 from ..machine import BenchError, device_slug, load_average, open_machine
+from ..report import DEFAULT_FOLDER
 from ..suite import Outcome, Suite, register, rounded
+from ..sweep import gpus
 from .rows import ROWS
 
 ROUNDS = 4
@@ -254,7 +257,7 @@ def run(options, protocol) -> tuple[Any, Outcome]:
             raise BenchError(f"--row {','.join(options.row)}: no row has this in its name")
     if options.devices and machine.device == "cpu":
         raise BenchError(f"--devices {options.devices}: there is no GPU here")
-    gpus = _gpus(options.devices) if machine.device == "cuda" else [None]
+    named = gpus(options.devices) if machine.device == "cuda" else [None]
     mine, other = ours(), found(options.against, machine.device)
     rounds = options.rounds or (1 if options.quick else ROUNDS)
     turns = Turns(
@@ -262,10 +265,10 @@ def run(options, protocol) -> tuple[Any, Outcome]:
     )
     outcome = Outcome(load=load_average())
     print(f"{machine.title}: {mine.name} against {other.name}, {len(rows)} rows, {rounds} rounds", flush=True)
-    with Progress(rounds * len(gpus), "ledger") as progress, interruptible():
+    with Progress(rounds * len(named), "ledger") as progress, interruptible():
         threads = [
             threading.Thread(target=turns.work, args=(gpu, turn, rounds, progress), daemon=True)
-            for turn, gpu in enumerate(gpus)
+            for turn, gpu in enumerate(named)
         ]
         for thread in threads:
             thread.start()
@@ -288,12 +291,6 @@ def run(options, protocol) -> tuple[Any, Outcome]:
     _report(turns.times, mine, other, outcome)
     _earlier(outcome, _folder(options, machine), mine.name, other.name)
     return machine, outcome
-
-
-def _gpus(asked: str | None) -> list[str]:
-    from ..sweep import gpus
-
-    return gpus(asked)
 
 
 def _keep(one: Times, answer: dict[str, Any], gpu: str, side: str, number: int) -> None:
@@ -329,8 +326,6 @@ def _report(times: list[Times], mine: Library, other: Library, outcome: Outcome)
 
 
 def _folder(options, machine) -> Path:
-    from ..report import DEFAULT_FOLDER
-
     return options.output or DEFAULT_FOLDER / device_slug(machine)
 
 
@@ -354,10 +349,6 @@ def _earlier(outcome: Outcome, folder: Path, mine: str, other: str) -> None:
 
 
 # ---- the table and the picture ----
-
-
-def geometric(ratios: list[float]) -> float:
-    return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
 
 def _pairs(rows: list[dict]) -> dict[tuple[str, str], list[dict]]:
