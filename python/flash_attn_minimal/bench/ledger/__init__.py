@@ -27,7 +27,7 @@ from statistics import geometric_mean as geometric
 from statistics import median, stdev
 from typing import Any
 
-from ..._command import interruptible
+from ..._command import interruptible, wait_for
 from ..._files import parse_json, read_bytes
 from ..._library import path as library_path
 from ..._progress import Progress
@@ -273,13 +273,11 @@ def run(options, protocol) -> tuple[Any, Outcome]:
         for thread in threads:
             thread.start()
         try:
-            for thread in threads:
-                thread.join()
+            wait_for(threads)
         except KeyboardInterrupt as interrupt:  # the rounds that are complete are written
             outcome.failure, outcome.stopped = interrupt, "interrupted"
             turns.stop()
-            for thread in threads:
-                thread.join(30)
+            wait_for(threads, 30)
     complete = any(one.result() for one in turns.times)
     if not complete and outcome.failure:
         raise outcome.failure
