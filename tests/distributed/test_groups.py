@@ -25,8 +25,8 @@ from ranks import (
 )
 
 import flash_attn_minimal as fa
-from flash_attn_minimal import _record
 from flash_attn_minimal import distributed as fad
+from flash_attn_minimal._core import recordings
 
 # ---- making and ending groups ----
 
@@ -406,7 +406,7 @@ def test_prepared_calls_keep_no_arrays():
 
 def test_a_collective_call_is_not_recorded():
     group = fad.thread_groups(1)[0]
-    with _record.Recording(), pytest.raises(fa.Unsupported, match="a collective call is not recorded"):
+    with recordings.Recording(), pytest.raises(fa.Unsupported, match="a collective call is not recorded"):
         attend(group)
 
 

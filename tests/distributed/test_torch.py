@@ -357,7 +357,7 @@ def errors():
 
 
 def _operator_arguments(q, k, v, group):
-    from flash_attn_minimal._options import Options
+    from flash_attn_minimal._core.options import Options
 
     return across._arguments(q, k, v, None, None, None, None, "zigzag", "auto", 0, Options(), group.group_name)
 

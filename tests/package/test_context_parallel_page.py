@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from flash_attn_minimal import _library
+from flash_attn_minimal._core import library as _library
+from flash_attn_minimal._core import structs
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs/context_parallel"
@@ -114,7 +115,7 @@ def put(struct, name, heads, dim):
 
 
 def plan(library, size, heads, heads_k, mode, backward, rank=0, causal=0, window=None, layout="zigzag"):
-    a = _library.new(_library.AttentionArgs)
+    a = structs.new(structs.AttentionArgs)
     a.device, a.dtype, a.batch, a.nheads, a.nheads_k, a.headdim, a.headdim_v = (
         CPU,
         FLOAT16,
@@ -137,7 +138,7 @@ def plan(library, size, heads, heads_k, mode, backward, rank=0, causal=0, window
     found = Plan(struct_size=ct.sizeof(Plan))
     call, query = args, library.fa_distributed_query
     if backward:
-        g = _library.new(_library.AttentionBackwardArgs)
+        g = structs.new(structs.AttentionBackwardArgs)
         for name, count, dim in (
             ("dout", heads, DIM_V),
             ("dq", heads, DIM),

@@ -14,13 +14,15 @@ import numpy as np
 
 from .. import _arrays, _modes
 from .._arrays import View
-from .._checks import _check_last_axis, _check_same_place, _flag, _integer, _name, _quoted
-from .._library import DTYPES, AttentionArgs, AttentionBackwardArgs, BadArgument, Unsupported, last_error, load, new
-from .._options import Array, AttentionOptions, Options, _options_of
-from .._pack import _destination, _put_strides
-from .._query import reasons
-from .._repeat import signature
+from .._core.checks import _check_last_axis, _check_same_place, _flag, _integer, _name, _quoted
+from .._core.fields import _destination, _put_strides
+from .._core.library import last_error, load
+from .._core.options import Array, AttentionOptions, Options, _options_of
+from .._core.queries import reasons
+from .._core.repeats import signature
+from .._core.structs import DTYPES, AttentionArgs, AttentionBackwardArgs, new
 from ..backward import _contiguous_input, _input, _new_dbias
+from ..errors import BadArgument, Unsupported
 from ._prepared import Prepared, make_call
 from ._structs import KINDS, LAYOUTS, MODES, MOST_RANKS, DistributedArgs, DistributedBackwardArgs
 from .groups import Group

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from .. import distributed
-from .._library import FlashAttnError, RankLost
-from .._query import Plan
+from .._core.queries import Plan
+from ..errors import FlashAttnError, RankLost
 from .arrays import Array
 from .attention import E4M3, VARLEN, Forward
 from .backward import Backward
