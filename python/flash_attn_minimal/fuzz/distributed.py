@@ -20,7 +20,7 @@ from ..errors import FlashAttnError, RankLost
 from .arrays import Array
 from .attention import E4M3, VARLEN, Forward
 from .backward import Backward
-from .judge import EPSILON, Wrong
+from .judge import Wrong
 
 MODES = ("gather", "ulysses")
 # The arrays that are cut, by the axis of their rows.
