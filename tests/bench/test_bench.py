@@ -8,8 +8,8 @@ import pytest
 from bench_run import FAST, attention_rows, needs_matplotlib, run
 
 from flash_attn_minimal import bench, kernels
+from flash_attn_minimal._commands.cli import main as command_line
 from flash_attn_minimal.bench import attention, curves, figure, machine, profile, suite, systems, timing
-from flash_attn_minimal.cli import main as command_line
 
 
 def test_cpu_suite(tmp_path):

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from bench_run import run
 
-from flash_attn_minimal import _library, bench
+from flash_attn_minimal import bench
+from flash_attn_minimal._core import library as _library
 from flash_attn_minimal.bench import ledger
 from flash_attn_minimal.bench.ledger import rows
 from flash_attn_minimal.bench.machine import BenchError

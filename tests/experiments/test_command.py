@@ -9,8 +9,8 @@ import pytest
 from conftest import ROOT
 
 from flash_attn_minimal import experiments
+from flash_attn_minimal._commands.cli import main as command_line
 from flash_attn_minimal.bench import figure
-from flash_attn_minimal.cli import main as command_line
 from flash_attn_minimal.experiments import online_softmax, optimisation, report
 from flash_attn_minimal.experiments.experiment import EXPERIMENTS
 

@@ -9,9 +9,9 @@ from pretend import VARIANTS, gpu, variants_library  # noqa: F401  (fixtures)
 from test_command import needs_matplotlib, run
 
 from flash_attn_minimal import experiments
-from flash_attn_minimal._library import LibraryNotFound
 from flash_attn_minimal.bench.report import NotAResult
 from flash_attn_minimal.bench.systems import Shape
+from flash_attn_minimal.errors import LibraryNotFound
 from flash_attn_minimal.experiments import (
     _calls,
     _ncu,

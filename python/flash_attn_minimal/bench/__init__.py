@@ -7,9 +7,9 @@ import shlex
 import sys
 from pathlib import Path
 
-from .._command import Parser, any_seed, check_folder, command, integer, integers, one_of, some_of, without
-from .._library import load
-from .._report import plural
+from .._commands.command import Parser, any_seed, check_folder, command, integer, integers, one_of, some_of, without
+from .._commands.report import plural
+from .._core.library import load
 from . import (
     attention,
     block,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from .. import backward_kernels, kernels
-from .._command import did_you_mean
+from .._commands.command import did_you_mean
 from . import curves
 from .check import Exact
 from .machine import SHORT, BenchError, Meter, load_average, open_machine

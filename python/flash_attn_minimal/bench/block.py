@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from .._report import table as markdown_table
+from .._commands.report import table as markdown_table
 from ..llama.cache import KVCache
 from ..llama.checkpoint import STACKED, Checkpoint
 from ..llama.engine import Engine

@@ -36,7 +36,7 @@ from .. import (
     query,
     reference,
 )
-from .._library import FlashAttnError
+from ..errors import FlashAttnError
 from .check import FACTOR, FLOOR, GRADIENT_FLOOR, round_to, worst
 from .machine import DTYPES, SHORT, first_line
 from .systems import PACKAGES, Refused, allowing_tf32, backward_of, fa_function, only, varlen_options

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import flash_attn_with_kvcache, kvcache_query
-from .._report import table as markdown_table
+from .._commands.report import table as markdown_table
 from .check import largest
 from .figure import figure_of, set_title
 from .machine import DTYPES, SHORT, BenchError, load_average, open_machine

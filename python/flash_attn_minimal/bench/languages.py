@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from .. import flash_attn_func
-from .._library import BadArgument, Unsupported
-from .._report import plural
-from .._report import table as markdown_table
+from .._commands.report import plural
+from .._commands.report import table as markdown_table
+from ..errors import BadArgument, Unsupported
 from .attention import PEER_FACTOR
 from .check import Exact
 from .figure import LINES, MASKS, figure_of, plain_log, set_title

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from .._report import plural
-from .._report import table as markdown_table
+from .._commands.report import plural
+from .._commands.report import table as markdown_table
 from ..transformer import ops
 from ..transformer._library import W4_FORMATS
 from ..transformer.quantized import W4Weight

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from .._report import table as markdown_table
+from .._commands.report import table as markdown_table
 from ..llama.attend import ATTENTIONS
 from ..llama.checkpoint import Checkpoint
 from ..llama.engine import Engine

@@ -22,9 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from .._command import UsageError
-from .._library import FlashAttnError, load
-from .._report import cores, cpu_model, plural
+from .._commands.command import UsageError
+from .._commands.report import cores, cpu_model, plural
+from .._core.library import load
+from ..errors import FlashAttnError
 
 DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}  # bytes
 SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8"}

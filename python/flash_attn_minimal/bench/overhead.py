@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from .. import flash_attn_func, query
-from .._report import table as markdown_table
+from .._commands.report import table as markdown_table
 from .check import largest
 from .figure import MINE, figure_of, set_title
 from .machine import BenchError, load_average, open_machine

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .. import __version__
-from .._files import parse_json, quoted, read_bytes
-from .._library import BadArgument, load
-from .._report import STYLE, commit, cores, cpu_model, plural
+from .._commands.report import STYLE, commit, cores, cpu_model, plural
+from .._core.files import parse_json, quoted, read_bytes
+from .._core.library import load
+from ..errors import BadArgument
 from . import figure
 from .machine import BenchError, Meter
 from .rows import ROOFS, device_name, dtypes, label, number, series, timed, unit

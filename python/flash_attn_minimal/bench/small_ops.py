@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from .._report import plural
-from .._report import table as markdown_table
+from .._commands.report import plural
+from .._commands.report import table as markdown_table
 from ..transformer import ops
 from ..transformer import reference_ops as reference
 from .machine import SHORT, load_average, open_machine

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .._command import interruptible
-from .._progress import Progress
+from .._commands.command import interruptible
+from .._commands.progress import Progress
 from .machine import Meter, first_line
 
 

@@ -20,12 +20,12 @@ from statistics import geometric_mean as geometric
 from statistics import median
 from typing import Any
 
-from .._command import interruptible, wait_for
-from .._files import parse_json, read_bytes
-from .._library import load
-from .._progress import Progress
-from .._report import cores, plural
-from .._report import table as markdown_table
+from .._commands.command import interruptible, wait_for
+from .._commands.progress import Progress
+from .._commands.report import cores, plural
+from .._commands.report import table as markdown_table
+from .._core.files import parse_json, read_bytes
+from .._core.library import load
 from .calls import FEW, OPTIONS, BadCall, Call, drawn
 from .child import Child, Lost
 from .figure import LINES, figure_of, plain_log, set_title

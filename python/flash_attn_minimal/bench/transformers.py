@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from .._report import plural
-from .._report import table as markdown_table
+from .._commands.report import plural
+from .._commands.report import table as markdown_table
 from .machine import BenchError, first_line, load_average, open_machine
 from .rows import label, number
 from .suite import Outcome, Suite, measuring, register, rounded

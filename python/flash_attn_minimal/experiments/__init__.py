@@ -19,9 +19,9 @@ import shlex
 import sys
 from pathlib import Path
 
-from .._command import Parser, any_seed, check_folder, command, interruptible, one_of, real, without
-from .._library import load
-from .._report import plural
+from .._commands.command import Parser, any_seed, check_folder, command, interruptible, one_of, real, without
+from .._commands.report import plural
+from .._core.library import load
 from ..bench import figure
 from ..bench.machine import BenchError, Meter, Numpy, device_slug, load_average, open_machine
 from ..bench.timing import QUICK, Protocol

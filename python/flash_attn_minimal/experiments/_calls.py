@@ -8,9 +8,9 @@ import json
 import sys
 from typing import Any
 
-from .._library import FlashAttnError
 from ..bench.machine import first_line, open_machine
 from ..bench.systems import Inputs, Refused, Shape, System, ours
+from ..errors import FlashAttnError
 from ._variants import Variants
 
 FIELDS = ("batch", "seqlen", "nheads", "nheads_k", "headdim", "causal", "dtype", "backward", "allow_tf32")

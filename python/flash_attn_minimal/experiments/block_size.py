@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from .. import kernels
-from .._report import table as markdown_table
+from .._commands.report import table as markdown_table
 from ..bench.check import attend
 from ..bench.figure import figure_of
 from ..bench.machine import first_line

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from .. import flash_attn_func, flash_attn_with_kvcache, kvcache_query, quantize_fp8, quantize_kvcache, query
-from .._library import FlashAttnError
-from .._report import table as markdown_table
+from .._commands.report import table as markdown_table
 from ..bench.check import Exact, attend, largest, worst
 from ..bench.figure import LINES, figure_of
 from ..bench.machine import DTYPES, BenchError, first_line
@@ -19,6 +18,7 @@ from ..bench.rows import number
 from ..bench.suite import rounded
 from ..bench.systems import Shape
 from ..bench.timing import interleave
+from ..errors import FlashAttnError
 from .experiment import Experiment, Rows, Run, register
 from .report import set_title
 

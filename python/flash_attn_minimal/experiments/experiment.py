@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .._command import Interrupt
-from .._progress import Progress
+from .._commands.command import Interrupt
+from .._commands.progress import Progress
 from ..bench.machine import Meter
 from ..bench.suite import Outcome, rounded
 from ..bench.timing import Protocol

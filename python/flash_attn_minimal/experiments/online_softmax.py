@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from .._report import table as markdown_table
+from .._commands.report import table as markdown_table
 from ..bench.check import round_to
 from ..bench.figure import COLOURS, MINE, figure_of
 from ..llama.cache import KVCache

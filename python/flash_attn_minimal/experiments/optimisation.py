@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from .._report import table as markdown_table
+from .._commands.report import table as markdown_table
 from ..bench.figure import MINE, figure_of, plain_log
 from ..bench.rows import number
 from ..bench.systems import Shape

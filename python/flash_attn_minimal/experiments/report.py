@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .._files import parse_json, quoted, read_bytes
-from .._report import STYLE
+from .._commands.report import STYLE
+from .._core.files import parse_json, quoted, read_bytes
 from ..bench import figure
 from ..bench.machine import BenchError
 from ..bench.report import a_result, encoded, machine_parts

@@ -6,7 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 from .. import kernels
-from .._report import table as markdown_table
+from .._commands.report import table as markdown_table
 from ..bench.attention import roofs as measured_roofs
 from ..bench.figure import LINES, figure_of, plain_log
 from ..bench.rows import number

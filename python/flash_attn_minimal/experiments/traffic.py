@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .._report import table as markdown_table
+from .._commands.report import table as markdown_table
 from ..bench.check import attend
 from ..bench.figure import LINES, figure_of
 from ..bench.systems import Shape

@@ -403,7 +403,8 @@ def without_ml_dtypes(device: str, framework: str | None) -> set[str]:
 
 def backend_for(device: str, framework: str | None = None):
     """The backend of a device and framework. The defaults are NumPy on the CPU; on a GPU PyTorch, or else CuPy."""
-    from .._library import Unsupported, load
+    from .._core.library import load
+    from ..errors import Unsupported
 
     if device == "cpu":
         return Torch(importlib.import_module("torch"), "cpu") if framework == "torch" else Numpy()

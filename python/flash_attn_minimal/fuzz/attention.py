@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .. import attention, reference
-from .._tables import kernel_tables
+from .._core.queries import kernel_tables
 from ..backward import backward_query
 from . import judge
 from .arrays import Array, as_dtype, normal

@@ -22,11 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from .._command import Parser, UsageError, any_seed, check_file, did_you_mean, integer, one_of, real
-from .._library import FlashAttnError, load
-from .._progress import Progress, Silent
-from .._report import cores
+from .._commands.command import Parser, UsageError, any_seed, check_file, did_you_mean, integer, one_of, real
+from .._commands.progress import Progress, Silent
+from .._commands.report import cores
+from .._core.library import load
 from ..attention import query
+from ..errors import FlashAttnError
 from . import readers, report
 from .arrays import without_ml_dtypes
 from .case import functions

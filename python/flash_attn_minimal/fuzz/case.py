@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .._library import FlashAttnError, OutOfMemory, Unsupported
+from ..errors import FlashAttnError, OutOfMemory, Unsupported
 from . import attention, backward, cache, distributed, invalid, small, weights
 from .arrays import Arena, size_of
 from .draw import Draw

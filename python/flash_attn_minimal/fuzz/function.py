@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .._query import Plan
+from .._core.queries import Plan
 from .arrays import Arena, Array
 from .draw import Draw
 from .judge import Wrong

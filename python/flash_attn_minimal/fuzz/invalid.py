@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from .._library import BadArgument, FlashAttnError, OutOfMemory
+from ..errors import BadArgument, FlashAttnError, OutOfMemory
 from .arrays import Arena, itemsize
 from .draw import Draw
 from .function import (

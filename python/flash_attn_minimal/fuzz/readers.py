@@ -27,10 +27,10 @@ from typing import Any
 
 import numpy as np
 
-from .._command import Parser, any_seed, check_folder, command, integer, real, without
-from .._library import BadArgument
-from .._report import commit, cpu_model, plural
+from .._commands.command import Parser, any_seed, check_folder, command, integer, real, without
+from .._commands.report import commit, cpu_model, plural
 from ..bench import report as bench_report
+from ..errors import BadArgument
 from ..llama import w4
 from ..llama.checkpoint import Checkpoint
 from ..llama.config import Config, RopeScaling

@@ -10,9 +10,9 @@ from collections import Counter
 from typing import Any
 
 from .. import __version__
-from .._library import load
-from .._report import commit, cores, cpu_model, plural
-from ..info import gpus
+from .._commands.info import gpus
+from .._commands.report import commit, cores, cpu_model, plural
+from .._core.library import load
 from .case import functions
 from .function import FINE, PASSED, REFUSED, REJECTED
 

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from ... import __version__
-from ..._command import Parser, check_file, check_folder, command, integer, integers, one_of, some_of, without
-from ..._library import load
-from ..._progress import Progress
-from ..._report import commit, cores, cpu_model, plural, show_table
+from ..._commands.command import Parser, check_file, check_folder, command, integer, integers, one_of, some_of, without
+from ..._commands.progress import Progress
+from ..._commands.report import commit, cores, cpu_model, plural, show_table
+from ..._core.library import load
 from ...distributed._structs import MODES
 from .. import figure
 from ..machine import BenchError

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
 
-from ..._library import FlashAttnError, RankLost
+from ...errors import FlashAttnError, RankLost
 from ..machine import first_line
 
 START_S = 120.0  # imports, CUDA contexts, communicators

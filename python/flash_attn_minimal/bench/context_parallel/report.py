@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ..._report import STYLE, plural, table
+from ..._commands.report import STYLE, plural, table
 from .. import figure
 from ..rows import number
 from ..suite import rounded

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..._report import STYLE
+from ..._commands.report import STYLE
 from .. import figure
 
 CALLS = 3  # recorded calls; only the last one counts, because the profiler starts its work in the first

@@ -27,12 +27,12 @@ from statistics import geometric_mean as geometric
 from statistics import median, stdev
 from typing import Any
 
-from ..._command import interruptible, wait_for
-from ..._files import parse_json, read_bytes
-from ..._library import path as library_path
-from ..._progress import Progress
-from ..._report import commit as this_commit
-from ..._report import table as markdown_table
+from ..._commands.command import interruptible, wait_for
+from ..._commands.progress import Progress
+from ..._commands.report import commit as this_commit
+from ..._commands.report import table as markdown_table
+from ..._core.files import parse_json, read_bytes
+from ..._core.library import path as library_path
 from ..check import largest
 from ..child import Child, Lost
 from ..figure import LINES, figure_of, set_title

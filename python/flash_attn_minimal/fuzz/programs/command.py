@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..._command import UsageError
-from ..._progress import Progress
-from ..._report import cores, plural
+from ..._commands.command import UsageError
+from ..._commands.progress import Progress
+from ..._commands.report import cores, plural
 from ..campaign import Shrinker, check_names, gather, outcomes
 from ..report import Report
 from .shrink import shrink

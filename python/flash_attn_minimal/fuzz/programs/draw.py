@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..._library import FlashAttnError
+from ...errors import FlashAttnError
 from .. import invalid
 from ..arrays import Arena, Layout
 from ..case import _options as options_of

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from ... import _repeat
-from ..._library import AttentionPlan, load, new
+from ..._core import repeats
+from ..._core.library import load
+from ..._core.structs import AttentionPlan, new
 from ...distributed import _prepared, _structs
 from ...transformer import _library as _transformer
 from ..arrays import ALIGNMENT, GUARD, poison
@@ -93,7 +94,7 @@ def install() -> None:
         for name in FUNCTIONS:
             _real[name] = getattr(lib, name)
             setattr(lib, name, lambda args, stream, name=name: _call(name, args, stream))
-        find, put = _repeat.Repeats.find, _prepared.Prepared._put_workspace
+        find, put = repeats.Repeats.find, _prepared.Prepared._put_workspace
 
         def found(self, *given, **options):
             return (None, None) if _thread.guards else find(self, *given, **options)
@@ -105,7 +106,7 @@ def install() -> None:
                 raise Wrong(f"fa_distributed_{self.name} is told of {told} bytes of workspace, and has {size}")
             return kept
 
-        _repeat.Repeats.find, _prepared.Prepared._put_workspace = found, checked  # type: ignore[method-assign]
+        repeats.Repeats.find, _prepared.Prepared._put_workspace = found, checked  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..._record import Recording
+from ..._core.recordings import Recording
 from ..arrays import Cupy, Torch, backend_for
 from ..function import Function
 

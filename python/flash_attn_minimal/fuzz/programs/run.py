@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ... import distributed
-from ..._library import RankLost
+from ...errors import RankLost
 from ..distributed import groups_of
 from ..judge import Wrong
 from . import exact

@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ._library import BadArgument, FlashAttnError, Unsupported
+from ..errors import BadArgument, FlashAttnError, Unsupported
 
 LARGEST = 2**31 - 1  # of a size: sizes of the C ABI have 32 bits
 LARGEST_SEED = 2**63 - 1

@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib
 import sys
 
-from . import __version__
-from ._command import did_you_mean, program, run
+from .. import __version__
+from .command import did_you_mean, program, run
 
 _COMMANDS = {
-    "info": ("flash_attn_minimal.info", "version, library, devices, kernels, and which kernel serves what"),
-    "verify": ("flash_attn_minimal.verify", "check large shapes against NumPy float64"),
+    "info": ("flash_attn_minimal._commands.info", "version, library, devices, kernels, and which kernel serves what"),
+    "verify": ("flash_attn_minimal._commands.verify", "check large shapes against NumPy float64"),
     "fuzz": ("flash_attn_minimal.fuzz", "random calls of every function, right and wrong ones, against float64"),
     "bench": ("flash_attn_minimal.bench", "time the kernels, write JSON, tables and pictures"),
     "experiment": ("flash_attn_minimal.experiments", "one question, its measurement, and a page with the answer"),
