@@ -9,7 +9,7 @@
 #include "api/common/checks.h"
 #include "distributed/layout.h"
 #include "distributed/rows.h"
-#include "distributed/transport.h"
+#include "distributed/transport/transport.h"
 #include "flash_attn_distributed.h"
 
 namespace fa::distributed {
