@@ -110,7 +110,7 @@ fa_status forward(Walk& w, const Problem& p) {
         arrays.out.data = forward_by(p.a.out.data, first * group * p.headdim_v * p.element);
         arrays.k = packed(k, heads, p.a.headdim), arrays.v = packed(v, heads, p.headdim_v), arrays.total_k = p.total_k();
         arrays.lse = p.a.lse ? p.a.lse + first * group * p.rows_q() : nullptr;
-        return attend_parts(w, p, parts, arrays, {first * group, heads * group, heads}, true, int64_t(i));
+        return attend_parts(w, p, parts, arrays, {first * group, heads * group, heads}, int64_t(i));
     }));
     FA_RETURN_IF_ERROR(w.join());
     return w.finish();

@@ -3,7 +3,7 @@
 import sys
 
 from flash_attn_minimal import __version__
-from flash_attn_minimal._command import choose
+from flash_attn_minimal._commands.command import choose
 
 from . import PROGRAM
 

@@ -24,7 +24,7 @@ from flash_attn_lab.experiments import (
 )
 from flash_attn_lab.experiments.experiment import EXPERIMENTS
 from flash_attn_lab.fuzz.edits import edit_json
-from flash_attn_minimal._library import LibraryNotFound
+from flash_attn_minimal.errors import LibraryNotFound
 
 KERNELS = [
     {_ncu.DURATION: 1e-5, "dram__bytes_read.sum": 3e6, "dram__bytes_write.sum": 1e6, "lts__t_bytes.sum": 5e7,

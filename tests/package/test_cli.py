@@ -10,7 +10,8 @@ import pytest
 from conftest import NO_CUDA
 
 import flash_attn_minimal as fa
-from flash_attn_minimal import _command, cli, info, verify
+from flash_attn_minimal._commands import cli, info, verify
+from flash_attn_minimal._commands import command as _command
 
 
 def run(*arguments, **environment):
@@ -143,7 +144,7 @@ def test_help_of_a_command(command):
 def test_info():
     said = run("info")
     assert said.returncode == 0, said.stderr
-    assert fa.__version__ in said.stdout and str(fa._library.path()) in said.stdout
+    assert fa.__version__ in said.stdout and str(fa._core.library.path()) in said.stdout
     for kernel in fa.kernels():
         assert kernel["name"] in said.stdout
     assert "(4, 4096x4096, 32/8, 128)" in said.stdout

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from flash_attn_minimal import _library
+from flash_attn_minimal._core import library
 
-FOLDER = Path(_library.path()).parent / "ptxas"
+FOLDER = Path(library.path()).parent / "ptxas"
 # Every kernel except those that exist to be read, or to serve all remaining calls.
 PATTERNS = (
     "attention/*ward/*_sm*.log",

@@ -7,7 +7,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from flash_attn_minimal._command import (
+from flash_attn_minimal._commands.command import (
     Parser,
     any_seed,
     check_folder,
@@ -18,8 +18,8 @@ from flash_attn_minimal._command import (
     some_of,
     without,
 )
-from flash_attn_minimal._library import load
-from flash_attn_minimal._report import plural
+from flash_attn_minimal._commands.report import plural
+from flash_attn_minimal._core.library import load
 
 from .. import PROGRAM
 from . import (

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from flash_attn_minimal import backward_kernels, kernels
-from flash_attn_minimal._command import did_you_mean
+from flash_attn_minimal._commands.command import did_you_mean
 
 from . import curves
 from .check import Exact

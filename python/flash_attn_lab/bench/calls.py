@@ -36,7 +36,7 @@ from flash_attn_minimal import (
     query,
     reference,
 )
-from flash_attn_minimal._library import FlashAttnError
+from flash_attn_minimal.errors import FlashAttnError
 
 from .check import FACTOR, FLOOR, GRADIENT_FLOOR, round_to, worst
 from .machine import DTYPES, SHORT, first_line

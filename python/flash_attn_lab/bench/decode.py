@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flash_attn_minimal import flash_attn_with_kvcache, kvcache_query
-from flash_attn_minimal._report import table as markdown_table
+from flash_attn_minimal._commands.report import table as markdown_table
 
 from .check import largest
 from .figure import figure_of, set_title

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from flash_attn_minimal import flash_attn_func
-from flash_attn_minimal._library import BadArgument, Unsupported
-from flash_attn_minimal._report import plural
-from flash_attn_minimal._report import table as markdown_table
+from flash_attn_minimal._commands.report import plural
+from flash_attn_minimal._commands.report import table as markdown_table
+from flash_attn_minimal.errors import BadArgument, Unsupported
 
 from .attention import PEER_FACTOR
 from .check import Exact

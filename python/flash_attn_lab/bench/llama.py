@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from flash_attn_minimal._report import table as markdown_table
+from flash_attn_minimal._commands.report import table as markdown_table
 from flash_attn_minimal.llama.attend import ATTENTIONS
 from flash_attn_minimal.llama.checkpoint import Checkpoint
 from flash_attn_minimal.llama.engine import Engine

@@ -22,9 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from flash_attn_minimal._command import UsageError
-from flash_attn_minimal._library import FlashAttnError, load
-from flash_attn_minimal._report import cores, cpu_model, plural
+from flash_attn_minimal._commands.command import UsageError
+from flash_attn_minimal._commands.report import cores, cpu_model, plural
+from flash_attn_minimal._core.library import load
+from flash_attn_minimal.errors import FlashAttnError
 
 DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}  # bytes
 SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8"}

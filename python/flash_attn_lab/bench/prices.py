@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from flash_attn_minimal._report import table as markdown_table
+from flash_attn_minimal._commands.report import table as markdown_table
 
 from .calls import Arrays, BadCall, Call, Judge, ours
 from .figure import LINES, figure_of, legend, set_title

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from flash_attn_minimal import __version__
-from flash_attn_minimal._files import parse_json, quoted, read_bytes
-from flash_attn_minimal._library import BadArgument, load
-from flash_attn_minimal._report import STYLE, commit, cores, cpu_model, plural
+from flash_attn_minimal._commands.report import STYLE, commit, cores, cpu_model, plural
+from flash_attn_minimal._core.files import parse_json, quoted, read_bytes
+from flash_attn_minimal._core.library import load
+from flash_attn_minimal.errors import BadArgument
 
 from . import figure
 from .machine import BenchError, Meter

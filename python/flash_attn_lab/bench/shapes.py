@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flash_attn_minimal._report import table as markdown_table
+from flash_attn_minimal._commands.report import table as markdown_table
 
 from .attention import compared
 from .figure import MASKS, figure_of, legend, looks_of, set_title

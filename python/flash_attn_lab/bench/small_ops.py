@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from flash_attn_minimal._report import plural
-from flash_attn_minimal._report import table as markdown_table
+from flash_attn_minimal._commands.report import plural
+from flash_attn_minimal._commands.report import table as markdown_table
 from flash_attn_minimal.transformer import ops
 from flash_attn_minimal.transformer import reference_ops as reference
 

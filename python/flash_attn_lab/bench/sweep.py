@@ -20,12 +20,12 @@ from statistics import geometric_mean as geometric
 from statistics import median
 from typing import Any
 
-from flash_attn_minimal._command import interruptible
-from flash_attn_minimal._files import parse_json, read_bytes
-from flash_attn_minimal._library import load
-from flash_attn_minimal._progress import Progress
-from flash_attn_minimal._report import cores, plural
-from flash_attn_minimal._report import table as markdown_table
+from flash_attn_minimal._commands.command import interruptible, wait_for
+from flash_attn_minimal._commands.progress import Progress
+from flash_attn_minimal._commands.report import cores, plural
+from flash_attn_minimal._commands.report import table as markdown_table
+from flash_attn_minimal._core.files import parse_json, read_bytes
+from flash_attn_minimal._core.library import load
 
 from .calls import FEW, OPTIONS, BadCall, Call, drawn
 from .child import Child, Lost
@@ -186,14 +186,12 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
         for thread in threads:
             thread.start()
         try:
-            for thread in threads:
-                thread.join()
+            wait_for(threads)
         except KeyboardInterrupt as interrupt:
             outcome.failure, outcome.stopped = interrupt, "interrupted"
             share.interrupted = True
             print("interrupted: the calls under way are finished, then what was measured is written", file=sys.stderr)
-            for thread in threads:
-                thread.join(2 * CALL_S)
+            wait_for(threads, 2 * CALL_S)
     if not machines:
         raise BenchError("; ".join(dict.fromkeys(share.errors)) or "interrupted before a worker had started")
     with share.lock:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flash_attn_minimal import backward, backward_query, flash_attn_func, flash_attn_varlen_func, quantize_fp8, query
-from flash_attn_minimal._library import BadArgument, Unsupported
+from flash_attn_minimal.errors import BadArgument, Unsupported
 
 from .machine import DTYPES, BenchError, first_line
 

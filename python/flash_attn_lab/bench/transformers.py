@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from flash_attn_minimal._report import plural
-from flash_attn_minimal._report import table as markdown_table
+from flash_attn_minimal._commands.report import plural
+from flash_attn_minimal._commands.report import table as markdown_table
 
 from .machine import BenchError, first_line, load_average, open_machine
 from .rows import label, number

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from flash_attn_minimal import __version__
-from flash_attn_minimal._command import (
+from flash_attn_minimal._commands.command import (
     Parser,
     check_file,
     check_folder,
@@ -33,9 +33,9 @@ from flash_attn_minimal._command import (
     some_of,
     without,
 )
-from flash_attn_minimal._library import load
-from flash_attn_minimal._progress import Progress
-from flash_attn_minimal._report import commit, cores, cpu_model, plural, show_table
+from flash_attn_minimal._commands.progress import Progress
+from flash_attn_minimal._commands.report import commit, cores, cpu_model, plural, show_table
+from flash_attn_minimal._core.library import load
 from flash_attn_minimal.distributed._structs import MODES
 
 from .. import PROGRAM

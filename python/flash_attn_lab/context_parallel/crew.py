@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
 
-from flash_attn_minimal._library import FlashAttnError, RankLost
+from flash_attn_minimal.errors import FlashAttnError, RankLost
 
 from ..bench.machine import first_line
 

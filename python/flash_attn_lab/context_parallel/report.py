@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from flash_attn_minimal._report import STYLE, plural, table
+from flash_attn_minimal._commands.report import STYLE, plural, table
 
 from ..bench import figure
 from ..bench.rows import number

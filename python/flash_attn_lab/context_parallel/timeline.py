@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
-from flash_attn_minimal._report import STYLE
+from flash_attn_minimal._commands.report import STYLE
 
 from ..bench import figure
 

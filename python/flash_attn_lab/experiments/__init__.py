@@ -19,9 +19,18 @@ import shlex
 import sys
 from pathlib import Path
 
-from flash_attn_minimal._command import Parser, any_seed, check_folder, command, interruptible, one_of, real, without
-from flash_attn_minimal._library import load
-from flash_attn_minimal._report import plural
+from flash_attn_minimal._commands.command import (
+    Parser,
+    any_seed,
+    check_folder,
+    command,
+    interruptible,
+    one_of,
+    real,
+    without,
+)
+from flash_attn_minimal._commands.report import plural
+from flash_attn_minimal._core.library import load
 
 from .. import PROGRAM
 from ..bench import figure

@@ -8,7 +8,7 @@ import json
 import sys
 from typing import Any
 
-from flash_attn_minimal._library import FlashAttnError
+from flash_attn_minimal.errors import FlashAttnError
 
 from ..bench.machine import first_line, open_machine
 from ..bench.systems import Inputs, Refused, Shape, System, ours

@@ -13,10 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flash_attn_minimal import _library
-from flash_attn_minimal._library import AttentionArgs, AttentionBackwardArgs, LibraryNotFound, declare, load, new
-from flash_attn_minimal._options import Options, _output, _prepare
-from flash_attn_minimal._pack import _put_tensor
+from flash_attn_minimal import errors
+from flash_attn_minimal._core import library
+from flash_attn_minimal._core.fields import _put_tensor
+from flash_attn_minimal._core.library import declare, load
+from flash_attn_minimal._core.options import Options, _output, _prepare
+from flash_attn_minimal._core.structs import AttentionArgs, AttentionBackwardArgs, new
+from flash_attn_minimal.errors import LibraryNotFound
 
 from ..bench.machine import first_line
 from ..bench.systems import Inputs, Refused, Shape, System
@@ -70,7 +73,7 @@ def places() -> list[Path]:
     if named := os.environ.get("FLASH_ATTN_EXPERIMENTS"):
         return [Path(named)]
     checkout = Path(__file__).resolve().parents[3]
-    return [_library.path().with_name(LIBRARY_NAME), checkout / "build" / LIBRARY_NAME, Path("build") / LIBRARY_NAME]
+    return [library.path().with_name(LIBRARY_NAME), checkout / "build" / LIBRARY_NAME, Path("build") / LIBRARY_NAME]
 
 
 def open_variants() -> tuple[Path, ct.CDLL]:
@@ -102,7 +105,7 @@ def open_variants() -> tuple[Path, ct.CDLL]:
 
 def _raise(lib: ct.CDLL, status: int, function, arguments) -> None:
     if status:
-        kind = _library._ERRORS.get(status, _library.FlashAttnError)
+        kind = library._ERRORS.get(status, errors.FlashAttnError)
         raise kind(lib.fa_variant_last_error().decode(errors="replace") or f"status {status}")
 
 
@@ -111,7 +114,7 @@ def table(lib: ct.CDLL, device: int) -> list[Variant]:
     found = []
     for index in range(lib.fa_variant_count()):
         raw = new(VariantStruct)
-        with contextlib.suppress(_library.Unsupported):  # a kernel for another GPU has a name, but no registers
+        with contextlib.suppress(errors.Unsupported):  # a kernel for another GPU has a name, but no registers
             lib.fa_variant_get(index, device, raw)
         values = {name: getattr(raw, name) for name, _ in VariantStruct._fields_[1:]}
         texts = {name: value.decode() for name, value in values.items() if isinstance(value, bytes)}
@@ -179,7 +182,7 @@ class Variants:
         asked.q_data = asked.k_data = asked.v_data = asked.out_data = None  # a query needs only the sizes
         try:
             self.lib.fa_variant_workspace(name, asked, size)
-        except _library.FlashAttnError as error:
+        except errors.FlashAttnError as error:
             raise Refused(first_line(error)) from None
         if size.value:
             scratch = qv.door.empty(qv, (size.value,), "uint8")
@@ -191,7 +194,7 @@ class Variants:
         def call() -> None:
             try:
                 function(name, struct, door.stream(views))
-            except _library.Unsupported as error:
+            except errors.Unsupported as error:
                 raise Refused(first_line(error)) from None
 
         return call, result

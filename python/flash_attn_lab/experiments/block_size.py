@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from flash_attn_minimal import kernels
-from flash_attn_minimal._report import table as markdown_table
+from flash_attn_minimal._commands.report import table as markdown_table
 
 from ..bench.check import attend
 from ..bench.figure import figure_of

@@ -17,8 +17,8 @@ from flash_attn_minimal import (
     quantize_kvcache,
     query,
 )
-from flash_attn_minimal._library import FlashAttnError
-from flash_attn_minimal._report import table as markdown_table
+from flash_attn_minimal._commands.report import table as markdown_table
+from flash_attn_minimal.errors import FlashAttnError
 
 from ..bench.check import Exact, attend, largest, worst
 from ..bench.figure import LINES, figure_of

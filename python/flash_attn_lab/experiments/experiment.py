@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flash_attn_minimal._command import Interrupt
-from flash_attn_minimal._progress import Progress
+from flash_attn_minimal._commands.command import Interrupt
+from flash_attn_minimal._commands.progress import Progress
 
 from ..bench.machine import Meter
 from ..bench.suite import Outcome, rounded

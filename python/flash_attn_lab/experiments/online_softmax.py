@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from flash_attn_minimal._report import table as markdown_table
+from flash_attn_minimal._commands.report import table as markdown_table
 from flash_attn_minimal.llama.cache import KVCache
 from flash_attn_minimal.llama.engine import Engine
 from flash_attn_minimal.llama.host import Host

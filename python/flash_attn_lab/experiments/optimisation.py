@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from flash_attn_minimal._report import table as markdown_table
+from flash_attn_minimal._commands.report import table as markdown_table
 
 from ..bench.figure import MINE, figure_of, plain_log
 from ..bench.rows import number

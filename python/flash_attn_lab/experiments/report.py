@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flash_attn_minimal._files import parse_json, quoted, read_bytes
-from flash_attn_minimal._report import STYLE
+from flash_attn_minimal._commands.report import STYLE
+from flash_attn_minimal._core.files import parse_json, quoted, read_bytes
 
 from ..bench import figure
 from ..bench.machine import BenchError

@@ -6,7 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 from flash_attn_minimal import kernels
-from flash_attn_minimal._report import table as markdown_table
+from flash_attn_minimal._commands.report import table as markdown_table
 
 from ..bench.attention import roofs as measured_roofs
 from ..bench.figure import LINES, figure_of, plain_log

@@ -404,7 +404,8 @@ def without_ml_dtypes(device: str, framework: str | None) -> set[str]:
 
 def backend_for(device: str, framework: str | None = None):
     """The backend of a device and framework. The defaults are NumPy on the CPU; on a GPU PyTorch, or else CuPy."""
-    from flash_attn_minimal._library import Unsupported, load
+    from flash_attn_minimal._core.library import load
+    from flash_attn_minimal.errors import Unsupported
 
     if device == "cpu":
         return Torch(importlib.import_module("torch"), "cpu") if framework == "torch" else Numpy()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from flash_attn_minimal import attention, reference
-from flash_attn_minimal._tables import kernel_tables
+from flash_attn_minimal._core.queries import kernel_tables
 from flash_attn_minimal.backward import backward_query
 
 from . import judge

@@ -22,11 +22,21 @@ from typing import Any
 
 import numpy as np
 
-from flash_attn_minimal._command import Parser, UsageError, any_seed, check_file, did_you_mean, integer, one_of, real
-from flash_attn_minimal._library import FlashAttnError, load
-from flash_attn_minimal._progress import Progress, Silent
-from flash_attn_minimal._report import cores
+from flash_attn_minimal._commands.command import (
+    Parser,
+    UsageError,
+    any_seed,
+    check_file,
+    did_you_mean,
+    integer,
+    one_of,
+    real,
+)
+from flash_attn_minimal._commands.progress import Progress, Silent
+from flash_attn_minimal._commands.report import cores
+from flash_attn_minimal._core.library import load
 from flash_attn_minimal.attention import query
+from flash_attn_minimal.errors import FlashAttnError
 
 from .. import PROGRAM
 from . import readers, report

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from flash_attn_minimal._library import FlashAttnError, OutOfMemory, Unsupported
+from flash_attn_minimal.errors import FlashAttnError, OutOfMemory, Unsupported
 
 from . import attention, backward, cache, distributed, invalid, small, weights
 from .arrays import Arena, size_of

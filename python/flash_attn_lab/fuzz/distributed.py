@@ -2,7 +2,7 @@
 
 A case is one of packed sequences (attention.py, backward.py). Its rows are distributed over 2 .. 8 ranks, which are
 threads of this process. The arena has the arrays of each rank, by name and rank: q0, q1, ... The results are put
-together again and judged like those of one device. The mode takes the place of the kernel: gather, ulysses, ring.
+together again and judged like those of one device. The mode takes the place of the kernel: gather or ulysses.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 
 from flash_attn_minimal import distributed
-from flash_attn_minimal._library import FlashAttnError, RankLost
-from flash_attn_minimal._query import Plan
+from flash_attn_minimal._core.queries import Plan
+from flash_attn_minimal.errors import FlashAttnError, RankLost
 
 from .arrays import Array
 from .attention import E4M3, VARLEN, Forward
 from .backward import Backward
-from .judge import EPSILON, Wrong
+from .judge import Wrong
 
-MODES = ("gather", "ulysses", "ring")
+MODES = ("gather", "ulysses")
 # The arrays that are cut, by the axis of their rows.
 CUT = dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), 0) | {"lse": 1, "dlse": 1}
 KEYS = ("k", "v", "dk", "dv")
@@ -296,13 +296,6 @@ class DistributedForward(AcrossRanks, Forward):
 
     def judge(self, spec, values, after, results):
         super().judge(spec, values, {}, self.together(spec, {**after, **results}, ("out", "lse")))
-
-    def noise(self, spec, v) -> float:
-        """In mode ring the result of each step is rounded to the dtype, and may be larger than the final sum."""
-        dtype = self.get(spec, "dtype")
-        if spec.get("kernel") != "ring" or dtype == "float32":
-            return 0.0
-        return EPSILON[dtype] * float(np.abs(v).max(initial=0)) / (1 - self.get(spec, "dropout_p"))
 
 
 class DistributedBackward(AcrossRanks, Backward):

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from flash_attn_minimal._query import Plan
+from flash_attn_minimal._core.queries import Plan
 
 from .arrays import Arena, Array
 from .draw import Draw

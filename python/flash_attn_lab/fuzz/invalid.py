@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from flash_attn_minimal._library import BadArgument, FlashAttnError, OutOfMemory
+from flash_attn_minimal.errors import BadArgument, FlashAttnError, OutOfMemory
 
 from .arrays import Arena, itemsize
 from .draw import Draw

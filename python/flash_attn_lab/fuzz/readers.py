@@ -27,9 +27,9 @@ from typing import Any
 
 import numpy as np
 
-from flash_attn_minimal._command import Parser, any_seed, check_folder, command, integer, real, without
-from flash_attn_minimal._library import BadArgument
-from flash_attn_minimal._report import commit, cpu_model, plural
+from flash_attn_minimal._commands.command import Parser, any_seed, check_folder, command, integer, real, without
+from flash_attn_minimal._commands.report import commit, cpu_model, plural
+from flash_attn_minimal.errors import BadArgument
 from flash_attn_minimal.llama import w4
 from flash_attn_minimal.llama.checkpoint import Checkpoint
 from flash_attn_minimal.llama.config import Config, RopeScaling

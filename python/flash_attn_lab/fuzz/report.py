@@ -10,9 +10,9 @@ from collections import Counter
 from typing import Any
 
 from flash_attn_minimal import __version__
-from flash_attn_minimal._library import load
-from flash_attn_minimal._report import commit, cores, cpu_model, plural
-from flash_attn_minimal.info import gpus
+from flash_attn_minimal._commands.info import gpus
+from flash_attn_minimal._commands.report import commit, cores, cpu_model, plural
+from flash_attn_minimal._core.library import load
 
 from .case import functions
 from .function import FINE, PASSED, REFUSED, REJECTED

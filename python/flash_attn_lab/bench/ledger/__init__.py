@@ -27,12 +27,12 @@ from statistics import geometric_mean as geometric
 from statistics import median, stdev
 from typing import Any
 
-from flash_attn_minimal._command import interruptible
-from flash_attn_minimal._files import parse_json, read_bytes
-from flash_attn_minimal._library import path as library_path
-from flash_attn_minimal._progress import Progress
-from flash_attn_minimal._report import commit as this_commit
-from flash_attn_minimal._report import table as markdown_table
+from flash_attn_minimal._commands.command import interruptible, wait_for
+from flash_attn_minimal._commands.progress import Progress
+from flash_attn_minimal._commands.report import commit as this_commit
+from flash_attn_minimal._commands.report import table as markdown_table
+from flash_attn_minimal._core.files import parse_json, read_bytes
+from flash_attn_minimal._core.library import path as library_path
 
 from ..check import largest
 from ..child import Child, Lost
@@ -274,13 +274,11 @@ def run(options, protocol) -> tuple[Any, Outcome]:
         for thread in threads:
             thread.start()
         try:
-            for thread in threads:
-                thread.join()
+            wait_for(threads)
         except KeyboardInterrupt as interrupt:  # the rounds that are complete are written
             outcome.failure, outcome.stopped = interrupt, "interrupted"
             turns.stop()
-            for thread in threads:
-                thread.join(30)
+            wait_for(threads, 30)
     complete = any(one.result() for one in turns.times)
     if not complete and outcome.failure:
         raise outcome.failure

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flash_attn_minimal._command import UsageError
-from flash_attn_minimal._progress import Progress
-from flash_attn_minimal._report import cores, plural
+from flash_attn_minimal._commands.command import UsageError
+from flash_attn_minimal._commands.progress import Progress
+from flash_attn_minimal._commands.report import cores, plural
 
 from ... import PROGRAM
 from ..campaign import Shrinker, check_names, gather, outcomes

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flash_attn_minimal._library import FlashAttnError
+from flash_attn_minimal.errors import FlashAttnError
 
 from .. import invalid
 from ..arrays import Arena, Layout

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from flash_attn_minimal import _repeat
-from flash_attn_minimal._library import AttentionPlan, load, new
+from flash_attn_minimal._core import repeats
+from flash_attn_minimal._core.library import load
+from flash_attn_minimal._core.structs import AttentionPlan, new
 from flash_attn_minimal.distributed import _prepared, _structs
 from flash_attn_minimal.transformer import _library as _transformer
 
@@ -94,7 +95,7 @@ def install() -> None:
         for name in FUNCTIONS:
             _real[name] = getattr(lib, name)
             setattr(lib, name, lambda args, stream, name=name: _call(name, args, stream))
-        find, put = _repeat.Repeats.find, _prepared.Prepared._put_workspace
+        find, put = repeats.Repeats.find, _prepared.Prepared._put_workspace
 
         def found(self, *given, **options):
             return (None, None) if _thread.guards else find(self, *given, **options)
@@ -106,7 +107,7 @@ def install() -> None:
                 raise Wrong(f"fa_distributed_{self.name} is told of {told} bytes of workspace, and has {size}")
             return kept
 
-        _repeat.Repeats.find, _prepared.Prepared._put_workspace = found, checked  # type: ignore[method-assign]
+        repeats.Repeats.find, _prepared.Prepared._put_workspace = found, checked  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

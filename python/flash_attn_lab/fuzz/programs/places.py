@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from flash_attn_minimal._record import Recording
+from flash_attn_minimal._core.recordings import Recording
 
 from ..arrays import Cupy, Torch, backend_for
 from ..function import Function

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from flash_attn_minimal import distributed
-from flash_attn_minimal._library import RankLost
+from flash_attn_minimal.errors import RankLost
 
 from ..distributed import groups_of
 from ..judge import Wrong

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from flash_attn_minimal._library import load
+from flash_attn_minimal._core.library import load
 
 from ..function import BROKEN, CRASH, HANG, PASSED, STICKY, WRONG, Outcome, World, told
 from ..judge import Wrong

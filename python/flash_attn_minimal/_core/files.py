@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ._library import BadArgument
+from ..errors import BadArgument
 
 MAX_TEXT_BYTES = 1 << 28  # limit for a tokenizer or JSON file, which is read whole: real ones have a few MB
 SMALLEST, LARGEST = 1e-30, 1e30  # bounds of a constant: it fits float32, and float64 results of it stay finite

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ._explain import explained
-from ._library import DEVICES, AttentionArgs, AttentionPlan, last_error, load, new
+from .error_texts import explained
+from .library import KERNEL_TABLES, last_error, load
+from .structs import DEVICES, AttentionArgs, AttentionPlan, new
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,12 @@ def reasons(why_not: bytes) -> dict[str, str]:
     """The library's lines `kernel: reason`, in the words of Python's functions."""
     lines = (line.split(": ", 1) for line in why_not.decode(errors="replace").splitlines())
     return {kernel: explained(reason) for kernel, reason in lines}
+
+
+def kernel_tables() -> dict[str, list[dict[str, str]]]:
+    """Every kernel that can be forced by name, in lists like that of kernels(): "forward" (with caches), "backward",
+    "linear", "w4_linear" and "w4_linear_chain"."""
+    return {name: kernel_table(load(), prefix) for name, prefix in KERNEL_TABLES.items()}
 
 
 def kernel_table(lib: ct.CDLL, prefix: str) -> list[dict[str, str]]:

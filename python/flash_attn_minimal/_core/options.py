@@ -11,9 +11,11 @@ import math
 import operator
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypedDict, TypeVar
 
-from . import _arrays
-from ._arrays import View
-from ._checks import (
+from .. import _arrays
+from .._arrays import View
+from .._words import pass_cast
+from ..errors import BadArgument
+from .checks import (
     _LEAST_FLOAT,
     _OPEN,
     _check_dtype,
@@ -26,9 +28,8 @@ from ._checks import (
     _quoted,
     _window,
 )
-from ._library import DTYPES, AttentionArgs, BadArgument, new
-from ._pack import _broadcast, _columns, _destination, _empty, _option, _put_strides, _put_tensor, _small_option
-from ._words import pass_cast
+from .fields import _broadcast, _columns, _destination, _empty, _option, _put_strides, _put_tensor, _small_option
+from .structs import DTYPES, AttentionArgs, new
 
 _NAMES = {number: name for name, number in DTYPES.items()}
 
@@ -53,7 +54,7 @@ Array = TypeVar("Array", bound=AnyArray)  # of one call's framework: numpy.ndarr
 
 class Options(NamedTuple):
     """The options of a call, with flash_attn_func's defaults. A new option needs a field here and in the types below,
-    lines in `put`, a field of AttentionArgs in _library.py, and an argument of flash_attn_func and
+    lines in `put`, a field of AttentionArgs in structs.py, and an argument of flash_attn_func and
     flash_attn_varlen_func."""
 
     dropout_p: float = 0.0

@@ -13,13 +13,13 @@ import textwrap
 
 import numpy as np
 
-from . import __version__
-from ._command import Parser, command
-from ._library import CPU, CUDA, DEVICES, DTYPES, AttentionArgs, AttentionBackwardArgs, load, new, path
-from ._pack import _put_dense
-from ._query import plan_from, plan_of
-from ._report import cores, cpu_model, plural
-from ._tables import kernel_tables
+from .. import __version__
+from .._core.fields import _put_dense
+from .._core.library import load, path
+from .._core.queries import kernel_tables, plan_from, plan_of
+from .._core.structs import CPU, CUDA, DEVICES, DTYPES, AttentionArgs, AttentionBackwardArgs, new
+from .command import Parser, command
+from .report import cores, cpu_model, plural
 
 _TABLES = {
     "forward": "kernels",

@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from . import reference
-from ._command import Parser, UsageError, command, one_of
-from ._library import Unsupported, load
-from ._progress import Progress
-from .attention import flash_attn_func, query
+from .. import reference
+from .._core.library import load
+from ..attention import flash_attn_func, query
+from ..errors import Unsupported
+from .command import Parser, UsageError, command, one_of
+from .progress import Progress
 
 
 @dataclass

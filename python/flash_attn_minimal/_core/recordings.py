@@ -12,7 +12,9 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ._library import CPU, OPERATIONS, Call, Unsupported, load
+from ..errors import Unsupported
+from .library import load
+from .structs import CPU, OPERATIONS, Call
 
 
 class _Thread(threading.local):

@@ -6,14 +6,15 @@ import ctypes as ct
 import threading
 from collections.abc import Callable
 
-from . import _record
-from ._arrays import View
-from ._library import CPU, AttentionArgs, AttentionPlan, OutOfMemory, WorkspaceTooSmall, new
+from .._arrays import View
+from ..errors import OutOfMemory, WorkspaceTooSmall
+from . import recordings
+from .structs import CPU, AttentionArgs, AttentionPlan, new
 
 _KEPT_SCRATCH = 64 << 20  # bytes of CPU scratch that a thread keeps for its next call
 
 
-class _Scratch(_record.Scratch, threading.local):
+class _Scratch(recordings.Scratch, threading.local):
     pass
 
 
@@ -30,7 +31,7 @@ def _with_workspace(
         qv.door.scratch(args, query)
         launch(None)
         return None
-    on_cpu, recording = qv.device == CPU, _record.current()
+    on_cpu, recording = qv.device == CPU, recordings.current()
     kept = recording.scratch if recording else _scratch
     if on_cpu:
         # `held` keeps the buffer: a finalizer or signal handler in this thread may make calls that replace the scratch.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.util
 import sys
 
-from . import __version__
-from ._command import choose, program
+from .. import __version__
+from .command import choose, program
 
 _COMMANDS = {
-    "info": ("flash_attn_minimal.info", "version, library, devices, kernels, and which kernel serves what"),
-    "verify": ("flash_attn_minimal.verify", "check large shapes against NumPy float64"),
+    "info": ("flash_attn_minimal._commands.info", "version, library, devices, kernels, and which kernel serves what"),
+    "verify": ("flash_attn_minimal._commands.verify", "check large shapes against NumPy float64"),
     "generate": ("flash_attn_minimal.llama.generate", "text from a Llama model, with this attention"),
     "quantize": ("flash_attn_minimal.llama.quantize", "what 4-bit weights cost a model, and the model with them"),
     "synthetic": ("flash_attn_minimal.llama.synthetic", "write a random model of a known shape"),

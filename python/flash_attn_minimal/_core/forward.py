@@ -10,14 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from . import _record
-from ._arrays import View
-from ._checks import _flag
-from ._launch import _with_workspace
-from ._library import CPU, AttentionArgs, load
-from ._options import Options, _output, _prepare
-from ._pack import _results
-from ._repeat import Made, Repeats
+from .._arrays import View
+from . import recordings
+from .checks import _flag
+from .fields import _results
+from .launch import _with_workspace
+from .library import load
+from .options import Options, _output, _prepare
+from .repeats import Made, Repeats
+from .structs import CPU, AttentionArgs
 
 repeats = Repeats(
     "attention_forward",
@@ -61,7 +62,7 @@ def find(q, k, v, varlen: tuple | None, out, return_lse, options: Options) -> tu
 def attend(
     q, k, v, varlen: tuple | None, out, return_lse, options: Options, sign: tuple | None = None, finish: Any = None
 ):
-    """Runs a call the long way (see _repeat.py), and remembers it for the next one of this signature. varlen: None, or
+    """Runs a call the long way (see repeats.py), and remembers it for the next one of this signature. varlen: None, or
     (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k); finish: how a repeat makes its results from the arrays
     that it allocated and the given ones."""
     wants_lse = _flag("return_lse", return_lse)
@@ -108,6 +109,6 @@ def _launch(args: AttentionArgs, views: list[View], *results: View | None) -> Vi
     return _with_workspace(
         args,
         views,
-        lambda stream: _record.run(lib, "attention_forward", args, stream, [*views, *results]),
+        lambda stream: recordings.run(lib, "attention_forward", args, stream, [*views, *results]),
         lambda plan: lib.fa_attention_query(args, plan),
     )

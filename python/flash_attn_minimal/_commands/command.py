@@ -18,11 +18,13 @@ import signal
 import sys
 import tempfile
 import textwrap
+import threading
+import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ._library import BadArgument, FlashAttnError, Unsupported
+from ..errors import BadArgument, FlashAttnError, Unsupported
 
 LARGEST = 2**31 - 1  # of a size: sizes of the C ABI have 32 bits
 LARGEST_SEED = 2**63 - 1
@@ -267,6 +269,17 @@ def interruptible() -> Iterator[Interrupt]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def wait_for(threads: Collection[threading.Thread], seconds: float = math.inf) -> None:
+    """Returns when all threads have ended, or after `seconds`.
+
+    Unlike Thread.join, it notices a signal that arrives just before it begins to wait; and Python before 3.13 takes a
+    thread for ended whose join() was interrupted.
+    """
+    ends = time.monotonic() + seconds
+    while any(thread.is_alive() for thread in threads) and time.monotonic() < ends:
+        time.sleep(0.05)
 
 
 # ---- files that a command will write ----

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ._arrays import View
-from ._checks import _flag
-from ._forward import _launch
-from ._library import CPU, AttentionArgs
-from ._options import Options, _output, _prepare
+from .._arrays import View
+from .checks import _flag
+from .forward import _launch
+from .options import Options, _output, _prepare
+from .structs import CPU, AttentionArgs
 
 _PLACEHOLDER = 256  # an aligned address that is not NULL, for a query or an empty array
 

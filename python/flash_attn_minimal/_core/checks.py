@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ._door import View
-from ._library import CPU, DTYPES, BadArgument
-from ._words import pass_array, pass_cast, pass_contiguous, pass_moved
+from .._door import View
+from .._words import pass_array, pass_cast, pass_contiguous, pass_moved
+from ..errors import BadArgument
+from .structs import CPU, DTYPES
 
 _OPEN = (-1, -1)  # window_size without a window
 

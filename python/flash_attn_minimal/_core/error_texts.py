@@ -2,7 +2,7 @@
 
 The C ABI names the fields of its structs: window_left, seqlen_q, k_new. The Python functions have other names for some
 of them, and arrays instead of sizes. `explained` translates a text after the call has failed; a call that succeeds does
-not come here. This module knows the structs of _library.py by the names of their types alone.
+not come here. This module knows the structs of structs.py by the names of their types alone.
 """
 
 from __future__ import annotations

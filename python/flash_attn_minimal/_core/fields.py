@@ -6,11 +6,12 @@ import ctypes as ct
 from collections.abc import Sequence
 from typing import Any
 
-from . import _arrays, _record
-from ._arrays import View
-from ._checks import _check_last_axis, _check_same_place
-from ._library import BadArgument, Unsupported
-from ._words import pass_cast
+from .. import _arrays
+from .._arrays import View
+from .._words import pass_cast
+from ..errors import BadArgument, Unsupported
+from . import recordings
+from .checks import _check_last_axis, _check_same_place
 
 
 def _put_tensor(args: ct.Structure, name: str, view: View) -> None:
@@ -76,7 +77,7 @@ def _columns(views: list[View], name: str, view: View, seqlen_k: int) -> View:
 
 def _copied(views: list[View], name: str, view: View, shape: tuple[int, ...], dtype: str) -> View:
     """A copy in the caller's framework and on its device, added to views after the view itself."""
-    if _record.current() is not None:
+    if recordings.current() is not None:
         raise Unsupported(
             f"{name} is {view.dtype}, shape {tuple(view.shape)}, strides {tuple(view.strides)}, and would be "
             f"copied: a recorded call reads arrays where they are; pass {dtype} of shape {shape}, contiguous"
