@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from ._door import View
+from ._arrays.door import View
+from ._arrays.words import pass_array, pass_cast, pass_contiguous, pass_moved
 from ._library import CPU, DTYPES, BadArgument
-from ._words import pass_array, pass_cast, pass_contiguous, pass_moved
 
 _OPEN = (-1, -1)  # window_size without a window
 

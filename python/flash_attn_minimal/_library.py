@@ -15,49 +15,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ._arrays.door import CPU, CUDA, DEVICES  # noqa: F401  (of fa_device; other modules take them from here)
 from ._explain import explained
+from .errors import (
+    BadArgument,
+    CudaError,
+    FlashAttnError,
+    LibraryNotFound,
+    OutOfMemory,
+    RankLost,
+    Unsupported,
+    WorkspaceTooSmall,
+)
 
 LIBRARY_NAME = "libflash_attn_minimal.so"
-
-
-class FlashAttnError(Exception):
-    """The base of all exceptions that this package defines."""
-
-
-class BadArgument(FlashAttnError, ValueError):
-    """An argument is wrong for every kernel; the text names it and quotes its value."""
-
-
-class Unsupported(FlashAttnError, NotImplementedError):
-    """A legal call that no kernel here (or not the forced one) serves; the text says why."""
-
-
-class WorkspaceTooSmall(FlashAttnError, ValueError):
-    """The workspace given to a launch is smaller than the size that the query returned."""
-
-
-class CudaError(FlashAttnError, RuntimeError):
-    """The CUDA runtime reported an error: no device, a failed launch, or an earlier asynchronous fault."""
-
-
-class OutOfMemory(FlashAttnError, MemoryError):
-    """The host has no memory left for threads, workspace or a result."""
-
-
-class RankLost(FlashAttnError, RuntimeError):
-    """Another rank of the group is late, has ended, or broke off. The group is unusable; see distributed."""
-
-
-class LibraryNotFound(FlashAttnError, ImportError):
-    """There is no shared library to load, or it does not load."""
 
 
 OK = 0
 _ERRORS = {1: BadArgument, 2: Unsupported, 3: WorkspaceTooSmall, 4: CudaError, 5: OutOfMemory, 6: RankLost}
 WORKSPACE_TOO_SMALL = 3
 
-CPU, CUDA = 1, 2
-DEVICES = {CPU: "cpu", CUDA: "cuda"}
 DTYPES = {"float32": 1, "float16": 2, "bfloat16": 3, "float8_e4m3fn": 4}
 CACHE_DTYPES = {"float8_e4m3fn": 4, "int8": 5}  # dtypes that a KV cache may have, besides q's
 

@@ -1,6 +1,6 @@
 """The options of attention as one object, from the argument list to the C struct, and the C struct of a call.
 
-flash_attn_func, flash_attn_varlen_func, backward, their queries and the operators of autograd.py and jax/ all carry
+flash_attn_func, flash_attn_varlen_func, backward, their queries and the operators of torch/ and jax/ all carry
 an Options; flash_attn_with_kvcache makes one of the options that it shares with them. flash_attn_func explains the
 options.
 """
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, TypedDict, TypeVar
 
 from . import _arrays
 from ._arrays import View
+from ._arrays.words import pass_cast
 from ._checks import (
     _LEAST_FLOAT,
     _OPEN,
@@ -28,7 +29,6 @@ from ._checks import (
 )
 from ._library import DTYPES, AttentionArgs, BadArgument, new
 from ._pack import _broadcast, _columns, _destination, _empty, _option, _put_strides, _put_tensor, _small_option
-from ._words import pass_cast
 
 _NAMES = {number: name for name, number in DTYPES.items()}
 

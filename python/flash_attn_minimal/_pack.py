@@ -8,9 +8,9 @@ from typing import Any
 
 from . import _arrays, _record
 from ._arrays import View
+from ._arrays.words import pass_cast
 from ._checks import _check_last_axis, _check_same_place
 from ._library import BadArgument, Unsupported
-from ._words import pass_cast
 
 
 def _put_tensor(args: ct.Structure, name: str, view: View) -> None:

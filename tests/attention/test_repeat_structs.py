@@ -7,7 +7,7 @@ import pytest
 
 import flash_attn_minimal as fa
 from flash_attn_minimal import _arrays, _forward, _library, _record, _repeat, kvcache
-from flash_attn_minimal._door import Door, View
+from flash_attn_minimal._arrays.door import Door, View
 
 WORKSPACE, STREAM = 256, 0x5EED
 

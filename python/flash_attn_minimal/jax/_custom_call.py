@@ -12,7 +12,8 @@ import jax
 import numpy as np
 
 from .. import _arrays
-from .._arrays import Door, View
+from .._arrays import View
+from .._arrays.door import Door
 from .._library import CPU, CUDA, OK, OPERATIONS, AttentionPlan, BadArgument, Unsupported, failure, load, new
 from ._axes import vary
 

@@ -22,7 +22,7 @@ A W4Weight is the plain form, which files hold; `pack` reorders it once for the 
 >>> bool(np.allclose(y, x @ weight.dequantize().T, rtol=1e-4, atol=1e-4))
 True
 
-Arrays come from NumPy, PyTorch, CuPy, JAX or anything else that _arrays.py has a door for, and results are arrays of
+Arrays come from NumPy, PyTorch, CuPy, JAX or anything else that _arrays has a door for, and results are arrays of
 the same framework. Every function computes the same bytes on CPU and GPU.
 """
 
@@ -38,12 +38,12 @@ import numpy as np
 
 from .. import _arrays, _record
 from .._arrays import View
+from .._arrays.words import pass_cast
 from .._checks import _check_last_axis, _check_same_place, _dtype_name, _flag, _integer, _is_contiguous, _name
 from .._files import Fields, parse_json, quoted
 from .._library import CPU, DTYPES, BadArgument, new
 from .._options import DType
 from .._query import kernel_table
-from .._words import pass_cast
 from ._library import KERNEL_TABLES, W4_FORMATS, W4DequantizeArgs, W4PackArgs, W4QuantizeArgs, load
 from ._safetensors import ALL, FLOATS, read_metadata, read_safetensors, write_safetensors
 

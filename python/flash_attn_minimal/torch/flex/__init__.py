@@ -16,11 +16,14 @@ import torch
 import torch.nn.functional as F
 
 from ..._library import BadArgument, Unsupported
+from . import mods
 from ._form import Form
 from ._found import ARGUMENTS, Call, Found, form_of
 from ._masks import read_mask
 from ._scores import read_score
 from ._terms import Term, evaluate, reads, trace
+
+__all__ = ["Form", "flex_attention", "mods", "recognise"]
 
 
 def flex_attention(
