@@ -1,5 +1,7 @@
 """The exceptions of this package."""
 
+from __future__ import annotations
+
 
 class FlashAttnError(Exception):
     """The base of all exceptions that this package defines."""

@@ -11,8 +11,8 @@ from accuracy import Case
 from conftest import NO_CUDA, cupy, jax, ml_dtypes, torch
 
 import flash_attn_minimal as fa
-from flash_attn_minimal import _forward, _library
 from flash_attn_minimal._arrays import cuda_array, dlpack
+from flash_attn_minimal._core import forward, structs
 
 needs_torch = pytest.mark.skipif(torch is None, reason="PyTorch is not installed")
 needs_jax = pytest.mark.skipif(jax is None, reason="JAX is not installed")
@@ -360,7 +360,7 @@ def launched(monkeypatch):
     monkeypatch.setattr(cuda_array, "device_of", lambda pointer: 0)
     for module in (cuda_array, dlpack):
         monkeypatch.setattr(module, "synchronize", lambda index, stream: seen.append(stream))
-    monkeypatch.setattr(_forward, "load", Library)
+    monkeypatch.setattr(forward, "load", Library)
     return seen
 
 
@@ -386,7 +386,7 @@ def test_streams_of_dlpack(launched, monkeypatch):
     q, k, v, out = (Producer(np.zeros((1, 5, 2, 8), np.float32)) for _ in range(4))
     fa.flash_attn_func(q, k, v, out=out)
     assert launched == ["launch"]
-    monkeypatch.setitem(dlpack.DLPackDoor._devices, 1, _library.CUDA)
+    monkeypatch.setitem(dlpack.DLPackDoor._devices, 1, structs.CUDA)
     fa.flash_attn_func(q, k, v, out=out)
     assert launched[1:] == ["launch", None]
 

@@ -11,7 +11,7 @@ import flash_attn_minimal as fa  # noqa: E402
 from flash_attn_minimal import distributed  # noqa: E402
 from flash_attn_minimal import torch as integration  # noqa: E402
 from flash_attn_minimal._arrays import torch as torch_door  # noqa: E402
-from flash_attn_minimal._record import Recording  # noqa: E402
+from flash_attn_minimal._core.recordings import Recording  # noqa: E402
 from flash_attn_minimal.transformer import ops, quantized  # noqa: E402
 
 pytestmark = QUIET

@@ -269,7 +269,7 @@ def test_checkpointing_drops_the_same(device):
 
 
 def test_opcheck_of_the_operator_with_a_seed():
-    from flash_attn_minimal._options import Options
+    from flash_attn_minimal._core.options import Options
     from flash_attn_minimal.torch import autograd
 
     inputs = [normal("cpu", BATCH, ROWS, HEADS, DIM) for _ in range(3)]

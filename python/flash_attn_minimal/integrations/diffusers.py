@@ -13,8 +13,8 @@ import torch
 from diffusers.models import attention_dispatch
 
 from .._arrays import torch_modes
-from .._library import BadArgument
 from ..attention import flash_attn_func
+from ..errors import BadArgument
 from ..torch._inputs import autocast, dense_rows
 from .flash_attn._calls import draw_dropout
 

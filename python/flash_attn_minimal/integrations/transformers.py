@@ -28,8 +28,8 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
 from .._arrays import torch_modes
-from .._library import BadArgument, Unsupported
 from ..attention import flash_attn_func, flash_attn_varlen_func
+from ..errors import BadArgument, Unsupported
 from ..kvcache import flash_attn_with_kvcache
 from ..torch._inputs import autocast, dense_rows
 from .flash_attn._calls import draw_dropout

@@ -25,9 +25,9 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from .._checks import _flag, _quoted, _window
-from .._library import BadArgument, Unsupported
-from .._options import Options
+from .._core.checks import _flag, _quoted, _window
+from .._core.options import Options
+from ..errors import BadArgument, Unsupported
 from ._attention import Call, check_served, no_second_derivative, scaled, traced
 from ._axes import vary
 from ._custom_call import as_array

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import kvcache
-from .._checks import _flag, _quoted, _wants_lse
-from .._library import BadArgument
-from .._options import Options
+from .._core.checks import _flag, _quoted, _wants_lse
+from .._core.options import Options
+from ..errors import BadArgument
 from ._attention import traced
 from ._functions import traced_function
 

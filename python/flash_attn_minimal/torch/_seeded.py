@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from .._arrays import torch_modes
-from .._library import Unsupported
-from .._options import Options
+from .._core.options import Options
 from ..attention import flash_attn_func, flash_attn_varlen_func
+from ..errors import Unsupported
 from . import autograd
 
 _NAME, _BACKWARD_NAME = "flash_attn_minimal::attention_seeded", "flash_attn_minimal::attention_seeded_backward"

@@ -17,14 +17,15 @@ from __future__ import annotations
 
 import torch
 
-from .. import _arrays, _statistics
+from .. import _arrays
 from .._arrays import torch_modes
 from .._arrays.words import pass_array
-from .._checks import _flag, _integer, _number, _window
-from .._forward import attend, find, given_arrays
-from .._library import BadArgument, Unsupported
-from .._options import Options
+from .._core import statistics as _statistics
+from .._core.checks import _flag, _integer, _number, _window
+from .._core.forward import attend, find, given_arrays
+from .._core.options import Options
 from ..backward import _differentiate, find_gradients
+from ..errors import BadArgument, Unsupported
 
 torch_modes.active()  # fetches PyTorch's functions, in case PyTorch was imported after this library
 

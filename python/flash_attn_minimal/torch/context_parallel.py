@@ -31,13 +31,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from .._arrays import torch_modes
-from .._checks import _flag, _integer, _name, _quoted
-from .._library import BadArgument, Unsupported
-from .._options import AttentionOptions, Options, _options_of
+from .._core.checks import _flag, _integer, _name, _quoted
+from .._core.options import AttentionOptions, Options, _options_of
 from ..distributed import groups as _groups
 from ..distributed._structs import LAYOUTS, MODES
 from ..distributed.calls import backward, check_axes, forward, refuse_float8
 from ..distributed.groups import Group, from_torch
+from ..errors import BadArgument, Unsupported
 from . import autograd
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import torch
 
 from ... import attention as core
 from ..._arrays import torch_modes
-from ..._checks import _window
-from ..._library import FlashAttnError
+from ..._core.checks import _window
+from ...errors import FlashAttnError
 from ...torch._seeded import draw_dropout as _draw_dropout
 
 _Arguments, _Result = ParamSpec("_Arguments"), TypeVar("_Result")
