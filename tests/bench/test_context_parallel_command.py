@@ -1,4 +1,4 @@
-"""python -m flash_attn_minimal context-parallel, on the CPU: its files, its refusals, and ranks that fail."""
+"""python -m flash_attn_lab context-parallel, on the CPU: its files, its refusals, and ranks that fail."""
 
 import json
 import os
@@ -14,11 +14,11 @@ import pytest
 from bench_run import needs_matplotlib, needs_torch
 from conftest import CUDA_DEVICES
 
-from flash_attn_minimal.bench import context_parallel as command
-from flash_attn_minimal.bench.context_parallel import cases, crew, rank, report
-from flash_attn_minimal.bench.machine import BenchError, Numpy
+from flash_attn_lab import context_parallel as command
+from flash_attn_lab.bench.machine import BenchError, Numpy
+from flash_attn_lab.context_parallel import cases, crew, rank, report
 
-START = [sys.executable, "-m", "flash_attn_minimal", "context-parallel"]
+START = [sys.executable, "-m", "flash_attn_lab", "context-parallel"]
 
 
 def run(*arguments, code=0):
@@ -32,7 +32,7 @@ def read(file):
     data = json.loads(file.read_text())
     assert data.keys() >= {"machine", "date", "commit", "command", "ranks", "gpus", "rows"}
     assert data["machine"].keys() >= {"host", "library"}
-    assert data["command"].startswith("python -m flash_attn_minimal context-parallel")
+    assert data["command"].startswith("python -m flash_attn_lab context-parallel")
     assert "--json" not in data["command"] and str(file) not in data["command"]
     return data
 

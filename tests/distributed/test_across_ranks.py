@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import ranks
 from accuracy import Case
-from ranks import LAYOUTS, LEAST, MODES, Split, check_case, compute, devices, one_call, small
+from ranks import LAYOUTS, MODES, Split, check_case, compute, devices, one_call, small
 
 from flash_attn_minimal import distributed as fad
 
