@@ -13,8 +13,8 @@ import flash_attn_minimal
 TOPS = ("cuda", "python", "tests", "docs", "ladder", "examples", "cmake", ".ci")
 THEN = ("CHANGELOG.md", "docs/history.md")  # they name what was there once
 SOURCES = r"(?:py|c|h|cpp|cu|cuh|md|rst|sh)"
-# A folder or a file below one of TOPS, or a source by the end of its path. Not the same letters in an address, or beside
-# a placeholder in <> or {}.
+# A folder or a file below one of TOPS, or a source by the end of its path. Not the same letters in an address, nor
+# beside a placeholder in <> or {}.
 PATH = re.compile(
     rf"(?<![\w/.*{{}}<>$~:@-])(?:\.\.?/)*((?:{'|'.join(map(re.escape, TOPS))})/(?:[\w.*-]+/)*(?:[\w*-][\w.*-]*\.\w+)?"
     rf"|(?:[\w.*-]+/)*[\w*-]+\.{SOURCES})(?![\w*(/{{<-]|\.\w)"
