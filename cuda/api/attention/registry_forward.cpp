@@ -249,7 +249,7 @@ size_t mla_sm90_workspace(const AttentionParams& p, const DeviceInfo& device) {
     return decode_mla_sm90_workspace(p, device.multiprocessors);
 }
 fa_status mla_sm90_launch(const AttentionParams& p, const DeviceInfo& device, void* stream) {
-    return launched("mla_sm90", decode_mla_sm90(p, device.multiprocessors, static_cast<cudaStream_t>(stream)));
+    return launched("decode_mla_sm90", decode_mla_sm90(p, device.multiprocessors, static_cast<cudaStream_t>(stream)));
 }
 
 const char* fp8_sm90_refuses(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
@@ -312,8 +312,9 @@ fa_status cute_sm90_launch(const AttentionParams& p, const DeviceInfo&, void* st
 constexpr Kernel kKernels[] = {
 #if FA_WITH_CUDA
 #if FA_WITH_WGMMA_SM90
-    {"mla_sm90", "Hopper: a cache of headdim 576 and 512, fastest where the values are the first columns of the keys; float16, bfloat16",
-     FA_CUDA, mla_sm90_refuses, mla_sm90_workspace, mla_sm90_launch},
+    {"decode_mla_sm90",
+     "Hopper: a cache of headdim 576 and 512, fastest where the values are the first columns of the keys; float16, bfloat16", FA_CUDA,
+     mla_sm90_refuses, mla_sm90_workspace, mla_sm90_launch},
     {"wgmma_split_sm90",
      "Hopper: as wgmma_sm90 where rows do not fill the GPU: keys in pieces, the heads of a key head packed; plain, causal", FA_CUDA,
      wgmma_split_sm90_refuses, wgmma_split_sm90_workspace, wgmma_split_sm90_launch, wgmma_split_sm90_yields},
