@@ -2,7 +2,7 @@
 // dv; launch_scores (launch.cpp) follows each of them.
 #include "api/attention/limits.h"
 #include "api/attention/registry.h"
-#include "attention/backward/wgmma_sm90_tiles.h"
+#include "attention/backward/wgmma_sm90/tiles.h"
 #include "cpu/attention/kernels.h"
 
 #if FA_WITH_CUDA
