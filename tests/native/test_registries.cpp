@@ -176,7 +176,6 @@ void draw_backward(Random& random, fa_device device, Backward* b) {
         f.dtype = FA_BFLOAT16, f.fast_accum = 0;
         f.q_descale = f.k_descale = f.v_descale = {};
     }
-    f.max_score = f.key_sums = nullptr;
     f.lse = static_cast<float*>(address(random, 16, 4));
     f.deterministic = random.one_in(3);
     std::memset(&b->args, 0, sizeof b->args);

@@ -36,6 +36,7 @@ enum Feature : uint32_t {
     kNoKeys = 1 << 19,
     kAllFeatures = (1 << 20) - 1
 };
+constexpr uint32_t kOnlyOfCaches = kPages | k8BitCache | kTree | kLeftpad;
 constexpr uint32_t kHints = kTf32 | kFastAccum;  // permissions, which a kernel need not use
 constexpr uint32_t kScoresOfTiles = kLeftEdge | kSoftcap | kAlibi | kBias | kMask | kSinks | kDropout;  // wgmma kernels, the backward pass
 constexpr uint32_t kScoresOfDecode = kLeftEdge | kSoftcap | kAlibi | kSinks;

@@ -218,17 +218,15 @@ constexpr Kernel kKernels[] = {
      .fits = FA_GPU(has_blocks_for_all_of_S),
      .workspace = FA_GPU(forward_naive_workspace),
      .launch = FA_GPU(forward_naive)},
-#if FA_WITH_CUTE
     {.name = "cute_sm90",
      .summary = "Hopper: the loop of wgmma_sm90 in CuTe C++; float16, bfloat16, head dims 64 and 128, plain or causal",
      .device = FA_CUDA,
      .limits =
          {.dtypes = k16Bits, .gpus = kHopper, .head_dims = head_dims(64, 128), .takes = kHints | kKeySums, .memory = Memory::kTensorMaps},
-     .refuses = takes_64_or_128,
-     .fits = cute_fits,
-     .yields = cute_yields,
-     .launch = forward_cute_sm90},
-#endif
+     .refuses = FA_CUTE(takes_64_or_128),
+     .fits = FA_CUTE(cute_fits),
+     .yields = FA_CUTE(cute_yields),
+     .launch = FA_CUTE(forward_cute_sm90)},
     {.name = "fp8_fast_sm90",
      .summary = "Hopper: as fp8_sm90, with fast_accum: P v summed in the tensor cores",
      .device = FA_CUDA,

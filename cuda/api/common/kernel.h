@@ -25,6 +25,11 @@
 #else
 #define FA_SM90(function) nullptr
 #endif
+#if FA_WITH_CUTE
+#define FA_CUTE(function) function
+#else
+#define FA_CUTE(function) nullptr
+#endif
 
 namespace fa {
 
