@@ -20,6 +20,8 @@ if "FLASH_ATTN_LIBRARY" in os.environ or importlib.util.find_spec("flash_attn_mi
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, [sys.path[0], os.environ.get("PYTHONPATH")])
     )  # subprocesses
+elif importlib.util.find_spec("flash_attn_lab") is None:
+    sys.path.append(str(ROOT / "python"))  # the laboratory, beside an installed package
 FORCING = [f"FLASH_ATTN_{what}KERNEL" for what in ("", "BACKWARD_", "DENSE_LINEAR_", "LINEAR_", "CHAIN_")]
 for variable in FORCING:
     os.environ.pop(variable, None)

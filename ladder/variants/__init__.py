@@ -1,6 +1,6 @@
 """The experiments library from Python: experiments.h through ctypes, with PyTorch tensors on a GPU.
 
-`python -m flash_attn_minimal experiment` reads the same library and table (flash_attn_minimal.experiments).
+`python -m flash_attn_lab experiment` reads the same library and table (flash_attn_lab.experiments).
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import functools
 
 import numpy as np
 
+from flash_attn_lab.experiments import _variants
+from flash_attn_lab.experiments._variants import Variant
 from flash_attn_minimal._core import structs
-from flash_attn_minimal.experiments import _variants
-from flash_attn_minimal.experiments._variants import Variant
 
 EXPERIMENTS = ("block-size", "traffic", "optimisation", "online-softmax", "trace")
 # fa_trace of experiments.h.

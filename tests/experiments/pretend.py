@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 from conftest import ROOT
 
-from flash_attn_minimal import experiments
+from flash_attn_lab import experiments
+from flash_attn_lab.bench.machine import Numpy
+from flash_attn_lab.experiments import _calls, _variants, sweeps, traffic
 from flash_attn_minimal._core import library
-from flash_attn_minimal.bench.machine import Numpy
-from flash_attn_minimal.experiments import _calls, _variants, sweeps, traffic
 
 
 class Gpu(Numpy):

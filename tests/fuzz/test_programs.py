@@ -11,19 +11,19 @@ import pytest
 from conftest import NO_CUDA, SEED, torch
 
 import flash_attn_minimal as fa
+from flash_attn_lab.fuzz import function
+from flash_attn_lab.fuzz.function import World
+from flash_attn_lab.fuzz.judge import Wrong
+from flash_attn_lab.fuzz.programs import command, exact, places, reproduce, shrink, steps
+from flash_attn_lab.fuzz.programs.answers import Answer, difference
+from flash_attn_lab.fuzz.programs.children import in_child
+from flash_attn_lab.fuzz.programs.draw import generate
+from flash_attn_lab.fuzz.programs.places import Places
+from flash_attn_lab.fuzz.programs.steps import prepare
+from flash_attn_lab.fuzz.programs.worker import Judge
 from flash_attn_minimal import attention, distributed, kvcache
 from flash_attn_minimal._core import launch as _launch
 from flash_attn_minimal._core import recordings, repeats
-from flash_attn_minimal.fuzz import function
-from flash_attn_minimal.fuzz.function import World
-from flash_attn_minimal.fuzz.judge import Wrong
-from flash_attn_minimal.fuzz.programs import command, exact, places, reproduce, shrink, steps
-from flash_attn_minimal.fuzz.programs.answers import Answer, difference
-from flash_attn_minimal.fuzz.programs.children import in_child
-from flash_attn_minimal.fuzz.programs.draw import generate
-from flash_attn_minimal.fuzz.programs.places import Places
-from flash_attn_minimal.fuzz.programs.steps import prepare
-from flash_attn_minimal.fuzz.programs.worker import Judge
 
 EXAMPLES = int(os.environ.get("FLASH_ATTN_TEST_EXAMPLES", "40")) // 3
 A_FEW_HUNDRED = 300
@@ -383,7 +383,7 @@ def test_hangs_and_crashes(monkeypatch):
     import time
 
     program = {"function": "program", "steps": [{"spec": {"function": "rms_norm", "dim": 8, "seed": 1}}]}
-    from flash_attn_minimal.fuzz.case import functions
+    from flash_attn_lab.fuzz.case import functions
 
     small = functions()["rms_norm"]
     with Judge("cpu", seconds=3) as judge:
@@ -434,7 +434,7 @@ def test_a_finding_is_a_program_that_can_be_pasted(monkeypatch):
 
 def run(*arguments):
     return subprocess.run(
-        [sys.executable, "-m", "flash_attn_minimal", "fuzz", *map(str, arguments)], capture_output=True, text=True,
+        [sys.executable, "-m", "flash_attn_lab", "fuzz", *map(str, arguments)], capture_output=True, text=True,
         timeout=600,
     )  # fmt: skip
 

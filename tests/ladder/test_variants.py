@@ -21,8 +21,8 @@ sys.path.insert(0, str(ROOT))
 from ladder import variants  # noqa: E402
 
 import flash_attn_minimal as fa  # noqa: E402
+from flash_attn_lab.experiments._variants import VariantStruct  # noqa: E402
 from flash_attn_minimal._core import structs  # noqa: E402
-from flash_attn_minimal.experiments._variants import VariantStruct  # noqa: E402
 
 try:
     TABLE = variants.variants()

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import difflib
 import functools
+import importlib
 import math
 import os
 import shutil
@@ -49,13 +50,15 @@ def did_you_mean(word: str, known: Collection[str]) -> str:
 class Parser(argparse.ArgumentParser):
     """The options of one command. Errors are UsageErrors of one line. Options cannot be abbreviated."""
 
-    def __init__(self, command: str, **about: Any):
+    def __init__(self, command: str, start: str | None = None, **about: Any):
+        """start: what starts the command in messages; default: as this process was started."""
+        start = start or program()
         about.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         for key in ("description", "epilog"):
-            text = about.get(key, "").replace("python -m flash_attn_minimal", program())
+            text = about.get(key, "").replace("python -m flash_attn_minimal", start)
             width = shutil.get_terminal_size().columns - 2
             about[key] = text if "\n" in text.strip() else textwrap.fill(text, max(width, 20))
-        super().__init__(prog=f"{program()} {command}", allow_abbrev=False, **about)
+        super().__init__(prog=f"{start} {command}", allow_abbrev=False, **about)
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message.removeprefix("argument ").replace("expected one argument", "a value is missing"))
@@ -160,6 +163,33 @@ def without(argv: list[str], *options: str) -> list[str]:
 
 
 # ---- running a command ----
+
+
+def choose(start: str, version: str, commands: dict[str, tuple[str, str]], argv: list[str]) -> int:
+    """Runs the command that the first argument names. commands: by name, a module with a function main and what it
+    does. start: what starts this process, for messages."""
+    usage = f"usage: {start} COMMAND [--help] ...\n       {start} --version\n\ncommands:\n" + "".join(
+        f"  {name:<16} {summary}\n" for name, (_, summary) in commands.items()
+    )
+    if not argv:
+        print(usage, end="", file=sys.stderr)
+        return 2
+    name, *rest = argv
+    if name in ("-h", "--help"):
+        return run("help", lambda: _say(usage))
+    if name == "--version":
+        return run("version", lambda: _say(f"flash-attn-minimal {version}\n"))
+    if name not in commands:
+        what = "an option" if name.startswith("-") else "a command"
+        hint = did_you_mean(name, [*commands, "--help", "--version"]) or f"; `{start} --help` lists the commands"
+        print(f"{name!r} is not {what}{hint}", file=sys.stderr)
+        return 2
+    return run(name, lambda: importlib.import_module(commands[name][0]).main(rest))
+
+
+def _say(text: str) -> int:
+    print(text, end="")
+    return 0
 
 
 def command(name: str) -> Callable[[Callable[[list[str]], int]], Callable[[list[str] | None], int]]:

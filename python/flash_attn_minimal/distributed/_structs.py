@@ -11,7 +11,7 @@ from .._core.structs import AttentionArgs, AttentionBackwardArgs, KVCacheArgs, _
 
 KINDS = {"threads": 1, "processes": 2, "nccl": 3}
 LAYOUTS = {"contiguous": 1, "zigzag": 2, "flat": 3}
-MODES = {"auto": 0, "gather": 1, "ulysses": 2, "ring": 3}
+MODES = {"auto": 0, "gather": 1, "ulysses": 2}
 MOST_RANKS = 1024
 
 # int all_gather(void* context, const void* mine, void* all, size_t bytes)

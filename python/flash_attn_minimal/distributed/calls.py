@@ -44,7 +44,7 @@ class DistributedPlan:
 
     status: str  # "FA_OK", or the name of the status that the call would raise
     error: str  # the text of that error, "" when there is none
-    mode: str  # "gather", "ulysses" or "ring"
+    mode: str  # "gather" or "ulysses"
     rows: tuple[int, int]  # rows of q and of k on this rank
     workspace_bytes: int  # scratch memory, allocated by the call itself
     shared_bytes: int  # memory that the group takes on every rank: see Group.reserve
@@ -254,8 +254,6 @@ def forward(
             "ulysses": a rank fetches all tokens of some heads, and sends the rows of out back. The result is bitwise
                 that of one device. Needs at least as many heads as ranks, and no bias or mask with an axis of rows.
                 Where no rank has two rows of a sequence, an axis of size 1 is refused too: leave it out.
-            "ring": a rank visits the keys of one rank after another, and adds up results in float32. Needs the least
-                memory.
             "auto": the mode that moves the fewest bytes.
         groups: the number of pieces that the heads are cut into, so that transfers for one piece overlap work on
             another; 0 lets the library choose.
