@@ -35,10 +35,11 @@ BELOW = {
     "api/transformer": [
         *("api/common", "flash_attn_transformer.h", "transformer", "cpu/transformer", "cpu/common", "common")
     ],
-    "api/calls.h": ["flash_attn_transformer.h"],
-    "api/calls.cpp": ["api/calls.h", "api/common", "flash_attn_transformer.h", "cpu/common"],
+    "api/calls.cpp": [
+        *("api/common", "flash_attn.h", "flash_attn_transformer.h", "flash_attn_distributed.h", "cpu/common")
+    ],
     "api/xla_ffi.h": [],
-    "api/xla_ffi.cpp": ["api/xla_ffi.h", "api/calls.h", "api/common", "flash_attn_transformer.h"],
+    "api/xla_ffi.cpp": ["api/xla_ffi.h", "api/common", "flash_attn_transformer.h"],
     "flash_attn_distributed.h": ["flash_attn.h"],
     "distributed": ["api/common", "flash_attn_distributed.h", "flash_attn.h", "cpu/common", *KERNELS],
     "test_flash_attn.cu": ["flash_attn.h", "flash_attn_distributed.h"],
