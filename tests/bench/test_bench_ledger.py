@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from bench_run import run
 
-from flash_attn_minimal import _library, bench
-from flash_attn_minimal.bench import ledger
-from flash_attn_minimal.bench.ledger import rows
-from flash_attn_minimal.bench.machine import BenchError
+from flash_attn_lab import bench
+from flash_attn_lab.bench import ledger
+from flash_attn_lab.bench.ledger import rows
+from flash_attn_lab.bench.machine import BenchError
+from flash_attn_minimal._core import library as _library
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = ("--suite", "ledger", "--device", "cpu", "--quick")
@@ -143,7 +144,8 @@ def test_a_row_that_ends_or_hangs_the_process_costs_that_row_alone(tmp_path, mon
 
 
 def test_ctrl_c_keeps_the_rounds_that_are_complete(tmp_path):
-    command = [sys.executable, "-m", "flash_attn_minimal", "bench", *OPTIONS, "--row", "ops", "--rounds", "2000"]
+    command = [sys.executable, "-X", "faulthandler", "-m", "flash_attn_lab", "bench", *OPTIONS, "--row", "ops"]
+    command += ["--rounds", "2000"]
     process = subprocess.Popen(
         [*command, "--against", str(_library.path()), "--output", str(tmp_path)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
@@ -152,7 +154,11 @@ def test_ctrl_c_keeps_the_rounds_that_are_complete(tmp_path):
         if "round 2" in line:
             break
     os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    try:
+        _, errors = process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)  # says where it hangs
+        _, errors = process.communicate(timeout=10)
     assert "interrupted" in errors and process.returncode == 130, errors
     data = json.loads((tmp_path / "ledger_part.json").read_text())
     assert len(data["rows"]) == 2 and all(1 <= row["rounds"] < 2000 for row in data["rows"])
