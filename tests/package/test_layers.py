@@ -40,6 +40,7 @@ BELOW = {
     ],
     "api/xla_ffi.h": [],
     "api/xla_ffi.cpp": ["api/xla_ffi.h", "api/common", "flash_attn_transformer.h"],
+    "tvm_ffi": ["flash_attn.h"],
     "flash_attn_distributed.h": ["flash_attn.h"],
     "distributed": ["api/common", "flash_attn_distributed.h", "flash_attn.h", "cpu/common", *KERNELS],
     "test_flash_attn.cu": ["flash_attn.h", "flash_attn_distributed.h"],
