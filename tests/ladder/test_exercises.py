@@ -1,7 +1,9 @@
 """The exercises of docs/learn: each judge accepts our solution, refuses mistakes, and names what is not written."""
 
 import os
+import re
 import runpy
+import shutil
 import subprocess
 import sys
 
@@ -15,29 +17,35 @@ if not FOLDER.is_dir() or not (ROOT / "docs/benchmarks/h200").is_dir():
 sys.path.insert(0, str(FOLDER))
 
 import judging  # noqa: E402
+import kernels  # noqa: E402
 
+SOLUTIONS = FOLDER.parent / "solutions"
 EXERCISES = sorted(path.stem for path in FOLDER.glob("[0-9]*.py"))
+KERNELS = {path.stem: path.name for path in sorted(FOLDER.glob("[0-9]*.c*"))}
+FUNCTIONS = [name for name in EXERCISES if name not in KERNELS]
 
 
 def parts_of(name):
     exercise = judging.load(FOLDER / f"{name}.py")
-    solution = judging.load(FOLDER.parent / f"solutions/{name}.py")
-    return exercise, {function: getattr(solution, function) for function in exercise.TO_WRITE}
+    return exercise, judging.parts(vars(exercise), FOLDER / f"{name}.py", solution=True)
 
 
 def test_exercises_and_solutions_belong_together():
-    assert EXERCISES == sorted(path.stem for path in (FOLDER.parent / "solutions").glob("*.py"))
+    assert EXERCISES == sorted(path.stem for path in SOLUTIONS.iterdir() if path.is_file())
     assert [int(name[:2]) for name in EXERCISES] == list(range(1, len(EXERCISES) + 1))
+    for name in EXERCISES:
+        steps, ideas = judging.hints(name)
+        assert len({*steps}) == 3 and ideas, name
 
 
-@pytest.mark.parametrize("name", EXERCISES)
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_judge_accepts_the_solution(name):
     exercise, functions = parts_of(name)
     exercise.judge(**functions)  # a mistake shows its own text
     assert judging.verdict(exercise.judge, functions) == "passed"
 
 
-@pytest.mark.parametrize("name", EXERCISES)
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_an_exercise_that_is_not_written_says_so(name, monkeypatch, capsys):
     path = str(FOLDER / f"{name}.py")
     monkeypatch.setattr(sys, "argv", [path])
@@ -45,6 +53,16 @@ def test_an_exercise_that_is_not_written_says_so(name, monkeypatch, capsys):
         runpy.run_path(path, run_name="__main__")
     assert ended.value.code == 1
     assert capsys.readouterr().out.startswith(f"{name}: not written yet: {parts_of(name)[0].TO_WRITE[0]}(")
+
+
+def test_the_command_gives_hints():
+    command = [sys.executable, str(FOLDER / "02_online_softmax.py")]
+    done = subprocess.run([*command, "--hint", "3"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout[:62]) == (0, "02_online_softmax, hint 3: base = where(new_max is -inf, 0, ne")
+    done = subprocess.run([*command, "--hint", "4"], capture_output=True, text=True, timeout=60)
+    assert (
+        done.returncode == 1 and done.stderr == "usage: python 02_online_softmax.py [--solution | --hint 1, 2 or 3]\n"
+    )
 
 
 def test_the_command_judges_the_solution():
@@ -190,14 +208,14 @@ def test_the_judge_refuses_mistakes(name, function, mistake, said):
     exercise, functions = parts_of(name)
     with np.errstate(all="ignore"):
         text = judging.verdict(exercise.judge, {**functions, function: mistake})
-    assert text.startswith("wrong: ") and said in text
+    assert text.startswith("wrong: ") and said in text and "\n    idea: " in text
 
 
 def test_every_exercise_has_a_mistake_that_its_judge_refuses():
-    assert {mistake[0] for mistake in MISTAKES} == set(EXERCISES)
+    assert {mistake[0] for mistake in MISTAKES} | {mistake[0] for mistake in SLIPS} == set(EXERCISES)
 
 
-@pytest.mark.parametrize("name", EXERCISES)
+@pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("result", [None, 1, (), "x", np.zeros(3)], ids=repr)
 def test_a_result_that_is_of_no_use_is_a_verdict_and_no_traceback(name, result):
     exercise, functions = parts_of(name)
@@ -222,3 +240,108 @@ def test_an_error_of_the_readers_names_his_line_and_not_the_judges(tmp_path):
         "01_stable_softmax: wrong: softmax raised AttributeError: 'numpy.ndarray' object has no attribute 'softmax'\n"
         f"    line {line}: return scores.softmax()\n"
     )
+
+
+# ---- lines inside kernels ----
+
+needs_compiler = pytest.mark.skipif(shutil.which(os.environ.get("CC") or "cc") is None, reason="no C compiler")
+
+
+def judged(name, lines, monkeypatch, optimised=False):
+    """Returns what the judge says of lines in the reader's place; it asks for no speed, as the machine of a test is busy."""
+    if not optimised:
+        monkeypatch.setattr(kernels.c, "FLAGS", ("-std=gnu11", "-O1", "-shared", "-fPIC", "-pthread"))
+    exercise = judging.load(FOLDER / f"{name}.py")
+    kernel = kernels.Kernel(FOLDER / KERNELS[name], lines)
+    kernel.strict = 0
+    return judging.verdict(exercise.judge, {"kernel": kernel}), kernel
+
+
+C_KERNELS = [name for name, file in KERNELS.items() if file.endswith(".c")]
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", C_KERNELS)
+def test_lines_of_the_solution_pass_and_stand_under_a_roof(name, monkeypatch):
+    said, kernel = judged(name, (SOLUTIONS / KERNELS[name]).read_text(), monkeypatch, optimised=True)
+    assert said == "passed"
+    found = re.search(
+        r"([\d.]+) GFLOP/s, ([\d.]+) times the slow lines.*roof: (\d+) GFLOP/s.*You reach (\d+) %", kernel.said
+    )
+    speed, _, roof, share = map(float, found.groups())
+    assert 0 < speed < roof and abs(100 * speed / roof - share) < 1
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", C_KERNELS)
+def test_a_kernel_without_the_readers_lines_says_so_and_its_slow_lines_are_right(name, monkeypatch):
+    assert (
+        judged(name, None, monkeypatch)[0] == f"not written yet: the lines between #else and #endif of {KERNELS[name]}"
+    )
+    kernel = kernels.Kernel(FOLDER / KERNELS[name])
+    call = kernel.attention
+    monkeypatch.setattr(kernel, "attention", lambda *arrays: call(*arrays, slow=True))
+    kernels.check(kernel)
+
+
+SLIPS = [  # exercise, what the solution has, what a reader writes first, what the judge says
+    ("14_one_pass", "sum *= factor;", ";", "maxima that rise (32 queries, 256 keys"),
+    ("14_one_pass", "out[d] *= factor", "out[d] *= 1", "lse is right everywhere; out[batch, row, head, dim]"),
+    ("14_one_pass", "float max = -INFINITY", "float max = 0", "scores far below 0"),
+    ("14_one_pass", "float new_max = max;", "float new_max = -INFINITY;", "maxima that fall"),
+    ("14_one_pass", "s[j] - new_max);", "s[j]); new_max = 0;", "scores beyond 88"),
+    ("14_one_pass", "seen - j0 < kPiece ? seen - j0 : kPiece", "kPiece", "one query, one key"),
+    ("14_one_pass", "scale, s);", "scale, s + j0 % 128);", "wrote past the end of its scratch memory"),
+    ("14_one_pass", "seen > 0 ? max + logf(sum)", "1 ? logf(sum)", "lse[batch, head, row]"),
+    ("15_tile_loops", "first + rows - 1", "first", "a causal mask (77 queries"),
+    ("15_tile_loops", "j0 < last", "j0 + kBlockN <= last", "one query, one key"),
+    ("15_tile_loops", "first + i) - j0", "first + i)", "a causal mask (77 queries"),
+    ("15_tile_loops", "a->seqlen_k - j0 < kBlockN ? a->seqlen_k - j0 : kBlockN", "kBlockN", "one query, one key"),
+    ("16_exponential", "y = y * r + 1.0f / 6,", "", "x from 0 to -1: e^"),
+    ("16_exponential", "n * 0.693145752f - n * 1.42860677e-6f", "n * 0.693147182f", "x from -1 to -20"),
+    ("16_exponential", "x < -87.0f ? 0.0f : y", "y", "the ends: e^-inf is"),
+    ("17_worker", "int item; (item = atomic_fetch_add(&w->next, 1)) < w->items;",
+     "int item = me->number * (w->items / 2), n = w->items / 2; n-- > 0; ++item", "was computed 0 times"),
+    ("17_worker", "(item = atomic_fetch_add(&w->next, 1)) < w->items;",
+     "(item = w->next) < w->items; w->next = item + 1", "was computed 2 times"),
+    ("17_worker", "(size_t)me->number * w->a->seqlen_k", "0", "are wrong, the first at"),
+    ("14_one_pass", "out[d] /= sum", "out[d] /= total", "it does not compile"),
+]  # fmt: skip
+
+
+@needs_compiler
+@pytest.mark.parametrize("name, old, new, said", SLIPS, ids=[f"{m[0]}-{i}" for i, m in enumerate(SLIPS)])
+def test_the_judge_refuses_wrong_lines(name, old, new, said, monkeypatch):
+    lines = (SOLUTIONS / KERNELS[name]).read_text()
+    assert old in lines
+    text, _ = judged(name, lines.replace(old, new), monkeypatch)
+    assert text.startswith("wrong: ") and said in text
+    assert "\n    idea: " in text or "compile" in text
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "lines, said",
+    [("out[1 << 28] = 0;", "ended the process by SIGSEGV"), ("for (volatile int i = 0;;) i = 0;", "no answer within")],
+)
+def test_a_kernel_that_crashes_or_never_ends_is_a_verdict(lines, said):
+    kernel = kernels.Kernel(FOLDER / "14_one_pass.c", lines)
+    assert said in judging.apart(lambda: str(kernels.check(kernel)), seconds=3)
+
+
+def test_slow_lines_are_named_with_their_place(monkeypatch):
+    class Same:
+        strict, said = 1, None
+
+        def call(self, *_):
+            pass
+
+    monkeypatch.setattr(kernels, "machine", lambda: {"operations": 1e11, "bytes": 1e10})
+    with pytest.raises(
+        judging.Wrong, match="right, but .* times as fast as the slow lines; 50 times is enough\n .*roof"
+    ):
+        kernels.race(Same(), (1, 8, 8, 1, 1, 16), False, 50, seconds=0.01)
+    assert "multiply-adds set the roof: 200 GFLOP/s on 2 cores" in kernels.report(
+        (1, 1024, 1024, 1, 1, 64), False, 2, 1, 2
+    )
+    assert "so memory set the roof: 20 GFLOP/s" in kernels.report((1, 1, 1024, 4, 1, 64), False, 2, 1, 2)
