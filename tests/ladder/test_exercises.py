@@ -18,6 +18,7 @@ sys.path.insert(0, str(FOLDER))
 
 import judging  # noqa: E402
 import kernels  # noqa: E402
+import simulator  # noqa: E402
 
 SOLUTIONS = FOLDER.parent / "solutions"
 EXERCISES = sorted(path.stem for path in FOLDER.glob("[0-9]*.py"))
@@ -173,6 +174,32 @@ def does_not_wait(tiles, slots, full, empty, put):
         yield
 
 
+def twice_the_lanes(thread, i):
+    return 16 * (thread // 32) + thread % 32 // 4, 2 * (thread % 4) + 8 * (i // 2) + i % 2
+
+
+def waits_for_this_lap(tiles, slots, full, empty, copy):
+    for tile in range(tiles):
+        yield empty[tile % slots], tile // slots % 2
+        full[tile % slots].arrive(expect=8192)
+        copy(tile, tile % slots, full[tile % slots])
+
+
+def announces_nothing(tiles, slots, full, empty, copy):
+    for tile in range(tiles):
+        yield empty[tile % slots], (tile // slots + 1) % 2
+        full[tile % slots].arrive()
+        copy(tile, tile % slots, full[tile % slots])
+
+
+def says_so_before_reading(tiles, slots, full, empty, read):
+    for tile in range(tiles):
+        yield full[tile % slots], tile // slots % 2
+        empty[tile % slots].arrive()
+        yield full[tile % slots], tile // slots % 2
+        read(tile % slots)
+
+
 def compares_the_maximum(out, exact, plain, floor=1e-6):
     return not np.abs(out - exact).max() > 2 * np.abs(plain - exact).max() + floor
 
@@ -200,6 +227,20 @@ MISTAKES = [
     ("05_roofline", "traffic", lambda b, i, j, h, hk, d, e: 4 * b * h * j * d * e, "traffic of one query"),
     ("12_zigzag", "tokens_of", lambda r, p, n, layout: list(range(r, n, p)), "got [0, 2, 4, 6]"),
     ("12_zigzag", "work_of", lambda r, p, n, layout: n * n // (2 * p), "work"),
+    ("18_swizzle", "offset", lambda row, piece, pieces: 16 * (row * pieces + piece),
+     "ldmatrix of piece 0 of rows 0 to 7 takes 8 times as long: lanes 0 and 1 want different words of bank 0"),
+    ("18_swizzle", "offset", lambda row, piece, pieces: 16 * (row * (pieces + 1) + piece), "outside of the 8192 bytes"),
+    ("18_swizzle", "offset", lambda row, piece, pieces: 16 * (row * pieces + (piece ^ row % min(pieces, 8))),
+     "rows of 64 bytes: ldmatrix of piece 0 of rows 0 to 7 takes 2 times as long"),
+    ("18_swizzle", "offset", lambda row, piece, pieces: 16 * (row * pieces + piece % 4), "where piece 0 of row 0 is"),
+    ("19_wgmma_fragments", "place", twice_the_lanes, "place(0, 2) is (0, 8), expected (8, 0)"),
+    ("19_wgmma_fragments", "owner", lambda row, column: (row, column), "owner(8, 0) is (8, 0), expected (0, 2)"),
+    ("19_wgmma_fragments", "partners", lambda thread: list(range(thread % 4, 32, 4)), "of the 8 numbers of row 0"),
+    ("20_phases", "counts", lambda consumers: (1, 1), "producer waits for parity 0 of empty[0]"),
+    ("20_phases", "counts", lambda consumers: (consumers, consumers), "deadlock"),
+    ("20_phases", "producer", waits_for_this_lap, "producer waits for parity 0 of empty[0] (phase 0, 1 of 1 arrivals"),
+    ("20_phases", "producer", announces_nothing, "before its tile has landed"),
+    ("20_phases", "consumer", says_so_before_reading, "overwrites slot"),
 ]  # fmt: skip
 
 
@@ -248,7 +289,7 @@ needs_compiler = pytest.mark.skipif(shutil.which(os.environ.get("CC") or "cc") i
 
 
 def judged(name, lines, monkeypatch, optimised=False):
-    """Returns what the judge says of lines in the reader's place; it asks for no speed, as the machine of a test is busy."""
+    """Returns what the judge says of lines in the reader's place; it asks for no speed, as tests may be slow."""
     if not optimised:
         monkeypatch.setattr(kernels.c, "FLAGS", ("-std=gnu11", "-O1", "-shared", "-fPIC", "-pthread"))
     exercise = judging.load(FOLDER / f"{name}.py")
@@ -345,3 +386,33 @@ def test_slow_lines_are_named_with_their_place(monkeypatch):
         (1, 1024, 1024, 1, 1, 64), False, 2, 1, 2
     )
     assert "so memory set the roof: 20 GFLOP/s" in kernels.report((1, 1, 1024, 4, 1, 64), False, 2, 1, 2)
+
+
+# ---- the simulator ----
+
+
+@pytest.mark.parametrize(
+    "addresses, width, times",
+    [
+        ([4 * lane for lane in range(32)], 4, 1),
+        ([128 * lane for lane in range(32)], 4, 32),
+        ([0] * 32, 4, 1),  # one word for all
+        ([8 * lane for lane in range(32)], 4, 2),
+        ([8 * lane for lane in range(32)], 8, 1),
+        ([272 * lane for lane in range(8)], 16, 1),  # padding by a piece
+        ([256 * lane for lane in range(8)], 16, 8),
+    ],
+)
+def test_bank_conflicts_by_hand(addresses, width, times):
+    assert simulator.wavefronts(addresses, width)[0] == times
+
+
+def test_a_phase_ends_with_the_last_arrival_and_the_last_byte():
+    barrier = simulator.Mbarrier("b", 2)
+    assert barrier.done(1) and not barrier.done(0)
+    barrier.arrive(expect=64)
+    barrier.land(32)
+    barrier.arrive()
+    assert not barrier.done(0) and str(barrier) == "b (phase 0, 0 of 2 arrivals and 32 bytes missing)"
+    barrier.land(32)
+    assert barrier.done(0) and barrier.pending == 2

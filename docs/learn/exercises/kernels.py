@@ -203,10 +203,11 @@ def race(kernel: Kernel, sizes, causal: bool, least: float, threads: int = 1, se
         turns += 1
     kernel.said = report(sizes, causal, best[True], best[False], threads)
     ratio = best[True] / best[False]
-    require(
-        ratio >= least,
-        f"right, but {ratio:.2f} times as fast as the slow lines; {least:g} times is enough\n    {kernel.said}",
-    )
+    said = f"right, but {ratio:.2f} times as fast as the slow lines; {least:g} times is enough\n    {kernel.said}"
+    busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0
+    if busy > cores() - 0.5:
+        said += f"\n    The machine is busy: a load of {busy:.1f} on {cores()} cores. Try again when it is not."
+    require(ratio >= least, said)
 
 
 def report(sizes, causal: bool, slow: float, yours: float, threads: int) -> str:
