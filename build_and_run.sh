@@ -402,7 +402,7 @@ how_to_go_on() {
     [[ $name != "$here"/* ]] || name=${name#"$here/"}
     printf -v name %q "$name"
     [[ $python != "$base" ]] || name="PYTHONPATH=$root/python FLASH_ATTN_LIBRARY=$FLASH_ATTN_LIBRARY $base"
-    local -a fresh=(env -u PYTHONPATH -u FLASH_ATTN_LIBRARY "$python" -c 'from flash_attn_minimal import _library; print(_library.path())')
+    local -a fresh=(env -u PYTHONPATH -u FLASH_ATTN_LIBRARY "$python" -c 'from flash_attn_minimal._core import library; print(library.path())')
     local other
     if [[ $python != "$base" ]] && other=$(cd / && "${fresh[@]}" 2>/dev/null) && ! [[ $other -ef $FLASH_ATTN_LIBRARY ]]; then
         say ""

@@ -11,8 +11,6 @@
  *   gather     a rank fetches the keys and values that its queries see, and nothing outside a window. No partial results
  *   ulysses    a rank fetches all tokens of some heads and sends the rows of out back. The forward pass is bitwise that of one device
  *              (Jacobs et al. 2023, DeepSpeed Ulysses)
- *   ring       a rank processes the keys of one rank after another, holds two such sets in memory, and adds up results in float32
- *              (Liu et al. 2023, Ring Attention)
  *
  * Rules beyond those of flash_attn.h
  *   - A function marked "collective" must be called by every rank of the group, each from its own thread (or process). It waits on the
@@ -103,7 +101,7 @@ FA_API fa_status fa_distributed_segments(int32_t layout, int32_t rank, int32_t s
 
 /* ---- attention ---- */
 
-typedef enum fa_mode { FA_MODE_AUTO = 0, FA_MODE_GATHER = 1, FA_MODE_ULYSSES = 2, FA_MODE_RING = 3 } fa_mode;
+typedef enum fa_mode { FA_MODE_AUTO = 0, FA_MODE_GATHER = 1, FA_MODE_ULYSSES = 2 } fa_mode;
 
 typedef struct fa_distributed_args {
     size_t struct_size;

@@ -17,7 +17,7 @@
 //
 // New against attention/forward/naive.cu: S never reaches memory, so memory is O(seqlen), and every byte of K and V that a block loads
 // serves 64 rows. Plain CUDA cores and fp32 arithmetic; any head dim, dtype, stride and option. Bound by fp32 FMA throughput and
-// the shared-memory reads that feed it: 16 FMAs for two 16-byte reads. Tensor cores are the next rung: attention/forward/mma_sm80.cu.
+// the shared-memory reads that feed it: 16 FMAs for two 16-byte reads. Tensor cores are the next rung: attention/forward/mma_sm80/entry.cu.
 #include "attention/common/dropout.h"
 #include "attention/common/epilogue.cuh"
 #include "attention/common/key_rows.cuh"

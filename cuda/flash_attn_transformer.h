@@ -162,7 +162,7 @@ FA_API fa_status fa_linear_query(const fa_linear_args* args, fa_attention_plan* 
  *     FA_MXFP4   code E2M1                                              block  32   scale E8M0, 2^(byte - 127); 255 = NaN
  *     FA_INT4    code two's complement, -8 .. 7                         block 128   scale float16
  * A weight is first quantised to its plain form (codes and scales as in files), then packed once for the products.
- * cuda/transformer/w4/w4.h defines both forms. */
+ * cuda/transformer/w4/common/w4.h defines both forms. */
 
 typedef enum fa_w4_format { FA_NVFP4 = 1, FA_MXFP4 = 2, FA_INT4 = 3 } fa_w4_format;
 

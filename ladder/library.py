@@ -51,20 +51,21 @@ def _rung(name, about, files, device, dtypes, backward_kernel=None, language="CU
 
 
 FORWARD = "cuda/attention/forward/"
-WGMMA = tuple(f"{FORWARD}wgmma_sm90{end}" for end in (".cuh", "_block.cuh", "_consume.cuh", "_plan.h", "_produce.cuh"))
-FP8 = tuple(f"{FORWARD}fp8_sm90{end}" for end in (".cuh", "_plan.h"))
+WGMMA = tuple(f"{FORWARD}wgmma_sm90/{part}" for part in ("kernel.cuh", "block.cuh", "consume.cuh", "plan.h",
+                                                         "produce.cuh"))  # fmt: skip
+FP8 = tuple(f"{FORWARD}fp8_sm90/{part}" for part in ("kernel.cuh", "plan.h"))
 RUNGS = (
     _rung("cpu_naive", "the definition, S in memory", ("cuda/cpu/attention/forward_naive.cpp",), "cpu", ALL,
           "cpu_naive", "C++"),
     _rung("naive", "three steps, S in memory", (FORWARD + "naive.cu",), "cuda", ALL, unit=FORWARD + "naive.cu"),
     _rung("minimal", "online softmax, S in registers", ("cuda/flash_attn_minimal.cu",), "cuda", ALL, "simple",
           unit="cuda/flash_attn_minimal.cu"),
-    _rung("mma_sm80", "tensor cores, asynchronous copies, P in registers", (FORWARD + "mma_sm80.cuh",), "cuda", SIXTEEN,
-          "mma_sm80", unit=FORWARD + "mma_sm80.cu"),
+    _rung("mma_sm80", "tensor cores, asynchronous copies, P in registers", (FORWARD + "mma_sm80/kernel.cuh",),
+          "cuda", SIXTEEN, "mma_sm80", unit=FORWARD + "mma_sm80/entry.cu"),
     _rung("wgmma_sm90", "TMA, wgmma, producer and consumer warpgroups", WGMMA,
-          "cuda", SIXTEEN, "wgmma_sm90", unit=FORWARD + "wgmma_sm90_d128.cu"),
+          "cuda", SIXTEEN, "wgmma_sm90", unit=FORWARD + "wgmma_sm90/instances/d128.cu"),
     _rung("fp8_sm90", "8 bits: V transposed on the way, sums of two levels", FP8, "cuda", EIGHT,
-          unit=FORWARD + "fp8_sm90.cu"),
+          unit=FORWARD + "fp8_sm90/entry.cu"),
     _rung("fp8_fast_sm90", "8 bits, the sums left to the tensor cores", FP8, "cuda", EIGHT,
           options={"fast_accum": True}),
     _rung("cute_sm90", "the loop of wgmma_sm90 from Layouts, a TiledMMA and TMA atoms", (FORWARD + "cute_sm90.cu",),

@@ -85,7 +85,7 @@ def _sdpa(backend: str, q, k, v, causal: bool):
     are repeated for it."""
     import torch
 
-    from flash_attn_minimal.bench.systems import only
+    from flash_attn_lab.bench.systems import only
 
     group = q.shape[2] // k.shape[2]
     if group > 1 and backend == "efficient":
@@ -201,7 +201,7 @@ def _load_pallas() -> Calls:
         raise Unavailable(f"JAX's Pallas with Mosaic GPU: {type(error).__name__}: {error}") from None
     if not [device for device in jax.devices() if device.platform == "gpu"]:
         raise Unavailable("JAX sees no GPU")
-    from flash_attn_minimal.bench.machine import first_line
+    from flash_attn_lab.bench.machine import first_line
 
     @functools.partial(jax.jit, static_argnums=3)
     def attention(q, k, v, config):

@@ -64,7 +64,7 @@ class Shape:
 
     @property
     def section(self) -> int:
-        """The number of heads whose tiles fit into L2, as backward_section_heads in wgmma_sm90_tiles.h."""
+        """The number of heads whose tiles fit into L2, as backward_section_heads in wgmma_sm90/tiles.h."""
         heads = 1
         while 2 * heads * self.seqlen * self.group * 8 * self.headdim <= 32 << 20 and heads < self.all_heads:
             heads *= 2
@@ -72,7 +72,7 @@ class Shape:
 
     @property
     def section_in_order(self) -> int:
-        """As backward_section_heads_in_order in wgmma_sm90_tiles.h."""
+        """As backward_section_heads_in_order in wgmma_sm90/tiles.h."""
         least = 8 if self.group > 1 else 32 if self.headdim <= 64 else 16
         return min(max(self.section, least), self.all_heads)
 
@@ -134,7 +134,7 @@ ORDERS = {
     "highest keys first, tiles upwards": (highest_first, walk_up),
     "lowest keys first, tiles downwards": (lowest_first, walk_down),
 }
-LIBRARY = "the same, more heads side by side"  # find_key_block in wgmma_sm90_work.cuh
+LIBRARY = "the same, more heads side by side"  # find_key_block in wgmma_sm90/work.cuh
 
 
 def ratios(shape: Shape, lag: float) -> dict[str, float]:

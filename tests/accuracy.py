@@ -1,5 +1,5 @@
 """Calls with all their inputs, the float64 answer, and the error of a plain implementation of the same precision. The
-allowed error of a result is in flash_attn_minimal/fuzz/judge.py."""
+allowed error of a result is in flash_attn_lab/fuzz/judge.py."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from flash_attn_minimal import reference
-from flash_attn_minimal.fuzz import judge
-from flash_attn_minimal.fuzz.judge import (
+from flash_attn_lab.fuzz import judge
+from flash_attn_lab.fuzz.judge import (
     EPSILON,
     check,
     plain_attention,
@@ -21,6 +20,7 @@ from flash_attn_minimal.fuzz.judge import (
     rounding_floor,
     within,
 )
+from flash_attn_minimal import reference
 
 __all__ = [
     "EPSILON",

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from flash_attn_minimal import bench
-from flash_attn_minimal.bench import figure
+from flash_attn_lab import bench
+from flash_attn_lab.bench import figure
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 needs_matplotlib = pytest.mark.skipif(not figure.available(), reason="matplotlib is not installed")
@@ -52,7 +52,7 @@ def check_schema(data, suite):
     assert data.keys() - {"commit"} == {"machine", "date", "command", "suite", "rows", "left_out"}
     assert data["machine"].keys() >= {"cpu", "host", "library"}
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", data["date"])
-    assert data["command"].startswith("python -m flash_attn_minimal bench") and "--output" not in data["command"]
+    assert data["command"].startswith("python -m flash_attn_lab bench") and "--output" not in data["command"]
     for row in data["rows"]:
         assert row["suite"] == suite
         for key, value in row.items():

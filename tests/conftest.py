@@ -20,6 +20,8 @@ if "FLASH_ATTN_LIBRARY" in os.environ or importlib.util.find_spec("flash_attn_mi
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, [sys.path[0], os.environ.get("PYTHONPATH")])
     )  # subprocesses
+elif importlib.util.find_spec("flash_attn_lab") is None:
+    sys.path.append(str(ROOT / "python"))  # the laboratory, beside an installed package
 FORCING = [f"FLASH_ATTN_{what}KERNEL" for what in ("", "BACKWARD_", "DENSE_LINEAR_", "LINEAR_", "CHAIN_")]
 for variable in FORCING:
     os.environ.pop(variable, None)
@@ -28,7 +30,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would tak
 import accuracy  # noqa: E402
 
 import flash_attn_minimal as fa  # noqa: E402
-from flash_attn_minimal import _library  # noqa: E402
+from flash_attn_minimal._core import library  # noqa: E402
 
 SEED = int(os.environ.get("FLASH_ATTN_TEST_SEED") or np.random.SeedSequence().generate_state(1)[0])
 
@@ -39,7 +41,7 @@ def _module(name: str):
 
 ml_dtypes, torch, cupy, jax = (_module(name) for name in ("ml_dtypes", "torch", "cupy", "jax"))
 try:
-    CUDA_DEVICES = _library.load().fa_cuda_device_count()
+    CUDA_DEVICES = library.load().fa_cuda_device_count()
 except fa.LibraryNotFound as error:
     pytest.exit(str(error), returncode=4)
 if not CUDA_DEVICES:
@@ -274,6 +276,6 @@ def pytest_ignore_collect(collection_path, config):
 def pytest_report_header(config):
     return [
         "tests: " + ("all that are named" if config.option.all else "the quick ones (--all: every test)"),
-        f"library: {_library.path()} ({_library.load().fa_build_info().decode()})",
+        f"library: {library.path()} ({library.load().fa_build_info().decode()})",
         f"fuzz seed: {SEED} (FLASH_ATTN_TEST_SEED={SEED} repeats this run); cuda: {NO_CUDA or CUDA.framework}",
     ]

@@ -256,11 +256,8 @@ fa_status each_launch(const Problem& p, const Parts& parts, const PartArrays& ar
 
 }  // namespace
 
-fa_status attend_parts(Walk& w, const Problem& p, const Parts& parts, const PartArrays& arrays, const Heads& heads, bool sinks, int64_t i) {
-    return each_launch(p, parts, arrays, heads, [&](fa_attention_args args, size_t) {
-        if (!sinks) args.sinks = nullptr;
-        return w.attend(args, i);
-    });
+fa_status attend_parts(Walk& w, const Problem& p, const Parts& parts, const PartArrays& arrays, const Heads& heads, int64_t i) {
+    return each_launch(p, parts, arrays, heads, [&](fa_attention_args args, size_t) { return w.attend(args, i); });
 }
 
 fa_status differentiate_parts(Walk& w, const Problem& p, const Parts& parts, const PartArrays& arrays, const Heads& heads) {
@@ -291,6 +288,6 @@ fa_status sum_sinks(Walk& w, const Problem& p, int32_t count) {
     return launch_sum(shape, {p.g.dsinks, p.a.nheads, p.a.nheads}, parts, p.a.nheads, count * p.size, w.stream());
 }
 
-const Mode& mode_at(int32_t mode) { return mode == FA_MODE_GATHER ? kGather : mode == FA_MODE_ULYSSES ? kUlysses : kRing; }
+const Mode& mode_at(int32_t mode) { return mode == FA_MODE_GATHER ? kGather : kUlysses; }
 
 }  // namespace fa::distributed

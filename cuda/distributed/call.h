@@ -1,4 +1,4 @@
-// call.h: one call of one rank. A mode (gather.cpp, ulysses.cpp, ring.cpp) is written as a walk through its transfers and launches of
+// call.h: one call of one rank. A mode (gather.cpp, ulysses.cpp) is written as a walk through its transfers and launches of
 // attention. The Walk either counts the memory that they need or performs them, so a plan and a call cannot disagree.
 #pragma once
 
@@ -9,7 +9,7 @@
 #include "api/common/checks.h"
 #include "distributed/layout.h"
 #include "distributed/rows.h"
-#include "distributed/transport.h"
+#include "distributed/transport/transport.h"
 #include "flash_attn_distributed.h"
 
 namespace fa::distributed {
@@ -199,7 +199,7 @@ fa_status each_piece(Walk& w, size_t count, size_t mine, const List& list, const
 struct Heads {
     int32_t first, count, count_k;
 };
-fa_status attend_parts(Walk& w, const Problem& p, const Parts& parts, const PartArrays& arrays, const Heads& heads, bool sinks, int64_t i);
+fa_status attend_parts(Walk& w, const Problem& p, const Parts& parts, const PartArrays& arrays, const Heads& heads, int64_t i);
 // The gradients. Key ranges of the parts are disjoint and ascending. dq, dk, dv and dsinks must be zero before the call; rows outside the
 // parts are not touched. If p.parts_stand_alone(), dbias is added to.
 fa_status differentiate_parts(Walk& w, const Problem& p, const Parts& parts, const PartArrays& arrays, const Heads& heads);
@@ -223,7 +223,7 @@ struct Mode {
     fa_status (*forward)(Walk& w, const Problem& p);
     fa_status (*backward)(Walk& w, const Problem& p);
 };
-extern const Mode kGather, kUlysses, kRing, kAlone;
+extern const Mode kGather, kUlysses, kAlone;
 
 // decode.cpp. Both use p.a for the rows of q, (batch, seqlen_q); a decode call also has p.cache.
 fa_status decode(Walk& w, const Problem& p);

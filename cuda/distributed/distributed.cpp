@@ -86,7 +86,7 @@ fa_status choose_mode(int32_t wanted, Problem* p, char* why_not, size_t size) {
     const auto given = [](const fa_score_tensor& x) { return x.data || x.row_stride; };
     const bool scored = p->total_k() > 0 && (given(p->a.bias) || given(p->a.mask));
     const bool all_to_all = even && !windowed && !scored && (p->backward() || group <= p->size - 1 || p->layout != FA_LAYOUT_ZIGZAG);
-    const int32_t order[] = {all_to_all ? FA_MODE_ULYSSES : FA_MODE_GATHER, all_to_all ? FA_MODE_GATHER : FA_MODE_ULYSSES, FA_MODE_RING};
+    const int32_t order[] = {all_to_all ? FA_MODE_ULYSSES : FA_MODE_GATHER, all_to_all ? FA_MODE_GATHER : FA_MODE_ULYSSES};
     for (const int32_t mode : order) {
         p->mode = mode;
         if (serves(mode)) return FA_OK;
@@ -116,7 +116,7 @@ fa_status validate(const fa_distributed_args* args, int32_t kind, int32_t rank, 
     if (a.attention_chunk)
         return fail(FA_UNSUPPORTED, "attention_chunk=%d: a rank's part of a sequence may begin inside a chunk", a.attention_chunk);
     FA_RETURN_IF_ERROR(check_layout(d.layout));
-    if (d.mode < FA_MODE_AUTO || d.mode > FA_MODE_RING) return fail(FA_BAD_ARGUMENT, "mode=%d is not an fa_mode (0 .. 3)", d.mode);
+    if (d.mode < FA_MODE_AUTO || d.mode > FA_MODE_ULYSSES) return fail(FA_BAD_ARGUMENT, "mode=%d is not an fa_mode (0 .. 2)", d.mode);
     if (d.groups < 0 || d.groups > kMostPieces) return fail(FA_BAD_ARGUMENT, "groups=%d is outside 0 .. %d", d.groups, kMostPieces);
     if (d.batch < 1 || d.batch > (1 << 24)) return fail(FA_BAD_ARGUMENT, "batch=%d is outside 1 .. 2^24", d.batch);
     if (a.nheads < 1) return fail(FA_BAD_ARGUMENT, "nheads=%d is below 1", a.nheads);

@@ -4,9 +4,9 @@
 #include <atomic>
 #include <memory>
 
-#include "distributed/board.h"
 #include "distributed/call.h"
-#include "distributed/transport.h"
+#include "distributed/transport/board.h"
+#include "distributed/transport/transport.h"
 
 struct fa_group {
     fa_group_args args{};  // without the caller's struct_size and library path

@@ -103,43 +103,6 @@ __global__ void __launch_bounds__(kThreads) merge_parts_kernel(RowsShape s, Tens
     if (lse && at.lane == 0) lse[place] = empty ? -INFINITY : max + logf(sum);
 }
 
-template <typename T>
-__global__ void __launch_bounds__(kThreads)
-    add_part_kernel(RowsShape s, float* sum, float* lse, HeadRows part, const float* part_lse, bool first) {
-    const Place at = place_of(s);
-    if (!at.valid) return;
-    const int64_t place = at.h * s.rows + at.i;
-    const float before = first ? -INFINITY : lse[place], more = part_lse[place], max = fmaxf(before, more);
-    const float old = before == -INFINITY ? 0.0f : expf(before - max), add = more == -INFINITY ? 0.0f : expf(more - max), total = old + add;
-    float* row = sum + (at.i * s.heads + at.h) * s.dim;
-    const T* from = row_of<const T>(part, at);
-    for (int d = at.lane; d < s.dim; d += kWarp) {
-        float value = before == -INFINITY ? 0.0f : old / total * row[d];
-        if (more != -INFINITY) value += add / total * to_float(from[d]);
-        row[d] = value;
-    }
-    __syncwarp();  // every lane has read lse before one writes it
-    if (at.lane == 0) lse[place] = max == -INFINITY ? -INFINITY : max + logf(total);
-}
-
-template <typename T>
-__global__ void __launch_bounds__(kThreads) add_kernel(RowsShape s, float* sum, HeadRows part, bool first) {
-    const Place at = place_of(s);
-    if (!at.valid) return;
-    float* row = sum + (at.i * s.heads + at.h) * s.dim;
-    const T* from = row_of<const T>(part, at);
-    for (int d = at.lane; d < s.dim; d += kWarp) row[d] = (first ? 0.0f : row[d]) + to_float(from[d]);
-}
-
-template <typename T>
-__global__ void __launch_bounds__(kThreads) round_kernel(RowsShape s, HeadRows to, const float* sum) {
-    const Place at = place_of(s);
-    if (!at.valid) return;
-    const float* from = sum + (at.i * s.heads + at.h) * s.dim;
-    T* row = row_of<T>(to, at);
-    for (int d = at.lane; d < s.dim; d += kWarp) row[d] = from_float<T>(from[d]);
-}
-
 // Bytes that are passed as a kernel argument, of which there are at most 4 KB.
 constexpr int kWords = 960;
 struct Words {
@@ -258,18 +221,6 @@ fa_status merge_parts(const RowsShape& s, const TensorView& to, float* lse, int6
                         return launch(s, stream, merge_parts_kernel<T>, s, to, lse, seqlen, static_cast<const T*>(outs), out_stride, lses,
                                       lse_stride, count);
                     }));
-}
-fa_status add_part(const RowsShape& s, float* sum, float* lse, HeadRows part, const float* part_lse, bool first, void* stream) {
-    return launched("add_part", with_dtype(s.dtype, [&](auto zero) {
-                        return launch(s, stream, add_part_kernel<decltype(zero)>, s, sum, lse, part, part_lse, first);
-                    }));
-}
-fa_status add(const RowsShape& s, float* sum, HeadRows part, bool first, void* stream) {
-    return launched("add",
-                    with_dtype(s.dtype, [&](auto zero) { return launch(s, stream, add_kernel<decltype(zero)>, s, sum, part, first); }));
-}
-fa_status round(const RowsShape& s, HeadRows to, const float* sum, void* stream) {
-    return launched("round", with_dtype(s.dtype, [&](auto zero) { return launch(s, stream, round_kernel<decltype(zero)>, s, to, sum); }));
 }
 fa_status store(void* to, const void* from, size_t bytes, void* stream) {
     for (size_t done = 0; done < bytes; done += sizeof(Words)) {

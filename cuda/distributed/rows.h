@@ -38,15 +38,6 @@ fa_status launch_sum(const RowsShape& s, HeadRows to, const void* parts, int64_t
 fa_status launch_merge_parts(const RowsShape& s, const TensorView& to, float* lse, int64_t seqlen, const void* outs, int64_t out_stride,
                              const float* lses, int64_t lse_stride, int32_t count, void* stream);
 
-// Adds one part to such a result: sum (rows, heads, dim) float32 contiguous, lse (heads, rows). `first` starts a new result.
-fa_status launch_add_part(const RowsShape& s, float* sum, float* lse, HeadRows part, const float* part_lse, bool first, void* stream);
-
-// sum (rows, heads, dim) float32 contiguous += part; `first` starts a new sum.
-fa_status launch_add(const RowsShape& s, float* sum, HeadRows part, bool first, void* stream);
-
-// to = sum, rounded.
-fa_status launch_round(const RowsShape& s, HeadRows to, const float* sum, void* stream);
-
 // Copies `bytes` (a multiple of 4) of host memory, which may change as soon as the call returns; on a GPU the bytes are passed
 // as kernel arguments.
 fa_status launch_store(fa_device device, void* to, const void* from, size_t bytes, void* stream);
@@ -68,9 +59,6 @@ fa_status negative_delta(const RowsShape& s, HeadRows out, HeadRows dout, const 
 fa_status sum(const RowsShape& s, HeadRows to, const void* parts, int64_t stride, int32_t count, void* stream);
 fa_status merge_parts(const RowsShape& s, const TensorView& to, float* lse, int64_t seqlen, const void* outs, int64_t out_stride,
                       const float* lses, int64_t lse_stride, int32_t count, void* stream);
-fa_status add_part(const RowsShape& s, float* sum, float* lse, HeadRows part, const float* part_lse, bool first, void* stream);
-fa_status add(const RowsShape& s, float* sum, HeadRows part, bool first, void* stream);
-fa_status round(const RowsShape& s, HeadRows to, const float* sum, void* stream);
 fa_status store(void* to, const void* from, size_t bytes, void* stream);
 fa_status zero(void* to, size_t bytes, void* stream);
 }  // namespace cuda

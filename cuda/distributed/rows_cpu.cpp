@@ -77,40 +77,6 @@ fa_status launch_merge_parts(const RowsShape& s, const TensorView& to, float* ls
     });
 }
 
-fa_status launch_add_part(const RowsShape& s, float* sum, float* lse, HeadRows part, const float* part_lse, bool first, void* stream) {
-    FA_ON_GPU(add_part(s, sum, lse, part, part_lse, first, stream));
-    return each_row(s, [&](int64_t i, int32_t h) {
-        const int64_t place = h * s.rows + i;
-        const float before = first ? kEmpty : lse[place], more = part_lse[place], max = std::max(before, more);
-        const float old = before == kEmpty ? 0 : std::exp(before - max), add = more == kEmpty ? 0 : std::exp(more - max);
-        const float total = old + add;
-        for (int32_t d = 0; d < s.dim; ++d) {
-            float& value = sum[packed(s, i, h) + d];
-            float now = before == kEmpty ? 0 : old / total * value;
-            if (more != kEmpty) now += add / total * cpu::load(part.data, i * part.row + h * part.head + d, s.dtype);
-            value = now;
-        }
-        lse[place] = max == kEmpty ? kEmpty : max + std::log(total);
-    });
-}
-
-fa_status launch_add(const RowsShape& s, float* sum, HeadRows part, bool first, void* stream) {
-    FA_ON_GPU(add(s, sum, part, first, stream));
-    return each_row(s, [&](int64_t i, int32_t h) {
-        for (int32_t d = 0; d < s.dim; ++d) {
-            float& value = sum[packed(s, i, h) + d];
-            value = (first ? 0 : value) + cpu::load(part.data, i * part.row + h * part.head + d, s.dtype);
-        }
-    });
-}
-
-fa_status launch_round(const RowsShape& s, HeadRows to, const float* sum, void* stream) {
-    FA_ON_GPU(round(s, to, sum, stream));
-    return each_row(s, [&](int64_t i, int32_t h) {
-        for (int32_t d = 0; d < s.dim; ++d) cpu::store(to.data, i * to.row + h * to.head + d, s.dtype, sum[packed(s, i, h) + d]);
-    });
-}
-
 fa_status launch_store(fa_device device, void* to, const void* from, size_t bytes, void* stream) {
 #if FA_WITH_CUDA
     if (device == FA_CUDA) return cuda::store(to, from, bytes, stream);

@@ -238,29 +238,7 @@ def ulysses() -> Figure:
     return time_lines(lines[0][0], lines[1][0])
 
 
-def ring() -> Figure:
-    """Ranks 0 and 1 of 4. The keys of a step take the place of those of the step before the last."""
-    size = 4
-    forward, backward = TimeLine(2), TimeLine(2)
-    for rank in (0, 1):
-        peers = [(rank + step) % size for step in range(size)]
-        for line in (forward, backward):
-            arrived = line.copy(rank, rank, 0.9, "own")
-            free = 0.0  # when the other buffer may be written
-            for step, peer in enumerate(peers):
-                now = arrived
-                if step + 1 < size:
-                    arrived = line.copy(rank, peers[step + 1], 1.6, f"K V {peers[step + 1]}", free)
-                line.work(rank, 2.5, f"keys of {peer}", now)
-                free = line.work(rank, 0.5, "+", colour=SUM)
-        forward.work(rank, 1.0, "round", colour=SUM)
-        for peer in peers[1:]:
-            parts = backward.copy(rank, peer, 1.45, f"dk dv {peer}", free)
-        backward.work(rank, 1.0, "sum", parts, SUM)
-    return time_lines(forward, backward)
-
-
-PICTURES = {"layouts": layouts, "balance": balance, "gather": gather, "ulysses": ulysses, "ring": ring}
+PICTURES = {"layouts": layouts, "balance": balance, "gather": gather, "ulysses": ulysses}
 
 
 def draw(folder: Path, kind: str = "svg"):

@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, help="optimiser steps instead of the preset's")
     parser.add_argument("--seq-len", type=int, help="tokens of a sequence instead of the preset's")
     parser.add_argument("--layout", choices=("zigzag", "contiguous"), default="zigzag")
-    parser.add_argument("--mode", choices=("auto", "gather", "ulysses", "ring"), default="auto")
+    parser.add_argument("--mode", choices=("auto", "gather", "ulysses"), default="auto")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="folder for losses.json and losses.png")
     args = parser.parse_args(argv)

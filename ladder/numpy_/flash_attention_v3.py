@@ -15,10 +15,10 @@ cores idle most of the time. Two techniques keep them busy:
     overlap     Within a warpgroup, S of tile j is begun together with O += P V of tile j - 1. The softmax of tile j
                 needs only S, so it runs while O += P V is still under way.
 
-The model differs from the CUDA kernels (roles_sm90.cuh, wgmma_sm90.cuh) in when a turn ends. A warpgroup of a kernel
-gives the turn as soon as it has issued its products. The model's tensor cores would then alternate between the
+The model differs from the CUDA kernels (roles_sm90.cuh, wgmma_sm90/kernel.cuh) in when a turn ends. A warpgroup of a
+kernel gives the turn as soon as it has issued its products. The model's tensor cores would then alternate between the
 warpgroups, so here a turn ends when its products are finished. In the model the first S and the last O of a block take
-turns too. In wgmma_sm90.cuh they do not.
+turns too. In wgmma_sm90/kernel.cuh they do not.
 
 The model favours the softmax: two at a time do not slow each other down, while on the GPU they share the units that
 compute exponentials.

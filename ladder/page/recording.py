@@ -61,8 +61,8 @@ def check(trace: dict) -> None:
 
 
 def model(tiles: int = 8, stages: int = 2, clock_mhz: int = 1755) -> dict:
-    """A block of 2 x 64 rows, headdim 128, tiles of 128 keys, walked as wgmma_sm90.cuh does: the last keys first, K one
-    tile ahead of V, S(n) and O += P(n + 1) V(n + 1) in one turn of a consumer.
+    """A block of 2 x 64 rows, headdim 128, tiles of 128 keys, walked as wgmma_sm90/kernel.cuh does: the last keys
+    first, K one tile ahead of V, S(n) and O += P(n + 1) V(n + 1) in one turn of a consumer.
 
     Cycles: a product of 64 x 128 x 128 takes the tensor cores 512 (4096 operations a cycle). A tile of 32 KB comes from
     L2 in 930. A softmax of 64 x 128 takes 980: 16 exponentials a cycle, and about as long again for the rest. Only one

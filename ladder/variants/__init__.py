@@ -1,6 +1,6 @@
 """The experiments library from Python: experiments.h through ctypes, with PyTorch tensors on a GPU.
 
-`python -m flash_attn_minimal experiment` reads the same library and table (flash_attn_minimal.experiments).
+`python -m flash_attn_lab experiment` reads the same library and table (flash_attn_lab.experiments).
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import functools
 
 import numpy as np
 
-from flash_attn_minimal import _library
-from flash_attn_minimal.experiments import _variants
-from flash_attn_minimal.experiments._variants import Variant
+from flash_attn_lab.experiments import _variants
+from flash_attn_lab.experiments._variants import Variant
+from flash_attn_minimal._core import structs
 
 EXPERIMENTS = ("block-size", "traffic", "optimisation", "online-softmax", "trace")
 # fa_trace of experiments.h.
@@ -40,10 +40,10 @@ def variants(device: int = -1) -> list[Variant]:
 # ---- calls; q, k, v, out and gradients are PyTorch tensors (batch, seqlen, heads, headdim), bfloat16, on a GPU ----
 
 
-def arguments(shape_q, shape_k, causal: bool = False, dtype: str = "bfloat16") -> _library.AttentionArgs:
+def arguments(shape_q, shape_k, causal: bool = False, dtype: str = "bfloat16") -> structs.AttentionArgs:
     """fa_attention_args of a plain call with contiguous tensors, without their addresses."""
-    args = _library.new(_library.AttentionArgs)
-    args.device, args.dtype, args.causal = _library.CUDA, _library.DTYPES[dtype], causal
+    args = structs.new(structs.AttentionArgs)
+    args.device, args.dtype, args.causal = structs.CUDA, structs.DTYPES[dtype], causal
     args.batch, args.seqlen_q, args.nheads, args.headdim = shape_q
     args.seqlen_k, args.nheads_k = shape_k[1:3]
     for name, (_, rows, heads, dim) in {"q": shape_q, "k": shape_k, "v": shape_k, "out": shape_q}.items():
@@ -112,7 +112,7 @@ def prepare_backward(name: str, dout, q, k, v, out, lse, causal: bool = False):
     """Prepares a call for repetition. Returns launch, and the tensors that launch() writes: dq, dk, dv."""
     import torch
 
-    args, whole = arguments(q.shape, k.shape, causal), _library.new(_library.AttentionBackwardArgs)
+    args, whole = arguments(q.shape, k.shape, causal), structs.new(structs.AttentionBackwardArgs)
     _put(args, q=q, k=k, v=v, out=out)
     args.lse = lse.data_ptr()
     workspace = _workspace(name, args, q.device)

@@ -1,6 +1,6 @@
 // backward_mma.cu: from the first tensor-core gradients to the tile of the library's mma_sm80, at headdim 128. A step is a tile: a
 // specialisation of the kernel's table. The kernels are the library's.
-#include "attention/backward/mma_sm80.cuh"
+#include "attention/backward/mma_sm80/kernel.cuh"
 #include "ladder/variants/variant.h"
 
 namespace fa {

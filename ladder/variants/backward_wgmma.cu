@@ -2,7 +2,7 @@
 // are the library's.
 #include <climits>
 
-#include "attention/backward/wgmma_sm90.cuh"
+#include "attention/backward/wgmma_sm90/kernel.cuh"
 #include "ladder/variants/variant.h"
 
 namespace fa {

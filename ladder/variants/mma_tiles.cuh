@@ -2,7 +2,7 @@
 // unused number; the kernel is the library's.
 #pragma once
 
-#include "attention/forward/mma_sm80.cuh"
+#include "attention/forward/mma_sm80/kernel.cuh"
 #include "ladder/variants/variant.h"
 
 namespace fa {

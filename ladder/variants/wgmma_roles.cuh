@@ -2,7 +2,7 @@
 // and the launch of a variant.
 #pragma once
 
-#include "attention/forward/wgmma_sm90.cuh"
+#include "attention/forward/wgmma_sm90/kernel.cuh"
 #include "ladder/variants/variant.h"
 
 namespace fa {

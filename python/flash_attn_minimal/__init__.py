@@ -8,7 +8,10 @@ CPU and GPU.
 (2, 100, 8, 64)
 """
 
-from ._library import (
+from ._core.queries import Plan, kernel_tables
+from .attention import flash_attn_func, flash_attn_varlen_func, kernels, merge, quantize_fp8, query
+from .backward import backward, backward_kernels, backward_query
+from .errors import (
     BadArgument,
     CudaError,
     FlashAttnError,
@@ -18,10 +21,6 @@ from ._library import (
     Unsupported,
     WorkspaceTooSmall,
 )
-from ._query import Plan
-from ._tables import kernel_tables
-from .attention import flash_attn_func, flash_attn_varlen_func, kernels, merge, quantize_fp8, query
-from .backward import backward, backward_kernels, backward_query
 from .kvcache import flash_attn_with_kvcache, kvcache_query
 from .kvcache_quantize import quantize_kvcache
 

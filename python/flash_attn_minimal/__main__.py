@@ -1,8 +1,8 @@
-"""`python -m flash_attn_minimal COMMAND`, installed as `flash-attn-minimal COMMAND`: see cli.py."""
+"""`python -m flash_attn_minimal COMMAND`, installed as `flash-attn-minimal COMMAND`: see _commands/cli.py."""
 
 import sys
 
-from .cli import main
+from ._commands.cli import main
 
 
 def run() -> int:

@@ -29,10 +29,10 @@ from typing import Any
 import numpy as np
 
 from . import _modes
-from ._door import NUMPY, Door, View, _element_strides, _numpy_dtype_name, _once, _synchronize
+from ._door import CPU, CUDA, NUMPY, Door, View, _element_strides, _numpy_dtype_name, _once, _synchronize
 from ._foreign import CudaArrayDoor, DLPackDoor, NumbaDoor
-from ._library import CPU, CUDA, BadArgument, Unsupported
 from ._words import pass_array
+from .errors import BadArgument, Unsupported
 
 # ---- PyTorch ----
 

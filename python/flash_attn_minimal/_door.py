@@ -12,7 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from ._library import CPU, DEVICES, BadArgument, CudaError, OutOfMemory
+from .errors import BadArgument, CudaError, OutOfMemory
+
+CPU, CUDA = 1, 2  # fa_device
+DEVICES = {CPU: "cpu", CUDA: "cuda"}
 
 
 class View:
@@ -41,8 +44,8 @@ class View:
 class Door:
     """The interface of all doors; one instance serves all arrays of one framework.
 
-    The attributes and methods from `plain` on serve the shortcut of _repeat.py; a door whose `plain` is None has no
-    shortcut."""
+    The attributes and methods from `plain` on serve the shortcut of _core/repeats.py; a door whose `plain` is None has
+    no shortcut."""
 
     name: str
 

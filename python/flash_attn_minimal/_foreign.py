@@ -7,8 +7,8 @@ import ctypes as ct
 
 import numpy as np
 
-from ._door import NUMPY, Door, View, _device_of, _element_strides, _synchronize
-from ._library import CPU, CUDA, BadArgument, Unsupported
+from ._door import CPU, CUDA, NUMPY, Door, View, _device_of, _element_strides, _synchronize
+from .errors import BadArgument, Unsupported
 
 
 class ForeignDoor(Door):

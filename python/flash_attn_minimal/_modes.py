@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ._library import Unsupported
+from .errors import Unsupported
 
 Tensor: Any = ()  # torch.Tensor once PyTorch is imported; isinstance(x, ()) is False
 

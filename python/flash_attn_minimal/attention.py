@@ -5,15 +5,16 @@ FlashAttention-2 (Dao 2023, section 3.1: queries outside, normalisation delayed 
 of the flash-attn package.
 
 Every function is thread-safe: calls share a scratch buffer that belongs to the calling thread, and a table of earlier
-calls (see _repeat.py) whose entries never change.
+calls (see _core/repeats.py) whose entries never change.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from . import _arrays, _modes, _record, _statistics
-from ._checks import (
+from . import _arrays, _modes
+from ._core import recordings, statistics
+from ._core.checks import (
     _OPEN,
     _check_contiguous,
     _check_dtype,
@@ -24,9 +25,10 @@ from ._checks import (
     _integer,
     _wants_lse,
 )
-from ._forward import QKV, QKV_OUT, attend, find, present, repeats
-from ._library import DTYPES, KERNEL_TABLES, BadArgument, MergeArgs, QuantizeArgs, Unsupported, load, new
-from ._options import (
+from ._core.fields import _empty, _put_dense, _put_tensor
+from ._core.forward import QKV, QKV_OUT, attend, find, present, repeats
+from ._core.library import KERNEL_TABLES, load
+from ._core.options import (
     AnyArray,
     Array,
     AttentionOptions,
@@ -38,10 +40,11 @@ from ._options import (
     _output,
     _prepare,
 )
-from ._pack import _empty, _put_dense, _put_tensor
-from ._query import Plan, kernel_table, plan_of
+from ._core.queries import Plan, kernel_table, plan_of
+from ._core.structs import DTYPES, MergeArgs, QuantizeArgs, new
 from ._trace import is_traced, traceable
 from ._words import pass_cast
+from .errors import BadArgument, Unsupported
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -244,7 +247,7 @@ def flash_attn_func(
     """
     if return_softmax_lse is not False:
         return_lse = _wants_lse(return_lse, return_softmax_lse)
-    # `find` (_forward.py), written out: in a small call little else takes time.
+    # `find` (_core/forward.py), written out: in a small call little else takes time.
     sign = None
     if (
         dropout_seed is None and type(dropout_offset) is int and not dropout_offset
@@ -274,7 +277,7 @@ def flash_attn_func(
         bias, mask, sinks, top_left, dropout_seed, dropout_offset, kernel, allow_tf32,
         q_descale, k_descale, v_descale, out_dtype, fast_accum, attention_chunk,
     )  # fmt: skip
-    more = _statistics.wanted(return_lse, return_max_score, return_key_sums)
+    more = statistics.wanted(return_lse, return_max_score, return_key_sums)
     return _route(q, k, v, None, out, return_lse, options, sign, more)
 
 
@@ -448,13 +451,13 @@ def flash_attn_varlen_func(
         results, sign = find(q, k, v, varlen, out, return_lse, options)
         if results is not None:
             return results
-    more = _statistics.wanted(return_lse, return_max_score, return_key_sums)
+    more = statistics.wanted(return_lse, return_max_score, return_key_sums)
     return _route(q, k, v, varlen, out, return_lse, options, sign, more)
 
 
 def _route(
     q, k, v, varlen: tuple | None, out, return_lse, options: Options, sign: tuple | None,
-    more: _statistics.Results | None,
+    more: statistics.Results | None,
 ):  # fmt: skip
     """Runs the call as its framework requires: as an operator of PyTorch, as a part of a traced JAX program, or
     directly. more: the results of a call with statistics, else None."""
@@ -469,7 +472,7 @@ def _route(
             raise Unsupported(f"{more.first()} is given, but statistics of the scores are not served in a traced call")
         return jax.traced(q, k, v, varlen, out, return_lse, options)
     if more:
-        return _statistics.attend(q, k, v, varlen, out, more, options)
+        return statistics.attend(q, k, v, varlen, out, more, options)
     return attend(q, k, v, varlen, out, return_lse, options, sign)
 
 
@@ -528,7 +531,7 @@ def merge(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array
     for name, view in (("out_a", a), ("out_b", b), ("out", out)):
         _put_tensor(args, name, view)
     args.lse_a, args.lse_b, args.lse = la.pointer, lb.pointer, lse.pointer
-    _record.run(load(), "attention_merge", args, a.door.stream(views), [*views, out, lse])
+    recordings.run(load(), "attention_merge", args, a.door.stream(views), [*views, out, lse])
     return out.door.result(out), lse.door.result(lse)
 
 
@@ -573,7 +576,7 @@ def quantize_fp8(x: Array, hadamard: bool = False, seed: int = 0) -> tuple[Array
     _put_tensor(args, "x", view)
     _put_tensor(args, "out", out)
     args.descale = descale.pointer
-    _record.run(load(), "quantize_fp8", args, view.door.stream([view]), [view, out, descale])
+    recordings.run(load(), "quantize_fp8", args, view.door.stream([view]), [view, out, descale])
     return out.door.result(out), descale.door.result(descale)
 
 
@@ -610,7 +613,7 @@ def query(
     lengths = _lengths("query", cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     args, views = _prepare(q, k, v, lengths, _options_of("query", options))
     return_lse = bool(_wants_lse(return_lse, return_softmax_lse))
-    if more := _statistics.wanted(return_lse, return_max_score, return_key_sums):
+    if more := statistics.wanted(return_lse, return_max_score, return_key_sums):
         more.put_placeholders(args)
     shape = (*views[0].shape[:-1], args.headdim_v)
     if out is not None:

@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import torch
 
-from . import _arrays, _modes, _statistics
-from ._checks import _flag, _integer, _number, _window
-from ._forward import attend, find, given_arrays
-from ._library import BadArgument, Unsupported
-from ._options import Options
+from . import _arrays, _modes
+from ._core import statistics as _statistics
+from ._core.checks import _flag, _integer, _number, _window
+from ._core.forward import attend, find, given_arrays
+from ._core.options import Options
 from ._words import pass_array
 from .backward import _differentiate, find_gradients
+from .errors import BadArgument, Unsupported
 
 _modes.active()  # fetches PyTorch's functions, in case PyTorch was imported after this library
 

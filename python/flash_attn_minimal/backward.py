@@ -9,15 +9,18 @@ from __future__ import annotations
 import ctypes as ct
 from typing import TYPE_CHECKING, Any
 
-from . import _arrays, _modes, _record
+from . import _arrays, _modes
 from ._arrays import View
-from ._checks import _check_contiguous, _check_last_axis, _flag
-from ._launch import _with_workspace
-from ._library import KERNEL_TABLES, AttentionArgs, AttentionBackwardArgs, BadArgument, Unsupported, load, new
-from ._options import AnyArray, Array, AttentionOptions, Options, _lengths, _options_of, _prepare
-from ._pack import _destination, _option, _put_dense, _put_strides, _put_tensor
-from ._query import Plan, kernel_table, plan_from
-from ._repeat import Made, Repeats
+from ._core import recordings
+from ._core.checks import _check_contiguous, _check_last_axis, _flag
+from ._core.fields import _destination, _option, _put_dense, _put_strides, _put_tensor
+from ._core.launch import _with_workspace
+from ._core.library import KERNEL_TABLES, load
+from ._core.options import AnyArray, Array, AttentionOptions, Options, _lengths, _options_of, _prepare
+from ._core.queries import Plan, kernel_table, plan_from
+from ._core.repeats import Made, Repeats
+from ._core.structs import AttentionArgs, AttentionBackwardArgs, new
+from .errors import BadArgument, Unsupported
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -130,7 +133,7 @@ def _differentiate(
     call.forward = ct.pointer(args)
     _put_tensor(call, "dout", dout_view)
     call.accumulate = _flag("accumulate", accumulate)
-    if accumulate and (return_dbias or return_dsinks) and _record.current() is not None:
+    if accumulate and (return_dbias or return_dsinks) and recordings.current() is not None:
         raise Unsupported(
             "accumulate=True with return_dbias or return_dsinks is not recorded: a replay would add to what the last "
             "one has returned"
@@ -204,7 +207,7 @@ def _launch_backward(
     return _with_workspace(
         args,
         views,
-        lambda stream: _record.run(lib, "attention_backward", call, stream, [*views, *written]),
+        lambda stream: recordings.run(lib, "attention_backward", call, stream, [*views, *written]),
         lambda plan: lib.fa_attention_backward_query(call, plan),
     )
 

@@ -14,16 +14,19 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 
 import numpy as np
 
-from . import _arrays, _record
+from . import _arrays
 from ._arrays import View
-from ._checks import _OPEN, _check_contiguous, _check_last_axis, _check_same_place, _flag, _integer, _wants_lse
-from ._launch import _with_workspace
-from ._library import CACHE_DTYPES, DTYPES, AttentionArgs, BadArgument, KVCacheArgs, load, new
-from ._options import AnyArray, Array, Options
-from ._pack import _destination, _option, _put_dense, _put_strides, _put_tensor, _results
-from ._query import Plan, plan_from
-from ._repeat import Made, Repeats
+from ._core import recordings
+from ._core.checks import _OPEN, _check_contiguous, _check_last_axis, _check_same_place, _flag, _integer, _wants_lse
+from ._core.fields import _destination, _option, _put_dense, _put_strides, _put_tensor, _results
+from ._core.launch import _with_workspace
+from ._core.library import load
+from ._core.options import AnyArray, Array, Options
+from ._core.queries import Plan, plan_from
+from ._core.repeats import Made, Repeats
+from ._core.structs import CACHE_DTYPES, DTYPES, AttentionArgs, KVCacheArgs, new
 from ._trace import is_traced
+from .errors import BadArgument
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -247,7 +250,7 @@ def flash_attn_with_kvcache(
     workspace = _with_workspace(
         args,
         views,
-        lambda stream: _record.run(lib, "kvcache_attention", call, stream, [*views, out_view, lse_view]),
+        lambda stream: recordings.run(lib, "kvcache_attention", call, stream, [*views, out_view, lse_view]),
         lambda plan: lib.fa_kvcache_query(call, plan),
     )
     if k is None or call.seqlen_new:

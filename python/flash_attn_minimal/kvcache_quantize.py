@@ -5,24 +5,16 @@ from __future__ import annotations
 import ctypes as ct
 from typing import Any
 
-from . import _arrays, _record
+from . import _arrays
 from ._arrays import View
-from ._checks import _check_last_axis, _check_same_place, _dtype_name, _integer, _name
-from ._launch import _with_workspace
-from ._library import (
-    CACHE_DTYPES,
-    CPU,
-    DTYPES,
-    AttentionArgs,
-    BadArgument,
-    KVCacheArgs,
-    QuantizeArgs,
-    Unsupported,
-    load,
-    new,
-)
-from ._options import AnyArray, Array, DType
-from ._pack import _empty, _option, _put_strides, _put_tensor
+from ._core import recordings
+from ._core.checks import _check_last_axis, _check_same_place, _dtype_name, _integer, _name
+from ._core.fields import _empty, _option, _put_strides, _put_tensor
+from ._core.launch import _with_workspace
+from ._core.library import load
+from ._core.options import AnyArray, Array, DType
+from ._core.structs import CACHE_DTYPES, CPU, DTYPES, AttentionArgs, KVCacheArgs, QuantizeArgs, new
+from .errors import BadArgument, Unsupported
 
 _FACTORS = ("token", "entry", "head")
 _E4M3_MAX, _INT8_MAX = 448.0, 127.0
@@ -72,7 +64,7 @@ def quantize_kvcache(
     >>> bool(np.abs(out - exact).max() < 0.02)
     True
     """
-    if _record.current() is not None:
+    if recordings.current() is not None:
         raise Unsupported("quantize_kvcache is not recorded: call it outside the recording")
     kv, vv = _arrays.view(k_cache, "k_cache"), _arrays.view(v_cache, "v_cache")
     for name, view in (("k_cache", kv), ("v_cache", vv)):
@@ -148,7 +140,7 @@ def _largest(name: str, view: View, into: View, factors: str, dtype: str) -> Any
         _put_strides(args, tensor, data, strides, ("batch", "row", "head"))
     args.descale = descale.pointer
     load().fa_quantize_fp8(args, view.door.stream([view]))
-    _record.wrote([view, into, descale])
+    recordings.wrote([view, into, descale])
     scale = view.door.result(descale)
     return scale if dtype == "float8_e4m3fn" else scale * (_E4M3_MAX / _INT8_MAX)
 
@@ -183,4 +175,4 @@ def _round(
         lambda stream: lib.fa_kvcache_attention(call, stream),
         lambda plan: lib.fa_kvcache_query(call, plan),
     )
-    _record.wrote([*views, *caches, *scales])
+    recordings.wrote([*views, *caches, *scales])

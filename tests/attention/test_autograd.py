@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 import flash_attn_minimal as fa  # noqa: E402
 from flash_attn_minimal import autograd  # noqa: E402  (before the first compiled call: see its text)
-from flash_attn_minimal._options import Options  # noqa: E402
+from flash_attn_minimal._core.options import Options  # noqa: E402
 
 DEVICES = [
     "cpu",

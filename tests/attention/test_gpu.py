@@ -183,12 +183,12 @@ def test_beyond_2_to_31_elements(cuda_kernel, which):
 
 def test_host_pointer_on_a_gpu_call():
     """An array that claims to be on the GPU but is not gets an error, not a fault."""
-    from flash_attn_minimal import _library
-    from flash_attn_minimal._library import AttentionArgs
-    from flash_attn_minimal._query import plan_of
-    from flash_attn_minimal.info import _CALLS, typical_args
+    from flash_attn_minimal._commands.info import _CALLS, typical_args
+    from flash_attn_minimal._core import structs
+    from flash_attn_minimal._core.queries import plan_of
+    from flash_attn_minimal._core.structs import AttentionArgs
 
-    args: AttentionArgs = typical_args(_library.CUDA, *_CALLS[1][1:])
+    args: AttentionArgs = typical_args(structs.CUDA, *_CALLS[1][1:])
     host = np.zeros(64, np.float16)
     args.q_data = host.ctypes.data
     plan = plan_of(args)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import flash_attn_minimal as fa
-from flash_attn_minimal import _explain, _library, distributed
+from flash_attn_minimal import distributed
+from flash_attn_minimal._core import error_texts, library, structs
 from flash_attn_minimal.transformer import ops, quantized
 
 try:
@@ -312,7 +313,7 @@ def test_dtypes_of_every_framework_are_names():
 
 def run(program, **environment):
     """The last line that a program prints in a fresh process."""
-    names = {"FLASH_ATTN_LIBRARY": str(_library.path()), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    names = {"FLASH_ATTN_LIBRARY": str(library.path()), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
         [sys.executable, "-c", program], env=os.environ | names | environment, capture_output=True, text=True
     )
@@ -411,9 +412,11 @@ def test_names_in_c_that_python_has_not_are_translated():
         ("kernel=pair=1 is not a kernel of this build", "kernel=pair=1 is not a kernel of this build"),
         ("FLASH_ATTN_NUM_THREADS=pair=1 is not a number of threads",) * 2,
     ):
-        assert _explain.explained(text) == said
-    step = _library.new(_library.KVCacheArgs)
-    assert _explain.explained("k.data=0x10 overlaps k_new.data=0x20", step) == "k_cache.data=0x10 overlaps k.data=0x20"
+        assert error_texts.explained(text) == said
+    step = structs.new(structs.KVCacheArgs)
+    assert (
+        error_texts.explained("k.data=0x10 overlaps k_new.data=0x20", step) == "k_cache.data=0x10 overlaps k.data=0x20"
+    )
 
 
 def test_calls_over_ranks(monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 from accuracy import EPSILON, Case, check, expected, expected_backward, gradient_floor, rounding_floor
 
 import flash_attn_minimal as fa
-from flash_attn_minimal import _library
+from flash_attn_minimal._core import library, structs
 
 LENGTHS = ((200, 77, 1, 0, 150), (333, 77, 129, 40, 61))  # the rows and keys of five sequences
 OPTIONS = {
@@ -98,7 +98,7 @@ class Cut:
 
     def array(self):
         """The parts in the form that the library reads."""
-        found = np.zeros(len(self.parts), _library.PART_DTYPE)
+        found = np.zeros(len(self.parts), structs.PART_DTYPE)
         for b, (sequence, _, r0, _, _, first, last, begin) in enumerate(self.parts):
             rows, keys = (cu[sequence + 1] - cu[sequence] for cu in (self.case.cu_seqlens_q, self.case.cu_seqlens_k))
             shift = 0 if self.case.top_left else keys - rows
@@ -159,10 +159,10 @@ class Memory:
         setattr(args, f"{name}_head_stride", dim)
 
     def forward(self, q, k, v, cu, longest, parts, options, out=None, lse=None, first_head=0):
-        args = _library.new(_library.AttentionArgs)
+        args = structs.new(structs.AttentionArgs)
         args.device, args.dtype = (
-            _library.CPU if self.device.name == "cpu" else _library.CUDA,
-            _library.DTYPES[self.dtype],
+            structs.CPU if self.device.name == "cpu" else structs.CUDA,
+            structs.DTYPES[self.dtype],
         )
         args.batch, args.nheads, args.nheads_k = len(cu) - 1, q.shape[1], k.shape[1]
         args.headdim, args.headdim_v = q.shape[2], v.shape[2]
@@ -194,7 +194,7 @@ class Memory:
                 setattr(args, f"{name}_data", self.address(self.put(x.astype(np.uint8) if name == "mask" else x)))
                 for axis, stride in zip(("batch", "head", "row"), self.score_strides(x), strict=True):
                     setattr(args, f"{name}_{axis}_stride", stride)
-        args.bias_dtype = _library.DTYPES["float32"] if "bias" in options else 0
+        args.bias_dtype = structs.DTYPES["float32"] if "bias" in options else 0
         args.kernel = self.kernel.name.encode()
         return args
 
@@ -205,11 +205,11 @@ class Memory:
         )
 
     def launch(self, name, query, args, attention):
-        lib, plan = _library.load(), _library.new(_library.AttentionPlan)
+        lib, plan = library.load(), structs.new(structs.AttentionPlan)
         if status := getattr(lib, query)(args, plan):
             if status == 2 and not self.kernel.general:
-                pytest.skip(str(_library.failure(status)))
-            raise _library.failure(status)
+                pytest.skip(str(library.failure(status)))
+            raise library.failure(status)
         assert plan.kernel == self.kernel.name.encode()
         workspace = self.put(np.zeros(plan.workspace_bytes + 1, np.uint8))
         attention.workspace, attention.workspace_bytes = self.address(workspace), plan.workspace_bytes
@@ -230,7 +230,7 @@ def run_backward(kernel, dtype, dout, *arrays, **more):
     """dq, dk, dv and dbias of one call. They are filled with NaN before it."""
     memory, q, k, v = Memory(kernel, dtype), *arrays[:3]
     forward = memory.forward(*arrays, **more)
-    args = _library.new(_library.AttentionBackwardArgs)
+    args = structs.new(structs.AttentionBackwardArgs)
     args.forward = ct.pointer(forward)
     memory.tensor(args, "dout", memory.put(dout, dtype))
     gradients = [memory.put(np.full(x.shape, np.nan), dtype) for x in (q, k, v)]
@@ -358,7 +358,7 @@ def whole(case: Case, options=None):
     """A batch whose parts are its sequences: the arguments of run_forward after the kernel and the dtype."""
     (q, k, v, given), *_ = expected(case)
     rows, keys = np.diff(case.cu_seqlens_q), np.diff(case.cu_seqlens_k)
-    parts = np.zeros(len(rows), _library.PART_DTYPE)
+    parts = np.zeros(len(rows), structs.PART_DTYPE)
     parts["key_begin"], parts["seqlen_k"], parts["shift"] = case.cu_seqlens_k[:-1], keys, keys - rows
     parts["sequence"] = np.arange(len(rows))
     return [q, k, v, case.cu_seqlens_q, (case.seqlen_q, case.seqlen_k), parts, {**given, **(options or {})}]
@@ -441,7 +441,7 @@ def test_first_head_backward(backward_kernel, dtype):
 def test_no_keys(kernel):
     """Parts without keys, in a call that has no keys at all."""
     q, k = np.ones((9, 2, 16), np.float32), np.zeros((0, 1, 16), np.float32)
-    parts = np.zeros(2, _library.PART_DTYPE)
+    parts = np.zeros(2, structs.PART_DTYPE)
     out, lse = run_forward(kernel, "float32", q, k, k, (0, 4, 9), (5, 0), parts, {"causal": 1})
     assert not out.any() and np.isneginf(lse).all()
 
@@ -463,7 +463,7 @@ def refused(change, text, **more):
     case = case_of(((5, 6), (9, 8)))
     memory, arrays = Memory(Host, "float32"), whole(case, {"dropout_p": 0.1})
     args = memory.forward(*arrays, **more)
-    parts = memory.alive[-1].view(_library.PART_DTYPE)[:2]
+    parts = memory.alive[-1].view(structs.PART_DTYPE)[:2]
     change(args, parts)
     with pytest.raises(fa.BadArgument, match=re.escape(text)):
         memory.launch("fa_attention_forward", "fa_attention_query", args, args)
@@ -518,20 +518,20 @@ def test_gradients_need_keys_in_order():
 def test_queries_read_no_parts():
     case = case_of(((5, 6), (9, 8)))
     memory = Memory(Host, "float32")
-    args, plan = memory.forward(*whole(case)), _library.new(_library.AttentionPlan)
+    args, plan = memory.forward(*whole(case)), structs.new(structs.AttentionPlan)
     for name in ("q_data", "k_data", "v_data", "out_data", "lse"):
         setattr(args, name, None)
     args.parts = args.cu_seqlens_q = 4096  # an address of nothing
-    assert _library.load().fa_attention_query(args, plan) == _library.OK and plan.kernel == b"cpu_portable"
+    assert library.load().fa_attention_query(args, plan) == library.OK and plan.kernel == b"cpu_portable"
 
 
 def test_a_cache_has_no_parts():
     case = case_of(((5, 6), (9, 8)))
     args = Memory(Host, "float32").forward(*whole(case))
-    call, plan = _library.new(_library.KVCacheArgs), _library.new(_library.AttentionPlan)
+    call, plan = structs.new(structs.KVCacheArgs), structs.new(structs.AttentionPlan)
     call.attention, call.cache_batch = ct.pointer(args), 2
-    assert _library.load().fa_kvcache_query(call, plan) == 2
-    assert "cu_seqlens_q is set" in _library.load().fa_last_error().decode()
+    assert library.load().fa_kvcache_query(call, plan) == 2
+    assert "cu_seqlens_q is set" in library.load().fa_last_error().decode()
     args.cu_seqlens_q = None
-    assert _library.load().fa_kvcache_query(call, plan) == 1
-    assert "cu_seqlens_q is NULL: only a varlen call has parts" in _library.load().fa_last_error().decode()
+    assert library.load().fa_kvcache_query(call, plan) == 1
+    assert "cu_seqlens_q is NULL: only a varlen call has parts" in library.load().fa_last_error().decode()

@@ -11,7 +11,7 @@ from accuracy import Case, expected
 from conftest import ROOT
 
 import flash_attn_minimal as fa
-from flash_attn_minimal import _library, _options, _query
+from flash_attn_minimal._core import library, options, queries, structs
 
 
 def native(device, case):
@@ -69,7 +69,7 @@ def test_argument_wins_over_environment(kernel, monkeypatch):
 
 def test_a_kernel_that_this_build_lacks():
     """The text says which kernels the build has, and how to build the rest."""
-    q, info = np.zeros((1, 1, 1, 8), np.float32), _library.load().fa_build_info().decode()
+    q, info = np.zeros((1, 1, 1, 8), np.float32), library.load().fa_build_info().decode()
     if "CPU backend only" in info:
         why = (
             "; this build has no GPU kernels: ./build_and_run.sh --all-kernels builds them "
@@ -161,8 +161,8 @@ def _call(kernel):
     """A filled struct with exactly as much workspace as the query asks for."""
     (q, k, v, _), *_ = expected(Case(65, 65, 40))
     out = np.full(q.shape, np.nan, np.float32)
-    args, views = _options._prepare(q, k, v, None, _options.Options(kernel=kernel))
-    views.append(_options._output(args, views, out, out.shape, False))
+    args, views = options._prepare(q, k, v, None, options.Options(kernel=kernel))
+    views.append(options._output(args, views, out, out.shape, False))
     return args, views, out
 
 
@@ -170,9 +170,9 @@ def _call(kernel):
 def test_workspace(name):
     """A workspace of exactly the size that the query returns is enough, at any alignment. One byte less is refused, and
     the call writes nothing."""
-    lib = _library.load()
+    lib = library.load()
     args, views, out = _call(name)
-    size = _query.plan_of(args).workspace_bytes
+    size = queries.plan_of(args).workspace_bytes
     assert size > 0
     room = (ct.c_char * (size + 3))(*[b"\xff"] * (size + 3))
     args.workspace, args.workspace_bytes = ct.addressof(room) + 1, size - 1
@@ -192,8 +192,8 @@ def test_workspace(name):
 def test_strides_of_gradients_without_addresses():
     """A query refuses the strides that the call would refuse, whether or not the gradients already have memory."""
     forward, *_ = _call("cpu_portable")
-    lib, plan = _library.load(), _library.new(_library.AttentionPlan)
-    args = _library.new(_library.AttentionBackwardArgs)
+    lib, plan = library.load(), structs.new(structs.AttentionPlan)
+    args = structs.new(structs.AttentionBackwardArgs)
     args.forward = ct.pointer(forward)
     for name, x in (("dout", "out"), ("dq", "q"), ("dk", "k"), ("dv", "v")):
         for axis in ("batch", "row", "head"):
@@ -214,28 +214,28 @@ def test_workspace_does_not_grow():
 
 
 def test_struct_from_an_older_or_newer_header():
-    lib = _library.load()
+    lib = library.load()
     args, *_ = _call("cpu_portable")
     args.struct_size = 8
     with pytest.raises(fa.BadArgument, match="struct_size=8"):
         lib.fa_attention_forward(args, None)
 
     class Newer(ct.Structure):
-        _fields_ = [("known", _library.AttentionArgs), ("unknown", ct.c_int64)]
+        _fields_ = [("known", structs.AttentionArgs), ("unknown", ct.c_int64)]
 
     newer = Newer(_call("cpu_portable")[0], 0)
     newer.known.struct_size = ct.sizeof(Newer)
-    plan = _library.AttentionPlan(struct_size=ct.sizeof(_library.AttentionPlan))
-    assert lib.fa_attention_query(ct.cast(ct.byref(newer), ct.POINTER(_library.AttentionArgs)), plan) == 0
+    plan = structs.AttentionPlan(struct_size=ct.sizeof(structs.AttentionPlan))
+    assert lib.fa_attention_query(ct.cast(ct.byref(newer), ct.POINTER(structs.AttentionArgs)), plan) == 0
     newer.unknown = 1
-    assert lib.fa_attention_query(ct.cast(ct.byref(newer), ct.POINTER(_library.AttentionArgs)), plan) == 2
+    assert lib.fa_attention_query(ct.cast(ct.byref(newer), ct.POINTER(structs.AttentionArgs)), plan) == 2
     assert b"does not know" in lib.fa_last_error()
 
 
 def test_cuda_on_a_build_without_it():
     if {kernel["device"] for kernel in fa.kernels()} != {"cpu"}:
         pytest.skip("this build has CUDA kernels")
-    from flash_attn_minimal.info import _CALLS, typical_args
+    from flash_attn_minimal._commands.info import _CALLS, typical_args
 
-    plan = _query.plan_of(typical_args(_library.CUDA, *_CALLS[0][1:]))
+    plan = queries.plan_of(typical_args(structs.CUDA, *_CALLS[0][1:]))
     assert plan.status == "FA_UNSUPPORTED" and "CPU backend only" in plan.error

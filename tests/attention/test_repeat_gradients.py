@@ -1,5 +1,5 @@
-"""Repeated calls that PyTorch records (_repeat.py, autograd.py): they give the same bits, graphs and refusals as the
-first call, whatever PyTorch does in between."""
+"""Repeated calls that PyTorch records (_core/repeats.py, autograd.py): they give the same bits, graphs and refusals as
+the first call, whatever PyTorch does in between."""
 
 import gc
 import threading
@@ -13,8 +13,9 @@ from test_torch_modes import Seen  # noqa: E402
 from torch_cases import DEVICES, OPTIONS, QUIET, close, compiled, options_of, qkv, standard  # noqa: E402
 
 import flash_attn_minimal as fa  # noqa: E402
-from flash_attn_minimal import _arrays, _repeat  # noqa: E402
-from flash_attn_minimal._forward import repeats as forward_repeats  # noqa: E402
+from flash_attn_minimal import _arrays  # noqa: E402
+from flash_attn_minimal._core import repeats  # noqa: E402
+from flash_attn_minimal._core.forward import repeats as forward_repeats  # noqa: E402
 from flash_attn_minimal.backward import _repeats as backward_repeats  # noqa: E402
 
 pytestmark = QUIET
@@ -45,7 +46,7 @@ def guarded(request, monkeypatch):
 @pytest.fixture
 def shortcuts(monkeypatch):
     """The names of the calls that took the shortcut."""
-    taken, make = [], _repeat.Repeats._repeat
+    taken, make = [], repeats.Repeats._repeat
 
     def counting(table, *about):
         repeat = make(table, *about)
@@ -57,7 +58,7 @@ def shortcuts(monkeypatch):
 
         return counted
 
-    monkeypatch.setattr(_repeat.Repeats, "_repeat", counting)
+    monkeypatch.setattr(repeats.Repeats, "_repeat", counting)
     return taken
 
 

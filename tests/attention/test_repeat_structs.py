@@ -6,7 +6,8 @@ import ctypes as ct
 import pytest
 
 import flash_attn_minimal as fa
-from flash_attn_minimal import _arrays, _forward, _library, _record, _repeat, kvcache
+from flash_attn_minimal import _arrays, errors, kvcache
+from flash_attn_minimal._core import forward, library, recordings, repeats, structs
 from flash_attn_minimal._door import Door, View
 
 WORKSPACE, STREAM = 256, 0x5EED
@@ -32,7 +33,7 @@ class FakeDoor(Door):
         for size in reversed(array.shape):
             strides.insert(0, step)
             step *= size
-        return View(array, self, array.address, array.shape, tuple(strides), array.dtype, _library.CUDA, 1, True)
+        return View(array, self, array.address, array.shape, tuple(strides), array.dtype, structs.CUDA, 1, True)
 
     def describe(self, arrays, gradients=False):
         return tuple(x and (x.shape, x.dtype) for x in arrays)
@@ -59,7 +60,7 @@ def handed(monkeypatch):
     def run(lib, name, args, stream, views):
         attention = args.attention.contents if name == "kvcache_attention" else args
         if attention.workspace_bytes < WORKSPACE:
-            raise _library.WorkspaceTooSmall("more")
+            raise errors.WorkspaceTooSmall("more")
         calls.append((name, bytes(attention), bytes(args) if attention is not args else b"", stream))
 
     def packed(name, bytes_of_it):
@@ -67,23 +68,23 @@ def handed(monkeypatch):
             if bytes_of_it:
                 calls.append((name, args, b"", stream))
             else:
-                call = _library.KVCacheArgs.from_address(args)
+                call = structs.KVCacheArgs.from_address(args)
                 calls.append((name, bytes(call.attention.contents), bytes(call), stream))
-            return _library.OK
+            return library.OK
 
         return launch
 
     def query(args, plan):
         plan.workspace_bytes = WORKSPACE
-        return _library.OK
+        return library.OK
 
     class Library:
         fa_attention_query = fa_kvcache_query = staticmethod(query)
 
-    monkeypatch.setattr(_record, "run", run)
-    monkeypatch.setattr(_repeat, "load_packed", packed)
-    tables = _forward.repeats, kvcache._repeats
-    for module, table in zip((_forward, kvcache), tables, strict=True):
+    monkeypatch.setattr(recordings, "run", run)
+    monkeypatch.setattr(repeats, "load_packed", packed)
+    tables = forward.repeats, kvcache._repeats
+    for module, table in zip((forward, kvcache), tables, strict=True):
         monkeypatch.setattr(module, "load", Library)
         table.clear()
     monkeypatch.setitem(_arrays._doors, Fake, FakeDoor())
@@ -98,7 +99,7 @@ def addresses(struct, data):
     found = {name: getattr(filled, name) for name, kind in struct._fields_ if kind in (ct.c_void_p, ct.c_char_p)}
     for name in found:
         setattr(filled, name, None)
-    if struct is _library.KVCacheArgs:
+    if struct is structs.KVCacheArgs:
         filled.attention = None
     return found, bytes(filled)
 
@@ -109,7 +110,7 @@ def same(handed, arrays):
     (_, *long, long_stream), (_, *short, short_stream) = handed[-2:]
     assert long_stream == short_stream == STREAM
     places = {}
-    for struct, before, after in zip((_library.AttentionArgs, _library.KVCacheArgs), long, short, strict=False):
+    for struct, before, after in zip((structs.AttentionArgs, structs.KVCacheArgs), long, short, strict=False):
         if before or after:
             (old, old_rest), (new, new_rest) = addresses(struct, before), addresses(struct, after)
             assert old_rest == new_rest
@@ -132,7 +133,7 @@ def test_forward(handed, given, return_lse):
         out, lse = results if return_lse else (results, None)
         arrays = {"q_data": q, "k_data": k, "v_data": v, "out_data": out} | ({"lse": lse} if return_lse else {})
         if turn > 1:  # the third call on takes the shortcut
-            assert any(_forward.repeats.known.values())
+            assert any(forward.repeats.known.values())
             assert same(handed, arrays)["workspace"]
 
 
@@ -171,7 +172,7 @@ def test_keys_follow_the_length(handed):
     q, cache, new = Fake(1, 1, 4, 8), Fake(1, 64, 2, 8), Fake(1, 1, 2, 8)
     for length in (3, 4, 5, 60):
         fa.flash_attn_with_kvcache(q, cache, cache, new, new, cache_seqlens=length)
-        assert _library.AttentionArgs.from_buffer_copy(handed[-1][1]).seqlen_k == length + 1
+        assert structs.AttentionArgs.from_buffer_copy(handed[-1][1]).seqlen_k == length + 1
     assert any(kvcache._repeats.known.values())
     with pytest.raises(fa.BadArgument, match="cache_seqlens=64 and 1 new keys are more than the 64 keys"):
         fa.flash_attn_with_kvcache(q, cache, cache, new, new, cache_seqlens=64)

@@ -1,5 +1,5 @@
-"""A repeated call takes a shortcut (_repeat.py). Only its time may change: no answer, no error, no reference that is
-kept."""
+"""A repeated call takes a shortcut (_core/repeats.py). Only its time may change: no answer, no error, no reference that
+is kept."""
 
 import ctypes as ct
 import gc
@@ -14,8 +14,11 @@ import pytest
 from conftest import CUDA, NO_CUDA, cupy, torch
 
 import flash_attn_minimal as fa
-from flash_attn_minimal import _launch, _library, _record, _repeat, kvcache
-from flash_attn_minimal._forward import repeats
+from flash_attn_minimal import kvcache
+from flash_attn_minimal._core import launch as _launch
+from flash_attn_minimal._core import recordings, structs
+from flash_attn_minimal._core import repeats as _repeat
+from flash_attn_minimal._core.forward import repeats
 from flash_attn_minimal.backward import _repeats as gradients
 
 SHAPES = ((2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 8))
@@ -454,8 +457,8 @@ def test_scratch_lives_until_the_launch_is_over(way, monkeypatch):
         alive.append(held() is not None)
 
     if way == "long":
-        launch = _record.run
-        monkeypatch.setattr(_record, "run", lambda *a: (grow(), launch(*a)))
+        launch = recordings.run
+        monkeypatch.setattr(recordings, "run", lambda *a: (grow(), launch(*a)))
     else:
         monkeypatch.setattr(
             _repeat, "load_packed", lambda *about: lambda *a: (grow(), run(*about)(*a))[1]
@@ -481,21 +484,21 @@ def test_fields_between_the_addresses(table):
 
 
 @pytest.mark.parametrize("table,kinds,constant", [
-    (repeats, [_library.AttentionArgs], "parts|kernel|max_score|key_sums"),
-    (gradients, [_library.AttentionArgs, _library.AttentionBackwardArgs], "parts|kernel|descale|max_score|key_sums"),
+    (repeats, [structs.AttentionArgs], "parts|kernel|max_score|key_sums"),
+    (gradients, [structs.AttentionArgs, structs.AttentionBackwardArgs], "parts|kernel|descale|max_score|key_sums"),
     (
         kvcache._repeats,
-        [_library.AttentionArgs, _library.KVCacheArgs],
+        [structs.AttentionArgs, structs.KVCacheArgs],
         "parts|kernel|descale|max_score|key_sums|cu_|bias|^mask",
     ),
 ], ids=["forward", "backward", "kvcache"])  # fmt: skip
 def test_every_address_is_filled_in(table, kinds, constant):
     """All fields that hold addresses are filled in, except the kernel's name and fields that no repeated call has."""
-    pointers = (ct.c_void_p, ct.c_char_p, ct.POINTER(_library.AttentionArgs))
+    pointers = (ct.c_void_p, ct.c_char_p, ct.POINTER(structs.AttentionArgs))
     start, wanted, constant = 0, [], re.compile(constant)
     for kind in kinds:
         names = [name for name, field in kind._fields_ if field in pointers or name == "workspace_bytes"]
         names = [name for name in names if not constant.search(name) or name == "workspace_bytes"]
         wanted += [start + getattr(kind, name).offset for name in names]
         start += ct.sizeof(kind)
-    assert wanted == sorted(set(table.offsets.values()) - {_library.AttentionArgs.seqlen_k.offset})
+    assert wanted == sorted(set(table.offsets.values()) - {structs.AttentionArgs.seqlen_k.offset})

@@ -10,8 +10,8 @@ from conftest import CPU, CUDA, NO_CUDA, Device, jax, ml_dtypes, torch
 
 import flash_attn_minimal as fa
 from flash_attn_minimal import _arrays
-from flash_attn_minimal._pack import _columns
-from flash_attn_minimal._record import Recording
+from flash_attn_minimal._core.fields import _columns
+from flash_attn_minimal._core.recordings import Recording
 
 BATCH, ROWS, KEYS, HEADS, DIM = 2, 5, 7, 4, 8
 FRAMEWORKS = [CPU] + [Device("cpu", "torch")] * (torch is not None)

@@ -13,8 +13,9 @@ import pytest
 from conftest import ROOT
 
 import flash_attn_minimal as fa
-from flash_attn_minimal import _arrays, _library
-from flash_attn_minimal._pack import _put_tensor
+from flash_attn_minimal import _arrays
+from flash_attn_minimal._core import library, structs
+from flash_attn_minimal._core.fields import _put_tensor
 from flash_attn_minimal.transformer import _library as transformer
 from flash_attn_minimal.transformer import ops
 from flash_attn_minimal.transformer.quantized import W4Weight
@@ -78,7 +79,7 @@ def test_sizes_beyond_their_field(name):
         call()
 
 
-MIRRORS = {**vars(_library), **vars(transformer)}.values()
+MIRRORS = {**vars(structs), **vars(transformer)}.values()
 STRUCTS = [kind for kind in MIRRORS if isinstance(kind, type) and kind.__name__.endswith("Args")]
 
 
@@ -149,8 +150,8 @@ def put(args, **arrays):
 
 
 def forward_args(arrays):
-    args = _library.new(_library.AttentionArgs)
-    args.device, args.dtype, args.kernel = _library.CPU, _library.DTYPES["float32"], b"cpu_naive"
+    args = structs.new(structs.AttentionArgs)
+    args.device, args.dtype, args.kernel = structs.CPU, structs.DTYPES["float32"], b"cpu_naive"
     args.batch, args.seqlen_q, args.nheads, args.headdim = arrays["q"].shape
     args.seqlen_k, args.nheads_k, args.headdim_v, args.num_threads = args.seqlen_q, args.nheads, args.headdim, 1
     put(args, **{name: arrays[name] for name in ("q", "k", "v", "out")})
@@ -166,14 +167,14 @@ def forward_call(arrays):
 def backward_call(arrays):
     _, inner, *_ = forward_call(arrays)
     inner.kernel = None
-    args = _library.new(_library.AttentionBackwardArgs)
+    args = structs.new(structs.AttentionBackwardArgs)
     args.forward = ct.pointer(inner)
     put(args, **{name: arrays[name] for name in ("dout", "dq", "dk", "dv")})
     return args, inner, "fa_attention_backward", "fa_attention_backward_query"
 
 
 def cache_call(arrays):
-    inner, args = forward_args(arrays), _library.new(_library.KVCacheArgs)
+    inner, args = forward_args(arrays), structs.new(structs.KVCacheArgs)
     args.attention = ct.pointer(inner)
     args.cache_batch, args.cache_seqlens, args.seqlen_new = inner.batch, arrays["cache_seqlens"].ctypes.data, 1
     put(args, k_new=arrays["k_new"], v_new=arrays["v_new"])
@@ -193,11 +194,11 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_a_workspace_over_an_array_is_refused(name):
     make, arrays = CALLS[name]
-    lib = _library.load()
+    lib = library.load()
     for over in arrays:
         given = {x: array() for x, array in arrays.items()}
         args, inner, call, query = make(given)
-        plan = _library.new(_library.AttentionPlan)
+        plan = structs.new(structs.AttentionPlan)
         getattr(lib, query)(ct.byref(args), ct.byref(plan))
         assert plan.workspace_bytes > 0
         memory = np.zeros(given[over].nbytes + plan.workspace_bytes, np.uint8)
@@ -508,7 +509,7 @@ def test_arrays_of_a_weight_apart(name):
     kind, places, text = FOUR_BITS[name]
     arena = np.full(16384, 7, np.uint8)
     start = arena.ctypes.data + -arena.ctypes.data % 128
-    args = _library.new(kind)
+    args = structs.new(kind)
     for field, place in places.items():
         setattr(args, field, start + place)
     prefix = "out" if kind is transformer.W4QuantizeArgs else "weight"
@@ -533,7 +534,7 @@ def test_arrays_of_a_weight_apart(name):
 def statistics_in_place(name):
     """An attention call of the C ABI whose statistic overlaps another array of the call."""
     arrays = {x: part(64 * i, 1, 4, 2, 8) for i, x in enumerate("qkv")} | {"out": part(256, 1, 4, 2, 8)}
-    args = _library.new(_library.AttentionArgs)
+    args = structs.new(structs.AttentionArgs)
     args.device, args.dtype, args.batch, args.nheads, args.nheads_k, args.headdim = 1, 1, 1, 2, 2, 8
     args.seqlen_q = args.seqlen_k = 4
     for x, array in arrays.items():
@@ -542,7 +543,7 @@ def statistics_in_place(name):
             setattr(args, f"{x}_{axis}_stride", stride)
     statistic, other = name.split(" over ")
     setattr(args, statistic, arrays[other].ctypes.data + 4)
-    _library.load().fa_attention_forward(args, None)
+    library.load().fa_attention_forward(args, None)
 
 
 @pytest.mark.parametrize(

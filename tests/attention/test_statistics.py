@@ -11,7 +11,9 @@ from test_attention import OPTIONS
 from test_varlen import LENGTHS, varlen_case
 
 import flash_attn_minimal as fa
-from flash_attn_minimal import _arrays, _library, _options, _pack, kvcache, reference
+from flash_attn_minimal import _arrays, kvcache, reference
+from flash_attn_minimal._core import fields, library, structs
+from flash_attn_minimal._core import options as _options
 
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -289,20 +291,20 @@ def test_a_cache_does_not_give_it(name):
     """In the C ABI the field exists, because fa_kvcache_args contains a whole fa_attention_args."""
     q, cache = np.zeros((1, 1, 2, 8), np.float32), np.zeros((1, 9, 2, 8), np.float32)
     call, args, _, _ = kvcache._prepare_step(kvcache._Step(q, cache, cache))
-    _pack._put_tensor(args, "out", _arrays.view(np.empty_like(q), "out"))
+    fields._put_tensor(args, "out", _arrays.view(np.empty_like(q), "out"))
     setattr(args, name, cache.ctypes.data)
     with pytest.raises(fa.Unsupported, match=f"{name} is set"):
-        _library.load().fa_kvcache_attention(call, None)
+        library.load().fa_kvcache_attention(call, None)
 
 
 def test_parts_have_no_key_sums():
     q = np.zeros((4, 1, 8), np.float32)
-    starts, parts = np.array([0, 4], np.int32), np.zeros(1, _library.PART_DTYPE)
+    starts, parts = np.array([0, 4], np.int32), np.zeros(1, structs.PART_DTYPE)
     args, _ = _options._prepare(q, q, q, (starts, starts, 4, 4), _options.Options())
-    _pack._put_tensor(args, "out", _arrays.view(np.empty_like(q), "out"))
+    fields._put_tensor(args, "out", _arrays.view(np.empty_like(q), "out"))
     args.parts, args.cu_seqlens_k, args.key_sums = parts.ctypes.data, None, q.ctypes.data
     with pytest.raises(fa.BadArgument, match="key_sums=0x[0-9a-f]+ with parts=0x"):
-        _library.load().fa_attention_forward(args, None)
+        library.load().fa_attention_forward(args, None)
 
 
 def test_gradients_stay(device):

@@ -10,8 +10,9 @@ torch = pytest.importorskip("torch")
 from torch_cases import NO_CUDA, QUIET, normal, qkv  # noqa: E402
 
 import flash_attn_minimal as fa  # noqa: E402
-from flash_attn_minimal import _repeat, distributed  # noqa: E402
-from flash_attn_minimal._library import AttentionBackwardArgs  # noqa: E402
+from flash_attn_minimal import distributed  # noqa: E402
+from flash_attn_minimal._core import repeats  # noqa: E402
+from flash_attn_minimal._core.structs import AttentionBackwardArgs  # noqa: E402
 from flash_attn_minimal.distributed import calls  # noqa: E402
 from flash_attn_minimal.distributed.torch import context_parallel_attention  # noqa: E402
 from flash_attn_minimal.integrations import flash_attn as stand_in  # noqa: E402
@@ -32,7 +33,7 @@ def restored():
 @pytest.fixture
 def asked(monkeypatch):
     """For each backward pass that reached the library, whether it was asked to be deterministic."""
-    seen, launch, load_packed = [], backward._launch_backward, _repeat.load_packed
+    seen, launch, load_packed = [], backward._launch_backward, repeats.load_packed
 
     def launched(call, args, *views):
         seen.append(bool(args.deterministic))
@@ -50,7 +51,7 @@ def asked(monkeypatch):
         return call
 
     monkeypatch.setattr(backward, "_launch_backward", launched)
-    monkeypatch.setattr(_repeat, "load_packed", packed)
+    monkeypatch.setattr(repeats, "load_packed", packed)
     return seen
 
 

@@ -9,7 +9,7 @@ from torch_cases import DEVICES, HEADS, HEADS_K, QUIET, normal, qkv  # noqa: E40
 
 import flash_attn_minimal as fa  # noqa: E402
 from flash_attn_minimal import _arrays, distributed  # noqa: E402
-from flash_attn_minimal._record import Recording  # noqa: E402
+from flash_attn_minimal._core.recordings import Recording  # noqa: E402
 from flash_attn_minimal.integrations import torch as integration  # noqa: E402
 from flash_attn_minimal.transformer import ops, quantized  # noqa: E402
 

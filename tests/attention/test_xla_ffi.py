@@ -16,7 +16,7 @@ jax = pytest.importorskip("jax")
 jnp = jax.numpy
 
 import flash_attn_minimal as fa  # noqa: E402
-from flash_attn_minimal._library import AttentionArgs  # noqa: E402
+from flash_attn_minimal._core.structs import AttentionArgs  # noqa: E402
 from flash_attn_minimal.jax import ffi  # noqa: E402
 
 RUNS = int(os.environ.get("FLASH_ATTN_EXIT_RUNS", 6))  # 20 runs find more

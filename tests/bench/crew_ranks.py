@@ -6,7 +6,7 @@ import signal
 import time
 from types import SimpleNamespace
 
-from flash_attn_minimal.bench.context_parallel import crew
+from flash_attn_lab.context_parallel import crew
 
 
 @contextlib.contextmanager

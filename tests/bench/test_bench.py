@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from bench_run import FAST, attention_rows, needs_matplotlib, run
 
-from flash_attn_minimal import bench, kernels
-from flash_attn_minimal.bench import attention, curves, figure, machine, profile, suite, systems, timing
-from flash_attn_minimal.cli import main as command_line
+from flash_attn_lab import bench
+from flash_attn_lab.__main__ import main as command_line
+from flash_attn_lab.bench import attention, curves, figure, machine, profile, suite, systems, timing
+from flash_attn_minimal import kernels
 
 
 def test_cpu_suite(tmp_path):
@@ -185,7 +186,7 @@ def test_meter_reads_nothing_on_the_cpu():
         (["--device", "gpu"], "--device: 'gpu' is not one of cpu, cuda\n"),
         (
             ["--nonsense"],
-            "--nonsense is not an option of this command; `python -m flash_attn_minimal bench --help` lists",
+            "--nonsense is not an option of this command; `python -m flash_attn_lab bench --help` lists",
         ),
     ],
 )
@@ -268,6 +269,6 @@ def test_nothing_is_imported_before_it_is_needed():
     import subprocess
 
     heavy = ("torch", "cupy", "matplotlib", "rich")
-    code = f"import sys, flash_attn_minimal.bench; print([m for m in {heavy} if m in sys.modules])"
+    code = f"import sys, flash_attn_lab.bench; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from bench_run import FAST, attention_rows, needs_torch, run
 
+from flash_attn_lab.bench import check, machine, systems
 from flash_attn_minimal import backward_kernels
-from flash_attn_minimal.bench import check, machine, systems
 
 
 def plain_backward(dout, q, k, v, out, lse, *, causal=False, dq, dk, dv, deterministic=False, kernel=None, **_):

@@ -3,9 +3,9 @@
 import pytest
 from bench_run import needs_matplotlib, needs_torch, run
 
-from flash_attn_minimal import bench
-from flash_attn_minimal.bench import decode, queries
-from flash_attn_minimal.bench.machine import open_machine
+from flash_attn_lab import bench
+from flash_attn_lab.bench import decode, queries
+from flash_attn_lab.bench.machine import open_machine
 
 CPU = ["--device", "cpu", "--quick", "--rounds", "1"]
 SMALL = decode.Point(2, 192, 4, 2, 32)

@@ -5,7 +5,9 @@ import json
 import pytest
 from bench_run import FAST
 
-from flash_attn_minimal import CudaError, _progress, bench
+from flash_attn_lab import bench
+from flash_attn_minimal import CudaError
+from flash_attn_minimal._commands import progress
 
 # Suites of which each has another table.
 SUITES = {
@@ -25,7 +27,7 @@ def ends(monkeypatch):
         def step(self, line):
             raise error
 
-        monkeypatch.setattr(_progress.Progress, "step", step)
+        monkeypatch.setattr(progress.Progress, "step", step)
 
     return arrange
 

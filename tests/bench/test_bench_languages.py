@@ -13,9 +13,9 @@ import pytest
 from bench_run import run
 from conftest import ROOT, ml_dtypes
 
-from flash_attn_minimal import bench
-from flash_attn_minimal.bench import figure, languages, machine
-from flash_attn_minimal.bench.rows import timed
+from flash_attn_lab import bench
+from flash_attn_lab.bench import figure, languages, machine
+from flash_attn_lab.bench.rows import timed
 from flash_attn_minimal.reference import standard_attention
 
 if not (ROOT / "ladder").is_dir():
@@ -123,7 +123,7 @@ def test_a_wrong_rung_is_a_finding_and_a_wrong_peer_is_left_out(tmp_path, only):
 
 def test_a_peer_may_compute_in_tf32(tmp_path, only):
     def coarse(q, k, v, causal):
-        from flash_attn_minimal.bench.check import round_to
+        from flash_attn_lab.bench.check import round_to
 
         return standard(*(round_to(x, "tf32") for x in (q, k, v)), causal)
 
@@ -275,7 +275,7 @@ def test_refusals(capsys, options, complaint):
 
 
 def test_without_a_checkout(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(languages, "__file__", str(tmp_path / "site-packages/flash_attn_minimal/bench/languages.py"))
+    monkeypatch.setattr(languages, "__file__", str(tmp_path / "site-packages/flash_attn_lab/bench/languages.py"))
     monkeypatch.chdir(tmp_path)
     assert bench.main(TINY) == 2
     assert "run this in the root of a checkout" in capsys.readouterr().err

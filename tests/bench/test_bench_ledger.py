@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from bench_run import run
 
-from flash_attn_minimal import _library, bench
-from flash_attn_minimal.bench import ledger
-from flash_attn_minimal.bench.ledger import rows
-from flash_attn_minimal.bench.machine import BenchError
+from flash_attn_lab import bench
+from flash_attn_lab.bench import ledger
+from flash_attn_lab.bench.ledger import rows
+from flash_attn_lab.bench.machine import BenchError
+from flash_attn_minimal._core import library as _library
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = ("--suite", "ledger", "--device", "cpu", "--quick")
@@ -143,7 +144,7 @@ def test_a_row_that_ends_or_hangs_the_process_costs_that_row_alone(tmp_path, mon
 
 
 def test_ctrl_c_keeps_the_rounds_that_are_complete(tmp_path):
-    command = [sys.executable, "-X", "faulthandler", "-m", "flash_attn_minimal", "bench", *OPTIONS, "--row", "ops"]
+    command = [sys.executable, "-X", "faulthandler", "-m", "flash_attn_lab", "bench", *OPTIONS, "--row", "ops"]
     command += ["--rounds", "2000"]
     process = subprocess.Popen(
         [*command, "--against", str(_library.path()), "--output", str(tmp_path)],

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from bench_run import FAST, attention_rows, needs_torch, run
 
-from flash_attn_minimal.bench import check, curves, machine, systems, timing
+from flash_attn_lab.bench import check, curves, machine, systems, timing
 
 # ---- FlashAttention's own packages ----
 

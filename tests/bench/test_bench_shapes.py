@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from bench_run import FAST, attention_rows, needs_torch, run
 
-from flash_attn_minimal.bench import check, machine, shapes, systems
-from flash_attn_minimal.bench.systems import Shape
+from flash_attn_lab.bench import check, machine, shapes, systems
+from flash_attn_lab.bench.systems import Shape
 
 CASES = [
     shapes.Case("forward", Shape(1, 40, 4, 4, 24, True, "float32", headdim_v=16), ("best", "cpu_portable")),

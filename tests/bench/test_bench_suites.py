@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from bench_run import FAST, attention_rows, needs_torch, run
 
-from flash_attn_minimal import bench
-from flash_attn_minimal.bench import attention, check, linear, small_ops, suite, systems
-from flash_attn_minimal.bench.rows import series
+from flash_attn_lab import bench
+from flash_attn_lab.bench import attention, check, linear, small_ops, suite, systems
+from flash_attn_lab.bench.rows import series
 
 
 def test_ops_suite(tmp_path, monkeypatch):
@@ -82,7 +82,7 @@ def test_a_nan_of_a_step(tmp_path, monkeypatch):
 
 
 def test_a_nan_of_one_call_in_overhead(tmp_path, monkeypatch):
-    from flash_attn_minimal.bench import overhead
+    from flash_attn_lab.bench import overhead
 
     right = overhead.flash_attn_func
     for at in range(3):
@@ -224,7 +224,7 @@ def test_llama_suite(tmp_path):
 
 def test_llama_suite_with_4_bit_weights(tmp_path, monkeypatch):
     pytest.importorskip("ml_dtypes")
-    from flash_attn_minimal.bench import llama
+    from flash_attn_lab.bench import llama
 
     monkeypatch.setitem(llama.PLANS, "cpu", {"stories260K": (("nvfp4/float16",), (2,), (40,))})
     data = run(tmp_path, "--suite", "llama", "--device", "cpu", "--rounds", "2")
@@ -250,7 +250,7 @@ def test_a_wrong_step_is_not_timed(tmp_path, monkeypatch):
 
 def test_block_suite(tmp_path, monkeypatch):
     pytest.importorskip("ml_dtypes")
-    from flash_attn_minimal.bench import block
+    from flash_attn_lab.bench import block
     from flash_attn_minimal.llama.config import Config
 
     monkeypatch.setitem(block.SHAPES, "small", Config(128, 160, 2, 4, 2, 300, 64))
@@ -363,7 +363,7 @@ def test_transformers_suite(tmp_path, monkeypatch):
 @needs_torch
 def test_no_budget_follows_from_logits_that_are_not_finite(tmp_path, monkeypatch, capsys):
     pytest.importorskip("transformers", minversion="5", reason="transformers 5 is not installed")
-    from flash_attn_minimal.bench import transformers
+    from flash_attn_lab.bench import transformers
 
     monkeypatch.setattr(transformers, "_error", lambda got, exact: math.inf)
     options = "--suite", "transformers", "--device", "cpu", "--rounds", "1", "--seqlen", "20"

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 from bench_run import FAST, run
 
-from flash_attn_minimal import bench
-from flash_attn_minimal.bench import calls, prices, sweep, sweep_worker
-from flash_attn_minimal.bench.calls import Arrays, BadCall, Call, Judge
-from flash_attn_minimal.bench.machine import BenchError, Numpy, open_machine
-from flash_attn_minimal.bench.systems import Refused
-from flash_attn_minimal.bench.timing import Protocol, Timing
+from flash_attn_lab import bench
+from flash_attn_lab.bench import calls, prices, sweep, sweep_worker
+from flash_attn_lab.bench.calls import Arrays, BadCall, Call, Judge
+from flash_attn_lab.bench.machine import BenchError, Numpy, open_machine
+from flash_attn_lab.bench.systems import Refused
+from flash_attn_lab.bench.timing import Protocol, Timing
 
 FLOATS = ("float32", "float16", "bfloat16")
 SMALL = "b2 q20 k33 h4/2 d16/8"
@@ -267,7 +267,7 @@ def test_a_call_that_hangs_is_asked_for_again_without_peers(tmp_path, monkeypatc
 
 
 def test_ctrl_c_ends_the_sweep_with_what_there_is(tmp_path):
-    command = [sys.executable, "-m", "flash_attn_minimal", "bench", "--suite", "sweep", "--device", "cpu", *FAST]
+    command = [sys.executable, "-m", "flash_attn_lab", "bench", "--suite", "sweep", "--device", "cpu", *FAST]
     process = subprocess.Popen(
         [*command, "--seconds", "100", "--output", str(tmp_path)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,

@@ -1,4 +1,4 @@
-"""python -m flash_attn_minimal context-parallel, on the CPU: its files, its refusals, and ranks that fail."""
+"""python -m flash_attn_lab context-parallel, on the CPU: its files, its refusals, and ranks that fail."""
 
 import json
 import os
@@ -14,11 +14,11 @@ import pytest
 from bench_run import needs_matplotlib, needs_torch
 from conftest import CUDA_DEVICES
 
-from flash_attn_minimal.bench import context_parallel as command
-from flash_attn_minimal.bench.context_parallel import cases, crew, rank, report
-from flash_attn_minimal.bench.machine import BenchError, Numpy
+from flash_attn_lab import context_parallel as command
+from flash_attn_lab.bench.machine import BenchError, Numpy
+from flash_attn_lab.context_parallel import cases, crew, rank, report
 
-START = [sys.executable, "-m", "flash_attn_minimal", "context-parallel"]
+START = [sys.executable, "-m", "flash_attn_lab", "context-parallel"]
 
 
 def run(*arguments, code=0):
@@ -32,7 +32,7 @@ def read(file):
     data = json.loads(file.read_text())
     assert data.keys() >= {"machine", "date", "commit", "command", "ranks", "gpus", "rows"}
     assert data["machine"].keys() >= {"host", "library"}
-    assert data["command"].startswith("python -m flash_attn_minimal context-parallel")
+    assert data["command"].startswith("python -m flash_attn_lab context-parallel")
     assert "--json" not in data["command"] and str(file) not in data["command"]
     return data
 
@@ -100,14 +100,14 @@ def test_groups_of_several_sizes(tmp_path):
 def test_modes_kinds_and_named_cases(tmp_path):
     """Every mode, documents, and a cache in shards; with threads and with processes."""
     file = tmp_path / "cp.json"
-    chosen = "--modes", "gather,ulysses,ring", "--cases", "documents-flat,decode-16k-x1", "--rounds", "1"
+    chosen = "--modes", "gather,ulysses", "--cases", "documents-flat,decode-16k-x1", "--rounds", "1"
     run("--ranks", "3", "--device", "cpu", *chosen, "--json", str(file))
     rows = read(file)["rows"]
     found = [(row["kind"], row["case"], row["asked"]) for row in rows]
     assert found == [
         (kind, case, mode)
         for kind in ("processes", "threads")
-        for case, modes in (("documents-flat", ("gather", "ulysses", "ring")), ("decode-16k-x1", ("decode",)))
+        for case, modes in (("documents-flat", ("gather", "ulysses")), ("decode-16k-x1", ("decode",)))
         for mode in modes
     ]
     for row in rows:
@@ -182,7 +182,7 @@ def _parent(pid):
         (["--device", "cpu", "--ranks", "1"], "1 rank: context parallelism is for 2 or more"),
         (["--device", "cpu", "--cases", "forward-3k"], "'forward-3k' is not one of forward-512"),
         (["--device", "cpu", "--peers", "telepathy"], "'telepathy' is not one of torch_allgather"),
-        (["--device", "cpu", "--modes", "gather,star"], "'star' is not one of auto, gather, ulysses, ring"),
+        (["--device", "cpu", "--modes", "gather,star"], "'star' is not one of auto, gather, ulysses"),
         (["--device", "cpu", "--kinds", "fibres"], "'fibres' is not one of processes, threads"),
         (["--device", "cpu", "--ranks", "0"], "0 is not positive"),
         (["--device", "cpu", "--ranks", "2,x"], "--ranks: 'x' is not a whole number"),

@@ -8,8 +8,8 @@ import pytest
 from bench_run import needs_matplotlib
 from conftest import CUDA_DEVICES, NO_CUDA, torch
 
-from flash_attn_minimal.bench import context_parallel as command
-from flash_attn_minimal.bench.context_parallel import report, timeline
+from flash_attn_lab import context_parallel as command
+from flash_attn_lab.context_parallel import report, timeline
 
 
 def event(category, name, ts, dur, stream=7, device=0, **args):
@@ -90,7 +90,7 @@ def test_a_timeline_of_two_gpus(tmp_path):
     file, folder = tmp_path / "cp.json", tmp_path / "lines"
     asked = "--gpus", "2", "--cases", "forward-8k", "--rounds", "1", "--peers", "none", "--json", str(file)
     said = subprocess.run(
-        [sys.executable, "-m", "flash_attn_minimal", "context-parallel", *asked, "--trace", str(folder)],
+        [sys.executable, "-m", "flash_attn_lab", "context-parallel", *asked, "--trace", str(folder)],
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert said.returncode == 0, said.stdout + said.stderr

@@ -22,7 +22,7 @@ from flash_attn_minimal import distributed as fad
 LEAST = int(os.environ.get("FLASH_ATTN_TEST_RANKS") or 1)
 
 LAYOUTS = ("contiguous", "zigzag", "flat")
-MODES = ("gather", "ulysses", "ring")
+MODES = ("gather", "ulysses")
 NAMES = ("dq", "dk", "dv", "dbias", "dsinks")
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import ranks
 from accuracy import Case
-from ranks import LAYOUTS, LEAST, MODES, Split, check_case, compute, devices, one_call, small
+from ranks import LAYOUTS, MODES, Split, check_case, compute, devices, one_call, small
 
 from flash_attn_minimal import distributed as fad
 
@@ -93,12 +93,7 @@ def test_bias_and_mask_without_rows(options):
 @pytest.mark.parametrize("options", [{}, {"causal": True, "window_size": (30, 0)}, {"alibi": 2}])
 @pytest.mark.parametrize("mode", MODES)
 def test_dropout_drops_what_one_device_drops(mode, options, device):
-    fill = -(-max(2, LEAST) // 2)  # ring: a rank's keys begin at 8 n
-    lengths = {
-        f"cu_seqlens_{x}": tuple(fill * end for end in ends)
-        for x, ends in (("q", (0, 64, 80, 208)), ("k", (0, 128, 160, 256)))
-    }
-    case = small(dropout_p=0.3, **(lengths if mode == "ring" else LONGER_K), **options)
+    case = small(dropout_p=0.3, **LONGER_K, **options)
     got = check_case(case, Split(2, "zigzag", mode), device)
     out, _ = one_call(case, device)
     np.testing.assert_allclose(got["out"], out, atol=2e-6)
@@ -192,8 +187,7 @@ def sampled(rng: np.random.Generator) -> tuple[Case, Split]:
         fields["bias"] = (chance(0.5) or rows, chance(0.5), rows) if chance(0.3) else None
         fields["mask"] = (chance(0.5), chance(0.5), chance(0.5)) if chance(0.2) else None
         fields["bias_float32"] = chance(0.5)
-    if mode != "ring":
-        fields["dropout_p"] = 0.25 if chance(0.2) else 0.0
+    fields["dropout_p"] = 0.25 if chance(0.2) else 0.0
     return small(**fields), Split(size, str(rng.choice(LAYOUTS)), mode, int(rng.choice([0, 0, 1, 2, 5])))
 
 

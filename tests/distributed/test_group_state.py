@@ -40,7 +40,7 @@ class Program:
         k, v = self.normal(2, cu[-1], heads_k, 16)
         dout = self.normal(*q.shape)
         options = {"causal": self.choose(True, False)}
-        layout, mode = self.choose("contiguous", "zigzag", "flat"), self.choose("gather", "ulysses", "ring", "auto")
+        layout, mode = self.choose("contiguous", "zigzag", "flat"), self.choose("gather", "ulysses", "auto")
         longest = int(lengths.max())
         whole = fa.flash_attn_varlen_func(q, k, v, cu, cu, longest, longest, return_lse=True, **options)
         bounds = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": longest, "max_seqlen_k": longest}

@@ -70,7 +70,7 @@ VARIABLES = {
 
 @pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "as_on_a_gpu"])
 @pytest.mark.parametrize("variable", VARIABLES)
-@pytest.mark.parametrize("mode", ["gather", "ulysses", "ring"])
+@pytest.mark.parametrize("mode", ["gather", "ulysses"])
 def test_the_environment_changes_between_calls(mode, variable, on_gpu, monkeypatch, request):
     workspaces = request.getfixturevalue("workspaces") if on_gpu else None
     name, *values = VARIABLES[variable]
@@ -145,7 +145,7 @@ def guards(monkeypatch):
     return kept
 
 
-@pytest.mark.parametrize("mode", ["gather", "ulysses", "ring"])
+@pytest.mark.parametrize("mode", ["gather", "ulysses"])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "flat"])
 def test_nothing_behind_a_workspace_is_written(layout, mode, guards, monkeypatch):
     """Lengths that grow and shrink, with the number of threads set by the environment."""

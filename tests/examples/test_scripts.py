@@ -10,7 +10,7 @@ import sys
 import pytest
 from conftest import NO_CUDA, ROOT, cupy
 
-from flash_attn_minimal import _library
+from flash_attn_minimal._core import library
 
 EXAMPLES = ROOT / "examples"
 needs_gpu = pytest.mark.skipif(bool(NO_CUDA), reason=NO_CUDA)
@@ -134,7 +134,7 @@ def prefix(tmp_path_factory):
     build, folder = tmp_path_factory.mktemp("build"), tmp_path_factory.mktemp("prefix")
     options = ["-DFLASH_ATTN_CUDA=OFF", "-DFLASH_ATTN_TESTS=OFF", "-DCMAKE_INSTALL_LIBDIR=lib"]
     execute("cmake", "-S", ROOT, "-B", build, "-G", "Ninja", *options)
-    shutil.copy(_library.path(), build / "libflash_attn_minimal.so")
+    shutil.copy(library.path(), build / "libflash_attn_minimal.so")
     execute("cmake", "--install", build, "--prefix", folder)
     return folder
 

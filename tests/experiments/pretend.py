@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 from conftest import ROOT
 
-from flash_attn_minimal import _library, experiments
-from flash_attn_minimal.bench.machine import Numpy
-from flash_attn_minimal.experiments import _calls, _variants, sweeps, traffic
+from flash_attn_lab import experiments
+from flash_attn_lab.bench.machine import Numpy
+from flash_attn_lab.experiments import _calls, _variants, sweeps, traffic
+from flash_attn_minimal._core import library
 
 
 class Gpu(Numpy):
@@ -105,8 +106,8 @@ def variants_library(tmp_path_factory):
     rows = ["{" + ", ".join(f'"{x}"' if isinstance(x, str) else str(x) for x in row) + "}," for row in VARIANTS]
     (folder / "variants.c").write_text(SOURCE.replace("@ROWS@", "\n".join(rows)))
     file = folder / _variants.LIBRARY_NAME
-    command = [compiler, "-shared", "-fPIC", "-I", ROOT / "cuda", "-I", ROOT, folder / "variants.c", _library.path()]
-    subprocess.run([*command, "-o", file, f"-Wl,-rpath,{_library.path().parent}"], check=True)
+    command = [compiler, "-shared", "-fPIC", "-I", ROOT / "cuda", "-I", ROOT, folder / "variants.c", library.path()]
+    subprocess.run([*command, "-o", file, f"-Wl,-rpath,{library.path().parent}"], check=True)
     return file
 
 

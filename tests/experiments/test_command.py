@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from flash_attn_minimal import experiments
-from flash_attn_minimal.bench import figure
-from flash_attn_minimal.cli import main as command_line
-from flash_attn_minimal.experiments import online_softmax, optimisation, report
-from flash_attn_minimal.experiments.experiment import EXPERIMENTS
+from flash_attn_lab import experiments
+from flash_attn_lab.__main__ import main as command_line
+from flash_attn_lab.bench import figure
+from flash_attn_lab.experiments import online_softmax, optimisation, report
+from flash_attn_lab.experiments.experiment import EXPERIMENTS
 
 needs_matplotlib = pytest.mark.skipif(not figure.available(), reason="matplotlib is not installed")
 CPU = ("--device", "cpu", "--framework", "numpy", "--quick")
@@ -26,7 +26,7 @@ def run(folder, *argv, code=0):
     assert (
         data.keys() >= {"experiment", "machine", "date", "command", "rows", "left_out"} and data["experiment"] == name
     )
-    assert data["command"].startswith(f"python -m flash_attn_minimal experiment {name}")
+    assert data["command"].startswith(f"python -m flash_attn_lab experiment {name}")
     assert "--output" not in data["command"] and "suite" not in data
     text = (folder / f"{name}.md").read_text()
     assert text.startswith(f"# {name}: ") and "## Question" in text and "## Method" in text
@@ -138,7 +138,7 @@ def test_a_failing_run_writes_what_it_has(tmp_path, monkeypatch):
 
 
 def test_a_long_run_saves_on_the_way(tmp_path, monkeypatch):
-    from flash_attn_minimal.experiments import experiment
+    from flash_attn_lab.experiments import experiment
 
     one, seen = online_softmax._one, []
 
@@ -155,7 +155,7 @@ def test_a_long_run_saves_on_the_way(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("error", [1, np.nan])
 def test_wrong_answers_are_shown_and_fail(tmp_path, monkeypatch, capsys, error):
-    from flash_attn_minimal.experiments import _counted
+    from flash_attn_lab.experiments import _counted
 
     v2 = _counted.v2
 
@@ -170,7 +170,7 @@ def test_wrong_answers_are_shown_and_fail(tmp_path, monkeypatch, capsys, error):
 
 
 def test_a_nan_is_a_wrong_answer_of_a_block_size(tmp_path, monkeypatch):
-    from flash_attn_minimal.experiments import block_size
+    from flash_attn_lab.experiments import block_size
 
     monkeypatch.setattr(block_size, "SIZES", block_size.SIZES[:1])
     monkeypatch.setattr(block_size, "plain_v2", lambda q, k, v, tile: np.full_like(q, np.nan))

@@ -8,11 +8,10 @@ import pytest
 from pretend import VARIANTS, gpu, variants_library  # noqa: F401  (fixtures)
 from test_command import needs_matplotlib, run
 
-from flash_attn_minimal import experiments
-from flash_attn_minimal._library import LibraryNotFound
-from flash_attn_minimal.bench.report import NotAResult
-from flash_attn_minimal.bench.systems import Shape
-from flash_attn_minimal.experiments import (
+from flash_attn_lab import experiments
+from flash_attn_lab.bench.report import NotAResult
+from flash_attn_lab.bench.systems import Shape
+from flash_attn_lab.experiments import (
     _calls,
     _ncu,
     _variants,
@@ -23,8 +22,9 @@ from flash_attn_minimal.experiments import (
     roofline,
     traffic,
 )
-from flash_attn_minimal.experiments.experiment import EXPERIMENTS
-from flash_attn_minimal.fuzz.edits import edit_json
+from flash_attn_lab.experiments.experiment import EXPERIMENTS
+from flash_attn_lab.fuzz.edits import edit_json
+from flash_attn_minimal.errors import LibraryNotFound
 
 KERNELS = [
     {_ncu.DURATION: 1e-5, "dram__bytes_read.sum": 3e6, "dram__bytes_write.sum": 1e6, "lts__t_bytes.sum": 5e7,
@@ -154,7 +154,7 @@ def test_the_profiled_process(gpu, capsys):  # noqa: F811
 
 @pytest.mark.parametrize("name", ["seqlen", "heads", "causal"])
 def test_sweeps_on_a_gpu(tmp_path, monkeypatch, gpu, name):  # noqa: F811
-    from flash_attn_minimal.experiments import sweeps
+    from flash_attn_lab.experiments import sweeps
 
     def shape(batch, seqlen, nheads, nheads_k, headdim, *rest):
         return Shape(1, min(seqlen, 512), min(nheads, 2), min(nheads_k, 2), 64, *rest[:1], "float32")
@@ -180,7 +180,7 @@ def test_the_roofline_on_a_gpu(tmp_path, monkeypatch, gpu):  # noqa: F811
     monkeypatch.setattr(roofline, "kernels", lambda: [{"name": "minimal", "device": "cuda"}])
     monkeypatch.setattr(roofline, "kernel", lambda name: experiments._measure.kernel(None))
     small(monkeypatch, roofline)
-    from flash_attn_minimal.bench import timing
+    from flash_attn_lab.bench import timing
 
     monkeypatch.setattr(timing, "SUSTAINED_S", 0.001)
     data, text = run(tmp_path, "roofline", "--quick")
@@ -211,7 +211,7 @@ def variant(name, us, **more):
 
 
 def sweep(axis):
-    from flash_attn_minimal.experiments.sweeps import waves
+    from flash_attn_lab.experiments.sweeps import waves
 
     for name in ("best", "wgmma_sm90", "mma_sm80"):
         kernel = "wgmma_sm90" if name == "best" else name
@@ -337,7 +337,7 @@ def test_pictures_show_every_row(name):
 
 
 def test_one_machine_of_each_kind_reports_its_multiprocessors():
-    from flash_attn_minimal.experiments._tiles import multiprocessors
+    from flash_attn_lab.experiments._tiles import multiprocessors
 
     cuda = SimpleNamespace(
         current_device=lambda: 0, get_device_properties=lambda i: SimpleNamespace(multi_processor_count=132)

@@ -5,7 +5,7 @@ import stat
 import pytest
 from conftest import CUDA_DEVICES
 
-from flash_attn_minimal.experiments import _ncu
+from flash_attn_lab.experiments import _ncu
 
 HEAD = (
     '"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size","Device",'

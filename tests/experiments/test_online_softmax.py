@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from flash_attn_minimal.experiments import online_softmax as experiment
-from flash_attn_minimal.experiments.online_softmax import Heads, count, error, expected, random_heads
+from flash_attn_lab.experiments import online_softmax as experiment
+from flash_attn_lab.experiments.online_softmax import Heads, count, error, expected, random_heads
 
 
 def by_hand(scores, tile, backwards, threshold):

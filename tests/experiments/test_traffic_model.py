@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from flash_attn_minimal.bench.check import attend
-from flash_attn_minimal.experiments import _counted, _traffic
-from flash_attn_minimal.experiments._traffic import Problem, Tile
+from flash_attn_lab.bench.check import attend
+from flash_attn_lab.experiments import _counted, _traffic
+from flash_attn_lab.experiments._traffic import Problem, Tile
 
 SHAPES = [(64, Tile(16, 16)), (100, Tile(32, 16)), (77, Tile(16, 48)), (33, Tile(64, 64)), (1, Tile(16, 16))]
 

@@ -11,7 +11,7 @@ import sys
 import atheris
 
 with atheris.instrument_imports(include=["flash_attn_minimal", "json"]):
-    from flash_attn_minimal.fuzz import readers
+    from flash_attn_lab.fuzz import readers
 
 
 def main() -> None:

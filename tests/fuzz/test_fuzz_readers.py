@@ -1,7 +1,7 @@
 """Damaged files for every reader of files: a short campaign, and one that hypothesis drives and shrinks.
 
 FLASH_ATTN_TEST_SEED=n repeats a run, FLASH_ATTN_TEST_EXAMPLES=n makes it longer. The long campaign:
-`python -m flash_attn_minimal.fuzz.readers --cases 100000`; guided by coverage: tests/fuzz/atheris_readers.py.
+`python -m flash_attn_lab.fuzz.readers --cases 100000`; guided by coverage: tests/fuzz/atheris_readers.py.
 """
 
 import os
@@ -10,8 +10,8 @@ import random
 import pytest
 from conftest import SEED
 
+from flash_attn_lab.fuzz import readers
 from flash_attn_minimal import BadArgument
-from flash_attn_minimal.fuzz import readers
 
 hypothesis = pytest.importorskip("hypothesis")
 from hypothesis import HealthCheck, given, seed, settings  # noqa: E402

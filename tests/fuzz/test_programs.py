@@ -11,17 +11,19 @@ import pytest
 from conftest import NO_CUDA, SEED, torch
 
 import flash_attn_minimal as fa
-from flash_attn_minimal import _launch, _record, _repeat, attention, distributed, kvcache
-from flash_attn_minimal.fuzz import function
-from flash_attn_minimal.fuzz.function import World
-from flash_attn_minimal.fuzz.judge import Wrong
-from flash_attn_minimal.fuzz.programs import command, exact, places, reproduce, shrink, steps
-from flash_attn_minimal.fuzz.programs.answers import Answer, difference
-from flash_attn_minimal.fuzz.programs.children import in_child
-from flash_attn_minimal.fuzz.programs.draw import generate
-from flash_attn_minimal.fuzz.programs.places import Places
-from flash_attn_minimal.fuzz.programs.steps import prepare
-from flash_attn_minimal.fuzz.programs.worker import Judge
+from flash_attn_lab.fuzz import function
+from flash_attn_lab.fuzz.function import World
+from flash_attn_lab.fuzz.judge import Wrong
+from flash_attn_lab.fuzz.programs import command, exact, places, reproduce, shrink, steps
+from flash_attn_lab.fuzz.programs.answers import Answer, difference
+from flash_attn_lab.fuzz.programs.children import in_child
+from flash_attn_lab.fuzz.programs.draw import generate
+from flash_attn_lab.fuzz.programs.places import Places
+from flash_attn_lab.fuzz.programs.steps import prepare
+from flash_attn_lab.fuzz.programs.worker import Judge
+from flash_attn_minimal import attention, distributed, kvcache
+from flash_attn_minimal._core import launch as _launch
+from flash_attn_minimal._core import recordings, repeats
 
 EXAMPLES = int(os.environ.get("FLASH_ATTN_TEST_EXAMPLES", "40")) // 3
 A_FEW_HUNDRED = 300
@@ -270,14 +272,14 @@ def test_the_memory_of_past_graphs_is_given_back(monkeypatch):
 
 def test_a_repeat_whose_key_lacks_an_option(monkeypatch, judge):
     """causal and softmax_scale are left out of the key that decides whether a call repeats an earlier one."""
-    find = _repeat.Repeats.find
+    find = repeats.Repeats.find
 
     def finds(self, given, arrays, values, window_size, *more):
         if self is attention.repeats:
             values = tuple(None if isinstance(x, (bool, float)) else x for x in values)
         return find(self, given, arrays, values, window_size, *more)
 
-    monkeypatch.setattr(_repeat.Repeats, "find", finds)
+    monkeypatch.setattr(repeats.Repeats, "find", finds)
     attention.repeats.clear()
     _, outcome = first_finding(judge, name="flash_attn_func")
     attention.repeats.clear()
@@ -286,7 +288,7 @@ def test_a_repeat_whose_key_lacks_an_option(monkeypatch, judge):
 
 def test_grants_that_another_thread_lowers(monkeypatch, judge):
     """Shared memory granted to a GPU function is state of all threads. Code that remembers it per thread finds less."""
-    run, granted, grant = _record.run, threading.local(), [0]
+    run, granted, grant = recordings.run, threading.local(), [0]
 
     def launch(lib, name, args, stream, views):
         if name == "attention_forward":
@@ -296,7 +298,7 @@ def test_grants_that_another_thread_lowers(monkeypatch, judge):
                 raise fa.CudaError("invalid argument")
         return run(lib, name, args, stream, views)
 
-    monkeypatch.setattr(_record, "run", launch)
+    monkeypatch.setattr(recordings, "run", launch)
     attention.repeats.clear()
     program, outcome = first_finding(judge, name="flash_attn_func")
     assert outcome and outcome.kind == function.EXCEPTION and "invalid argument" in outcome.message
@@ -317,7 +319,7 @@ def test_a_workspace_of_the_size_of_an_earlier_call(monkeypatch, judge):
 
     monkeypatch.setattr(kvcache, "_with_workspace", keeps)
     kvcache._repeats.clear()
-    monkeypatch.setattr(_launch._scratch, "place", _record.Scratch.place)
+    monkeypatch.setattr(_launch._scratch, "place", recordings.Scratch.place)
     _, outcome = first_finding(judge, name="flash_attn_with_kvcache")
     assert outcome and "WorkspaceTooSmall" in outcome.message, outcome
 
@@ -381,7 +383,7 @@ def test_hangs_and_crashes(monkeypatch):
     import time
 
     program = {"function": "program", "steps": [{"spec": {"function": "rms_norm", "dim": 8, "seed": 1}}]}
-    from flash_attn_minimal.fuzz.case import functions
+    from flash_attn_lab.fuzz.case import functions
 
     small = functions()["rms_norm"]
     with Judge("cpu", seconds=3) as judge:
@@ -432,7 +434,7 @@ def test_a_finding_is_a_program_that_can_be_pasted(monkeypatch):
 
 def run(*arguments):
     return subprocess.run(
-        [sys.executable, "-m", "flash_attn_minimal", "fuzz", *map(str, arguments)], capture_output=True, text=True,
+        [sys.executable, "-m", "flash_attn_lab", "fuzz", *map(str, arguments)], capture_output=True, text=True,
         timeout=600,
     )  # fmt: skip
 

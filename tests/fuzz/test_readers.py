@@ -9,9 +9,10 @@ import types
 import numpy as np
 import pytest
 
-from flash_attn_minimal import BadArgument, _files
-from flash_attn_minimal.bench import report
-from flash_attn_minimal.fuzz import readers
+from flash_attn_lab.bench import report
+from flash_attn_lab.fuzz import readers
+from flash_attn_minimal import BadArgument
+from flash_attn_minimal._core import files
 from flash_attn_minimal.llama import quality, quality_report, w4
 from flash_attn_minimal.llama.config import Config, RopeScaling
 from flash_attn_minimal.llama.generate import find_tokenizer, main
@@ -484,8 +485,8 @@ def test_what_is_quoted_is_short():
     for _ in range(500):
         nested = [nested]
     for value in (nested, "a" * 10**6, 10**4000, list(range(10**5)), {i: i for i in range(1000)}, b"x" * 10**6):
-        assert len(_files.quoted(value)) < 700
-    assert _files.quoted("\ud800") == "'\\ud800'" and _files.quoted(["a", 1.5]) == "['a', 1.5]"
+        assert len(files.quoted(value)) < 700
+    assert files.quoted("\ud800") == "'\\ud800'" and files.quoted(["a", 1.5]) == "['a', 1.5]"
 
 
 def test_headers_of_llama2c(tmp_path):

@@ -270,7 +270,7 @@ def test_checkpointing_drops_the_same(device):
 
 def test_opcheck_of_the_operator_with_a_seed():
     from flash_attn_minimal import autograd
-    from flash_attn_minimal._options import Options
+    from flash_attn_minimal._core.options import Options
 
     inputs = [normal("cpu", BATCH, ROWS, HEADS, DIM) for _ in range(3)]
     rest = (*[None] * 6, 0, 0, *autograd._packed(Options(dropout_p=0.5)))

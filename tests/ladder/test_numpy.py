@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, ml_dtypes
 
-from flash_attn_minimal.bench import check
+from flash_attn_lab.bench import check
 from flash_attn_minimal.reference import standard_attention
 
 if not (ROOT / "ladder").is_dir():

@@ -298,7 +298,7 @@ def test_bytes_by_hand(shared):
 
 
 def test_bytes_are_those_of_the_traffic_experiment(shared):
-    model = pytest.importorskip("flash_attn_minimal.experiments._traffic", reason="no experiments in this checkout")
+    model = pytest.importorskip("flash_attn_lab.experiments._traffic", reason="no experiments in this checkout")
     for seqlen, headdim, m, n in ((32, 16, 8, 4), (29, 7, 5, 12), (8192, 128, 128, 128)):
         for causal in (False, True):
             problem, tile = model.Problem(seqlen, headdim, causal), model.Tile(m, n)

@@ -21,8 +21,8 @@ sys.path.insert(0, str(ROOT))
 from ladder import variants  # noqa: E402
 
 import flash_attn_minimal as fa  # noqa: E402
-from flash_attn_minimal import _library  # noqa: E402
-from flash_attn_minimal.experiments._variants import VariantStruct  # noqa: E402
+from flash_attn_lab.experiments._variants import VariantStruct  # noqa: E402
+from flash_attn_minimal._core import structs  # noqa: E402
 
 try:
     TABLE = variants.variants()
@@ -87,7 +87,7 @@ def test_python_mirrors_the_header():
 def test_bad_arguments_are_named():
     with pytest.raises(fa.BadArgument, match="name=nothing"):
         variants.workspace_bytes("nothing", variants.arguments((1, 8, 1, 64), (1, 8, 1, 64)))
-    struct = _library.new(VariantStruct)
+    struct = structs.new(VariantStruct)
     for index in (-1, len(TABLE)):
         with pytest.raises(fa.BadArgument, match=f"index={index}"):
             variants.load().fa_variant_get(index, -1, struct)
@@ -114,7 +114,7 @@ def test_refusals_are_named(variant):
         (call(d, softmax_scale=-1.0, has_softmax_scale=1), "softmax_scale=-1"),
         (call(d, seqlen_k=0), "seqlen_k=0"),
         (call(d, q_row_stride=2 * d + 4), "q.data"),
-        (call(d, device=_library.CPU), "device=1"),
+        (call(d, device=structs.CPU), "device=1"),
     ):
         with pytest.raises(fa.Unsupported, match=text) as raised:
             variants.workspace_bytes(variant.name, args)
@@ -126,7 +126,7 @@ def test_a_variant_refuses_the_other_pass():
     with pytest.raises(fa.Unsupported, match="variant of the backward pass"):
         variants.load().fa_variant_forward(backward.encode(), call(), None)
     with pytest.raises(fa.Unsupported, match="variant of the forward pass"):
-        variants.load().fa_variant_backward(forward.encode(), _library.new(_library.AttentionBackwardArgs), None)
+        variants.load().fa_variant_backward(forward.encode(), structs.new(structs.AttentionBackwardArgs), None)
 
 
 # ---- on a GPU ----

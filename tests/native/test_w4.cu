@@ -9,9 +9,9 @@
 
 #include "device/widen.cuh"
 #include "expect.h"
-#include "transformer/w4/few_w4_plan.h"
-#include "transformer/w4/mma_w4_plan.h"
-#include "transformer/w4/w4.cuh"
+#include "transformer/w4/common/w4.cuh"
+#include "transformer/w4/few_w4_sm90/plan.h"
+#include "transformer/w4/mma_w4/plan.h"
 
 namespace {
 

@@ -8,9 +8,9 @@
 #include <string>
 #include <vector>
 
-#include "attention/backward/wgmma_sm90_work.cuh"
+#include "attention/backward/wgmma_sm90/work.cuh"
 #include "attention/common/mask.h"
-#include "attention/forward/work_list.h"
+#include "attention/forward/common/work_list.h"
 #include "device/mma.cuh"
 #include "device/ptx.cuh"
 #include "device/tensor_map.h"

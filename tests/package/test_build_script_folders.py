@@ -396,12 +396,15 @@ def test_an_environment_that_was_moved(checkout, tmp_path, python):
 
 def test_an_installed_package_is_named(run, checkout):
     """Where the environment's Python imports another package than that of the checkout, the script says so."""
-    library = "from pathlib import Path\ndef path():\n    return Path(__file__).parent / 'libflash_attn_minimal.so'\n"
+    library = (
+        "from pathlib import Path\ndef path():\n    return Path(__file__).parents[1] / 'libflash_attn_minimal.so'\n"
+    )
     assert "another" not in build(run).stdout
     [packages] = checkout.glob(".venv/lib/python*/site-packages")
-    (packages / "flash_attn_minimal").mkdir()
+    core = packages / "flash_attn_minimal/_core"
+    core.mkdir(parents=True)
     (packages / "flash_attn_minimal/__init__.py").write_text("")
-    (packages / "flash_attn_minimal/_library.py").write_text(library)
+    (core / "library.py").write_text(library)
     said = build(run).stdout
     assert f"another flash_attn_minimal, with the library {packages}/flash_attn_minimal/libflash" in said
     assert "-m pip uninstall flash-attn-minimal" in said

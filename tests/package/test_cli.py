@@ -10,7 +10,8 @@ import pytest
 from conftest import NO_CUDA
 
 import flash_attn_minimal as fa
-from flash_attn_minimal import _command, cli, info, verify
+from flash_attn_minimal._commands import cli, info, verify
+from flash_attn_minimal._commands import command as _command
 
 
 def run(*arguments, **environment):
@@ -23,7 +24,7 @@ def run(*arguments, **environment):
 def test_help_lists_the_commands_without_importing_them():
     said = run("--help", FLASH_ATTN_LIBRARY="/nowhere")
     assert said.returncode == 0 and not said.stderr
-    for command in ("info", "verify", "bench", "experiment", "context-parallel", "generate"):
+    for command in ("info", "verify", "generate", "quantize", "synthetic"):
         assert f"\n  {command} " in said.stdout
 
 
@@ -32,7 +33,7 @@ def test_help_lists_the_commands_without_importing_them():
     [
         (("nonesuch",), "'nonesuch' is not a command; `python -m flash_attn_minimal --help` lists the commands\n"),
         (("--nonesuch",), "'--nonesuch' is not an option; `python -m flash_attn_minimal --help` lists the commands\n"),
-        (("bnech",), "'bnech' is not a command; did you mean bench?\n"),
+        (("vreify",), "'vreify' is not a command; did you mean verify?\n"),
     ],
 )
 def test_wrong_usage(arguments, says):
@@ -143,7 +144,7 @@ def test_help_of_a_command(command):
 def test_info():
     said = run("info")
     assert said.returncode == 0, said.stderr
-    assert fa.__version__ in said.stdout and str(fa._library.path()) in said.stdout
+    assert fa.__version__ in said.stdout and str(fa._core.library.path()) in said.stdout
     for kernel in fa.kernels():
         assert kernel["name"] in said.stdout
     assert "(4, 4096x4096, 32/8, 128)" in said.stdout

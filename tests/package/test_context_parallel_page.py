@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from flash_attn_minimal import _library
+from flash_attn_minimal._core import library as _library
+from flash_attn_minimal._core import structs
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs/context_parallel"
 LAYOUTS = {"contiguous": 1, "zigzag": 2, "flat": 3}
-MODES = {"gather": 1, "ulysses": 2, "ring": 3}
+MODES = {"gather": 1, "ulysses": 2}
 THREADS, CPU, FLOAT16 = 1, 1, 2
 
 
@@ -114,7 +115,7 @@ def put(struct, name, heads, dim):
 
 
 def plan(library, size, heads, heads_k, mode, backward, rank=0, causal=0, window=None, layout="zigzag"):
-    a = _library.new(_library.AttentionArgs)
+    a = structs.new(structs.AttentionArgs)
     a.device, a.dtype, a.batch, a.nheads, a.nheads_k, a.headdim, a.headdim_v = (
         CPU,
         FLOAT16,
@@ -137,7 +138,7 @@ def plan(library, size, heads, heads_k, mode, backward, rank=0, causal=0, window
     found = Plan(struct_size=ct.sizeof(Plan))
     call, query = args, library.fa_distributed_query
     if backward:
-        g = _library.new(_library.AttentionBackwardArgs)
+        g = structs.new(structs.AttentionBackwardArgs)
         for name, count, dim in (
             ("dout", heads, DIM_V),
             ("dq", heads, DIM),
@@ -164,7 +165,6 @@ def test_bytes_and_memory_of_the_table(library, heads, heads_k, size, written, l
     both, out_too = DIM + DIM_V, 2 * DIM + DIM_V
     q_share = heads * out_too + (shared + written) * both
     staged = written * both if written > heads_k else 0
-    ring = (4 + ELEMENT) * T // size * heads
     received = {
         ("gather", False): keys * (size - 1) // size,
         ("gather", True): (1 + rounds) * keys * (size - 1) // size,
@@ -176,11 +176,8 @@ def test_bytes_and_memory_of_the_table(library, heads, heads_k, size, written, l
         ("gather", True): (1 + 2 * rounds) * keys,
         ("ulysses", False): ELEMENT * T // size * (heads + shared) * both,
         ("ulysses", True): ELEMENT * T // size * (q_share + staged) + 12 * T // size * heads,
-        ("ring", False): 2 * keys // size + ring * DIM_V,
-        ("ring", True): (2 + 2 * rounds * size) * keys // size + ring * DIM,
     }
     for backward in (False, True):
-        received["ring", backward] = received["gather", backward]
         for mode in MODES:
             found = plan(library, size, heads, heads_k, mode, backward, layout=layout)
             assert found.received_bytes == received[mode, backward], (mode, backward)
@@ -195,11 +192,10 @@ def test_bytes_and_memory_of_the_table(library, heads, heads_k, size, written, l
 def test_bytes_under_a_causal_mask(library, size):
     keys = ELEMENT * T * 4 * (DIM + DIM_V)
     for rank in range(size):
-        for mode in ("gather", "ring"):
-            contiguous = plan(library, size, 16, 4, mode, False, rank, causal=1, layout="contiguous")
-            assert contiguous.received_bytes == keys * rank // size
-            zigzag = plan(library, size, 16, 4, mode, False, rank, causal=1, layout="zigzag")
-            assert zigzag.received_bytes == keys * (2 * size - 2 - rank) // (2 * size)
+        contiguous = plan(library, size, 16, 4, "gather", False, rank, causal=1, layout="contiguous")
+        assert contiguous.received_bytes == keys * rank // size
+        zigzag = plan(library, size, 16, 4, "gather", False, rank, causal=1, layout="zigzag")
+        assert zigzag.received_bytes == keys * (2 * size - 2 - rank) // (2 * size)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

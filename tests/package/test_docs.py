@@ -106,7 +106,7 @@ def test_c_block_compiles_and_runs(code, tmp_path):
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         pytest.skip("no C compiler on PATH")
-    from flash_attn_minimal import _library
+    from flash_attn_minimal._core import library as _library
 
     library = Path(_library.path())
     (tmp_path / "example.c").write_text(code)

@@ -12,7 +12,8 @@ from conftest import ROOT
 
 import flash_attn_minimal as fa
 
-# The kernel of a file with __global__ functions is the one that the file is named after, in the table of its folder.
+# The kernel of a file with __global__ functions is the one that the file, or its folder, is named after, in the table
+# of the folder above.
 # Folder -> (table, prefix of the kernel's name before the file's name).
 TABLES = {
     "attention/forward": ("forward", ""),
@@ -27,21 +28,21 @@ TABLES = {
 # it.
 ROWS = {
     "flash_attn_minimal.cu": {"forward": ["minimal"]},
-    "attention/forward/mma_sm80.cuh": {"forward": ["mma_sm80", "mma_tf32_sm80"]},
-    "attention/forward/fp8_sm90.cuh": {"forward": ["fp8_sm90", "fp8_fast_sm90"]},
-    "attention/decode/lanes.cuh": {"forward": ["decode_lanes_sm80", "decode_lanes_cluster_sm90"]},
+    "attention/forward/mma_sm80/kernel.cuh": {"forward": ["mma_sm80", "mma_tf32_sm80"]},
+    "attention/forward/fp8_sm90/kernel.cuh": {"forward": ["fp8_sm90", "fp8_fast_sm90"]},
+    "attention/decode/lanes/kernel.cuh": {"forward": ["decode_lanes_sm80", "decode_lanes_cluster_sm90"]},
     "attention/decode/combine.cu": {"forward": ["decode_split_sm80", "decode_ring_sm90", "decode_lanes_sm80"]},
-    "attention/decode/mla_sm90.cu": {"forward": ["mla_sm90"]},
-    "attention/decode/mla_merge.cuh": {"forward": ["mla_sm90"]},
-    "attention/backward/mma_sm80_side.cuh": {"backward": ["mma_sm80"]},
-    "attention/backward/wgmma_sm90_rows.cu": {"backward": ["wgmma_sm90", "wgmma_pair_sm90"]},
+    "attention/decode/mla_sm90/kernel.cu": {"forward": ["mla_sm90"]},
+    "attention/decode/mla_sm90/merge.cuh": {"forward": ["mla_sm90"]},
+    "attention/backward/mma_sm80/side.cuh": {"backward": ["mma_sm80"]},
+    "attention/backward/wgmma_sm90/rows.cu": {"backward": ["wgmma_sm90", "wgmma_pair_sm90"]},
     "attention/backward/delta.cu": {"backward": ["simple", "mma_wide_sm80"]},
     "attention/common/large_rows.cuh": {"backward": ["mma_wide_sm80"]},  # and key_sums of fa_attention_forward
     "attention/backward/scores.cu": "fa_attention_backward",
     "attention/decode/append.cu": "fa_kvcache_attention",
-    "attention/forward/key_sums.cu": "fa_attention_forward",
-    "attention/forward/key_sums_sm80.cu": "fa_attention_forward",
-    "attention/forward/max_score.cu": "fa_attention_forward",
+    "attention/statistics/key_sums.cu": "fa_attention_forward",
+    "attention/statistics/key_sums_sm80.cu": "fa_attention_forward",
+    "attention/statistics/max_score.cu": "fa_attention_forward",
     "attention/forward/merge.cu": "fa_attention_merge",
     "attention/forward/quantize_fp8.cu": "fa_quantize_fp8",
     "distributed/rows.cu": ["fa_distributed_forward", "fa_distributed_backward", "fa_distributed_decode"],
@@ -50,6 +51,7 @@ ROWS = {
     "transformer/ops/swiglu.cu": "fa_swiglu",
     "transformer/ops/sampling.cu": "fa_sample",
     "transformer/w4/quantize_w4.cu": ["fa_w4_quantize", "fa_w4_dequantize", "fa_w4_pack"],
+    "transformer/w4/wgmma_w4_sm90/few.cuh": {"w4_linear": ["wgmma_w4_few_sm90"]},
     "transformer/w4/round_x.cu": {"w4_linear": ["wgmma_w4_sm90", "wgmma_w4_few_sm90", "few_w4_sm90", "mma_w4"]},
     "transformer/w4/chain_w4_sm90.cu": {"w4_linear_chain": ["chain_w4_sm90"]},
 }
@@ -64,13 +66,21 @@ FILES = {
 }
 
 
+def room_and_name(file: str) -> tuple[str, str]:
+    """ROOM/NAME.cu, or ROOM/NAME/kernel.cuh."""
+    path = PurePosixPath(file)
+    kernel = path.parent if path.stem == "kernel" else path.with_suffix("")
+    return str(kernel.parent), kernel.name
+
+
 def rows_of(table: str) -> set[str]:
     """The kernels of one table that have a file with __global__ functions."""
     found = {name for place in ROWS.values() if isinstance(place, dict) for name in place.get(table, ())}
-    for file in map(PurePosixPath, FILES - set(ROWS)):
-        its_table, prefix = TABLES.get(str(file.parent), ("", ""))
+    for file in FILES - set(ROWS):
+        room, name = room_and_name(file)
+        its_table, prefix = TABLES.get(room, ("", ""))
         if its_table == table:
-            found.add(prefix + file.stem)
+            found.add(prefix + name)
     return found
 
 
@@ -80,7 +90,7 @@ def gpu_kernels(table: str) -> set[str]:
 
 def test_every_global_function_belongs_to_a_row():
     assert set(ROWS) <= FILES
-    assert all(str(PurePosixPath(file).parent) in TABLES for file in FILES - set(ROWS))
+    assert all(room_and_name(file)[0] in TABLES for file in FILES - set(ROWS))
     registries = "".join(file.read_text() for file in (ROOT / "cuda/api").rglob("*.cpp"))
     strangers = {name for table in fa.kernel_tables() for name in rows_of(table) if f'"{name}"' not in registries}
     assert not strangers, "these files are not named after a kernel: add them to ROWS"

@@ -16,6 +16,7 @@ BELOW = {
     "attention/kernels.h": ["attention/common", *KERNELS],
     "attention/forward": ["attention/common", "attention/kernels.h", *KERNELS],
     "attention/decode": ["attention/common", "attention/kernels.h", *KERNELS],
+    "attention/statistics": ["attention/common", "attention/kernels.h", *KERNELS],
     "attention/split": ["attention/forward", "attention/decode", "attention/common", "attention/kernels.h", *KERNELS],
     "attention/backward": ["attention/common", "attention/kernels.h", *KERNELS],
     "flash_attn_minimal.cu": ["attention/common", "attention/kernels.h", *KERNELS],

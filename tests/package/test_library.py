@@ -15,19 +15,19 @@ import pytest
 from conftest import ROOT
 
 import flash_attn_minimal as fa
-from flash_attn_minimal import _library
+from flash_attn_minimal._core import library, structs
 from flash_attn_minimal.distributed import _structs as distributed
 from flash_attn_minimal.transformer import _library as transformer
 
 HEADERS = [ROOT / "cuda" / name for name in ("flash_attn.h", "flash_attn_transformer.h", "flash_attn_distributed.h")]
 OPERATIONS = transformer.SMALL_OPERATIONS | transformer.W4_OPERATIONS
 STRUCTS = {
-    "fa_attention_args": _library.AttentionArgs,
-    "fa_attention_plan": _library.AttentionPlan,
-    "fa_kvcache_args": _library.KVCacheArgs,
-    "fa_merge_args": _library.MergeArgs,
-    "fa_quantize_args": _library.QuantizeArgs,
-    "fa_call": _library.Call,
+    "fa_attention_args": structs.AttentionArgs,
+    "fa_attention_plan": structs.AttentionPlan,
+    "fa_kvcache_args": structs.KVCacheArgs,
+    "fa_merge_args": structs.MergeArgs,
+    "fa_quantize_args": structs.QuantizeArgs,
+    "fa_call": structs.Call,
     "fa_group_args": distributed.GroupArgs,
     "fa_segment": distributed.Segment,
     "fa_distributed_args": distributed.DistributedArgs,
@@ -59,7 +59,7 @@ def test_structs_match_the_header(tmp_path):
             member = NESTED.sub(r"\1.\2", field)
             value = f"offsetof({c_name}, {member}), sizeof((({c_name}*)0)->{member})"
             lines.append(f'printf("{c_name}.{field} %zu %zu\\n", {value});')
-    names = {"FA_CPU": _library.CPU, "FA_CUDA": _library.CUDA, "FA_OK": _library.OK}
+    names = {"FA_CPU": structs.CPU, "FA_CUDA": structs.CUDA, "FA_OK": library.OK}
     names |= {"FA_FLOAT32": 1, "FA_FLOAT16": 2, "FA_BFLOAT16": 3, "FA_FLOAT8_E4M3": 4, "FA_INT8": 5}
     for prefix, numbers in (("GROUP", distributed.KINDS), ("LAYOUT", distributed.LAYOUTS), ("MODE", distributed.MODES)):
         names |= {f"FA_{prefix}_{name.upper()}": number for name, number in numbers.items()}
@@ -92,17 +92,17 @@ def test_structs_match_the_header(tmp_path):
             assert said[f"{c_name}.{field}"] == f"{descriptor.offset} {descriptor.size}", field
         assert said[c_name] == str(ct.sizeof(mirror))
     assert {name: int(said[name]) for name in names} == names
-    assert _library.DTYPES == {"float32": 1, "float16": 2, "bfloat16": 3, "float8_e4m3fn": 4}
+    assert structs.DTYPES == {"float32": 1, "float16": 2, "bfloat16": 3, "float8_e4m3fn": 4}
     assert transformer.W4_FORMATS == {
         "nvfp4": int(said["FA_NVFP4"]),
         "mxfp4": int(said["FA_MXFP4"]),
         "int4": int(said["FA_INT4"]),
     }
-    assert _library.CACHE_DTYPES == {"float8_e4m3fn": 4, "int8": 5}
+    assert structs.CACHE_DTYPES == {"float8_e4m3fn": 4, "int8": 5}
 
 
 def test_statuses():
-    lib = _library.load()
+    lib = library.load()
     names = {
         1: "FA_BAD_ARGUMENT",
         2: "FA_UNSUPPORTED",
@@ -115,12 +115,12 @@ def test_statuses():
     for status, name in names.items():
         assert lib.fa_status_name(status).decode() == name
         words = "".join(word.capitalize() for word in name.split("_")[1:])
-        assert _library._ERRORS[status].__name__ == words
+        assert library._ERRORS[status].__name__ == words
     assert lib.fa_status_name(99)
 
 
 def test_versions_agree():
-    assert fa.__version__ == _library.load().fa_version().decode()
+    assert fa.__version__ == library.load().fa_version().decode()
     project = ROOT / "pyproject.toml"
     if project.is_file():
         assert re.search(r'^version = "(.*)"', project.read_text(), re.M).group(1) == fa.__version__
@@ -142,7 +142,7 @@ def test_kernel_list():
     names = [kernel["name"] for kernel in fa.kernels()]
     assert len(names) == len(set(names)) and {"cpu_portable", "cpu_naive"} <= set(names)
     assert all(kernel["summary"] and kernel["device"] in ("cpu", "cuda") for kernel in fa.kernels())
-    lib = _library.load()
+    lib = library.load()
     for beyond in (-1, len(names)):
         assert (
             lib.fa_kernel_name(beyond) is None
@@ -155,7 +155,7 @@ def test_last_error_belongs_to_the_thread():
     q = np.zeros((1, 3, 3, 8), np.float32)
     with pytest.raises(fa.BadArgument, match="nheads=3"):
         fa.flash_attn_func(q, q[:, :, :2], q[:, :, :2])
-    lib, other = _library.load(), []
+    lib, other = library.load(), []
     thread = threading.Thread(target=lambda: other.append(lib.fa_last_error()))
     thread.start()
     thread.join()
@@ -176,7 +176,7 @@ def test_missing_library(tmp_path):
 def test_a_library_for_another_processor(tmp_path):
     """The loader's own words for it are that there is no such file."""
     file = tmp_path / "other.so"
-    content = bytearray(_library.path().read_bytes())
+    content = bytearray(library.path().read_bytes())
     content[18] ^= 0x80  # the architecture in the header
     file.write_bytes(content)
     call = "import flash_attn_minimal as fa\ntry: fa.kernels()\nexcept fa.LibraryNotFound as e: print(e)"
@@ -188,10 +188,12 @@ def test_a_checkout_finds_the_library_in_its_build_folder(tmp_path):
     """Without environment variables. The package's own folder comes first; a message names all places."""
     (tmp_path / "python").mkdir()
     (tmp_path / "python/flash_attn_minimal").symlink_to(ROOT / "python/flash_attn_minimal")
-    own = ROOT / "python/flash_attn_minimal" / _library.LIBRARY_NAME
+    own = ROOT / "python/flash_attn_minimal" / library.LIBRARY_NAME
     if own.exists():
         pytest.skip(f"{own} is there")
-    call = "import flash_attn_minimal as fa\ntry: print(fa._library.path())\nexcept fa.LibraryNotFound as e: print(e)"
+    call = (
+        "import flash_attn_minimal as fa\ntry: print(fa._core.library.path())\nexcept fa.LibraryNotFound as e: print(e)"
+    )
 
     def said():
         return python(call, PYTHONPATH=str(tmp_path / "python"), FLASH_ATTN_LIBRARY="").stdout.strip()
@@ -222,8 +224,8 @@ def test_foreign_library():
         "has no function fa_attention_forward: it belongs to another release"
         in python(call, FLASH_ATTN_LIBRARY=other).stdout
     )
-    if _library.checkout():
-        command = f"{_library.checkout()}/build_and_run.sh build builds that of these sources"
+    if library.checkout():
+        command = f"{library.checkout()}/build_and_run.sh build builds that of these sources"
         assert command in python(call, FLASH_ATTN_LIBRARY=other).stdout
 
 
@@ -232,7 +234,7 @@ def test_import_brings_numpy_alone():
     library before the first call; otherwise it would be slow. (The bench suite `overhead` times calls.)"""
     code = (
         "import sys, numpy; before = set(sys.modules); import flash_attn_minimal as fa\n"
-        "print(*sorted(set(sys.modules) - before), fa._library.load.cache_info().currsize)"
+        "print(*sorted(set(sys.modules) - before), fa._core.library.load.cache_info().currsize)"
     )
     *modules, loaded = python(code, PYTHONPATH=str(ROOT / "python")).stdout.split()
     ours = [name for name in modules if name.startswith("flash_attn_minimal")]

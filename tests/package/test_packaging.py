@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from flash_attn_minimal import _library
+from flash_attn_minimal._core import library as _library
 
 ROOT = Path(__file__).resolve().parents[2]
 C_RUNTIME = re.compile(r"lib(c|m|dl|rt|pthread|gcc_s|stdc\+\+)\.so\.\d+|ld-linux.*\.so\.\d+")

@@ -5,16 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from flash_attn_minimal import _library
+from flash_attn_minimal._core import library
 
-FOLDER = Path(_library.path()).parent / "ptxas"
+FOLDER = Path(library.path()).parent / "ptxas"
 # Every kernel except those that exist to be read, or to serve all remaining calls.
 PATTERNS = (
     "attention/*ward/*_sm*.log",
-    "attention/split/*.log",
-    "attention/decode/*.log",
+    "attention/*ward/*_sm*/**/*.log",
+    "attention/statistics/*_sm*.log",
+    "attention/split/**/*.log",
+    "attention/decode/**/*.log",
     "transformer/linear/*.log",
-    "transformer/w4/*.log",
+    "transformer/w4/**/*.log",
 )
 # Kernels that may spill, and how much. 64 rows of head dim 256 leave no register for the position in the list of work;
 # it stays in local memory from before the loop over tiles until after it.
@@ -67,7 +69,7 @@ def test_attention_fits_beside_a_chain():
     """One block each of chain_w4_sm90 (17 warps, 5 on a quarter of a multiprocessor) and of decode_lanes (8 warps, one
     row of q, 128 columns of 16 bits): a quarter has 512 registers for each of 32 lanes."""
     chain = registers_of("transformer/w4/chain_w4_sm90*.log", "chain_w4_sm90_kernelILNS0_6FormatE[12]E")
-    lanes = registers_of("attention/decode/lanes_16bit*.log", r"decode_lanes_cluster_kernelI\w+Li128ELi1E")
+    lanes = registers_of("attention/decode/lanes/16bit*.log", r"decode_lanes_cluster_kernelI\w+Li128ELi1E")
     if not (chain and lanes):
         pytest.skip("built without Hopper")
     assert 5 * -(-max(chain) // 8) * 8 + 2 * -(-max(lanes) // 8) * 8 <= 512

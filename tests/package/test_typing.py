@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import flash_attn_minimal as fa
-from flash_attn_minimal import _options, distributed, kvcache
+from flash_attn_minimal import distributed, kvcache
+from flash_attn_minimal._core import options as _options
 from flash_attn_minimal.transformer import ops, quantized
 
 ROOT = Path(__file__).resolve().parents[2]

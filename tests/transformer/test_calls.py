@@ -11,21 +11,22 @@ import pytest
 from conftest import CUDA_DEVICES, NO_CUDA, ROOT, cupy, torch
 
 import flash_attn_minimal as fa
-from flash_attn_minimal import _library, _record
+from flash_attn_minimal._core import library, recordings
+from flash_attn_minimal._core import structs as _structs
 from flash_attn_minimal.transformer import _library as transformer
 from flash_attn_minimal.transformer import ops
 from flash_attn_minimal.transformer.quantized import W4Weight
 
 STRUCTS = {
-    "attention_forward": _library.AttentionArgs,
-    "attention_backward": _library.AttentionBackwardArgs,
-    "kvcache_attention": _library.KVCacheArgs,
-    "attention_merge": _library.MergeArgs,
-    "quantize_fp8": _library.QuantizeArgs,
+    "attention_forward": _structs.AttentionArgs,
+    "attention_backward": _structs.AttentionBackwardArgs,
+    "kvcache_attention": _structs.KVCacheArgs,
+    "attention_merge": _structs.MergeArgs,
+    "quantize_fp8": _structs.QuantizeArgs,
     **transformer.SMALL_OPERATIONS,
     **transformer.W4_OPERATIONS,
 }
-LINEAR, RMS_NORM, SAMPLE = (1 + _library.OPERATIONS.index(name) for name in ("linear", "rms_norm", "sample"))
+LINEAR, RMS_NORM, SAMPLE = (1 + _structs.OPERATIONS.index(name) for name in ("linear", "rms_norm", "sample"))
 
 
 def linear_args(x, weight, out, **changed):
@@ -52,11 +53,11 @@ def norm_args(x, weight, out):
 
 def run_calls(calls, count=None, failed=None):
     """Calls fa_run_calls with a list of (operation, struct) or (operation, struct, reserved)."""
-    table = (_library.Call * max(len(calls), 1))()
+    table = (_structs.Call * max(len(calls), 1))()
     for call, (operation, args, *reserved) in zip(table, calls, strict=False):
         call.operation, call.args = operation, ct.addressof(args) if args is not None else None
         call.reserved = reserved[0] if reserved else 0
-    _library.load().fa_run_calls(table, len(calls) if count is None else count, failed, None)
+    library.load().fa_run_calls(table, len(calls) if count is None else count, failed, None)
 
 
 def a_chain(count=4):
@@ -86,7 +87,7 @@ def test_a_list_is_its_calls_in_order():
 def test_an_empty_list():
     failed = ct.c_int32(7)
     run_calls([], failed=failed)
-    _library.load().fa_run_calls(None, 0, None, None)
+    library.load().fa_run_calls(None, 0, None, None)
     assert failed.value == -1
 
 
@@ -128,10 +129,10 @@ def test_an_unknown_operation(index, operation):
     assert [bool(np.isnan(array).all()) for array in arrays[1:]] == [i >= index for i in range(3)]
 
 
-@pytest.mark.parametrize("name", _library.OPERATIONS)
+@pytest.mark.parametrize("name", _structs.OPERATIONS)
 def test_every_operation_is_the_function_of_its_name(name):
     """With an empty struct, or none, the list gives the same error as the function."""
-    number, lib = 1 + _library.OPERATIONS.index(name), transformer.load()
+    number, lib = 1 + _structs.OPERATIONS.index(name), transformer.load()
     for args in (STRUCTS[name](), None):
         with pytest.raises(fa.BadArgument) as alone:
             getattr(lib, f"fa_{name}")(args, None)
@@ -145,9 +146,9 @@ def test_numbers_are_those_of_the_header():
     if not header.is_file():
         pytest.skip("the headers are not beside the tests")
     text = header.read_text()
-    for number, name in enumerate(_library.OPERATIONS, 1):
+    for number, name in enumerate(_structs.OPERATIONS, 1):
         assert re.search(rf"\bFA_OP_{name.upper()} = {number}\b", text), name
-    assert len(re.findall(r"\bFA_OP_\w+ = ", text)) == len(_library.OPERATIONS)
+    assert len(re.findall(r"\bFA_OP_\w+ = ", text)) == len(_structs.OPERATIONS)
 
 
 @pytest.mark.parametrize("arguments, message", [
@@ -160,7 +161,7 @@ def test_a_bad_list(arguments, message):
         run_calls(*arguments, failed=failed)
     assert failed.value == (-1 if "count" in message else 0)
     with pytest.raises(fa.BadArgument, match="calls is NULL with count=2"):
-        _library.load().fa_run_calls(None, 2, None, None)
+        library.load().fa_run_calls(None, 2, None, None)
 
 
 @pytest.mark.skipif(CUDA_DEVICES > 0, reason="host memory is refused there, see below")
@@ -289,7 +290,7 @@ def test_a_recording_repeats_its_calls():
         a_step(*arrays_of_a_step())
     for step in range(6):
         if step == 0:
-            with _record.Recording() as recording:
+            with recordings.Recording() as recording:
                 results = a_step(x, weight, packed, cache, lengths, tokens)
         else:
             recording()
@@ -299,7 +300,7 @@ def test_a_recording_repeats_its_calls():
         for arrays in ((x, lengths), (other[0], other[4])):
             arrays[0][...] = np.float32(step) - arrays[0][::-1].copy()
             arrays[1][...] += 1
-    assert _record.current() is None
+    assert recordings.current() is None
     lengths[:] = 5, 6
     with pytest.raises(fa.BadArgument, match=r"^calls\[1\] \(fa_kvcache_attention\): cache_seqlens\[1\]=6 and "):
         recording()
@@ -309,7 +310,7 @@ def test_a_recording_owns_what_it_uses():
     """The recording keeps its arrays alive, and has its own workspace, to which other calls of this thread do not
     write."""
     x, weight, packed, cache, lengths, tokens = arrays_of_a_step()
-    with _record.Recording() as recording:
+    with recordings.Recording() as recording:
         results = a_step(x, weight, packed, cache, lengths, tokens)
     expected = [array.copy() for array in (*results, tokens)]
     del weight, packed, cache
@@ -325,7 +326,7 @@ def test_a_recording_owns_what_it_uses():
 def test_functions_between_the_calls():
     x = np.ones((1, 4), np.float32)
     weight, seen = 2 * np.eye(4, dtype=np.float32), []
-    with _record.Recording() as recording:
+    with recordings.Recording() as recording:
         y = ops.linear(x, weight)
         recording.function(lambda: seen.append(y[0, 0].item()))
         ops.linear(y, weight, out=x)
@@ -352,7 +353,7 @@ def test_a_call_like_those_before_is_recorded(framework, before):
 
     for _ in range(before):
         calls()
-    with _record.Recording() as recording:
+    with recordings.Recording() as recording:
         calls()
     want = [np.asarray(x).copy() for x in (out, dq, dk, dv, step)]
     assert all(x.any() for x in want)
@@ -366,21 +367,21 @@ def test_a_call_like_those_before_is_recorded(framework, before):
 def test_gradients_that_a_replay_would_add_to_are_not_recorded():
     q, k, v, out, dq, dk, dv = np.ones((7, 1, 3, 2, 8), np.float32)
     sinks, lse = np.zeros(2, np.float32), np.ones((1, 2, 3), np.float32)
-    with _record.Recording(), pytest.raises(fa.Unsupported, match="accumulate=True .* is not recorded"):
+    with recordings.Recording(), pytest.raises(fa.Unsupported, match="accumulate=True .* is not recorded"):
         fa.backward(
             out, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, sinks=sinks, accumulate=True, return_dsinks=True
         )  # fmt: skip
 
 
 def test_recordings_do_not_nest_and_end_with_an_error():
-    with pytest.raises(fa.Unsupported, match="a recording inside a recording"), _record.Recording():
-        with _record.Recording():
+    with pytest.raises(fa.Unsupported, match="a recording inside a recording"), recordings.Recording():
+        with recordings.Recording():
             pass
-    assert _record.current() is None
+    assert recordings.current() is None
 
 
 @pytest.mark.skipif(bool(NO_CUDA) or cupy is None, reason=NO_CUDA or "CuPy is not installed")
 def test_calls_on_a_gpu_are_not_recorded():
     x = cupy.ones((1, 8), np.float32)
-    with _record.Recording(), pytest.raises(fa.Unsupported, match="a call on cuda:0 is not recorded"):
+    with recordings.Recording(), pytest.raises(fa.Unsupported, match="a call on cuda:0 is not recorded"):
         ops.linear(x, cupy.ones((8, 8), np.float32))

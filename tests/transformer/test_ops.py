@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from conftest import CUDA, NO_CUDA, jax, ml_dtypes, torch
 
-from flash_attn_minimal import BadArgument, FlashAttnError, Unsupported, _library
-from flash_attn_minimal.fuzz.small import rounded as check
+from flash_attn_lab.fuzz.small import rounded as check
+from flash_attn_minimal import BadArgument, FlashAttnError, Unsupported
+from flash_attn_minimal._core import structs
 from flash_attn_minimal.transformer import _library as transformer
 from flash_attn_minimal.transformer import ops
 from flash_attn_minimal.transformer import reference_ops as reference
@@ -462,7 +463,7 @@ def test_c_structs_are_checked(name):
     """Values that Python never sends, one field at a time. Nothing is read or written through them."""
     function, kind = getattr(transformer.load(), f"fa_{name}"), transformer.SMALL_OPERATIONS[name]
     fields = [field for field, _ in kind._fields_]
-    usual = {"device": _library.CPU, "dtype": 1, "rows": 1, "dim": 4, "batch": 1, "vocab": 4, "nheads": 1, "headdim": 4}
+    usual = {"device": structs.CPU, "dtype": 1, "rows": 1, "dim": 4, "batch": 1, "vocab": 4, "nheads": 1, "headdim": 4}
     usual |= {"seqlen": 1, "table_rows": 1, "in_features": 4, "out_features": 4, "struct_size": ct.sizeof(kind)}
 
     def refused(text, **wrong):

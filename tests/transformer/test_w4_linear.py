@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from conftest import CPU, CUDA, NO_CUDA, cupy, jax, torch
 
+from flash_attn_lab.fuzz.weights import product as exact
 from flash_attn_minimal import BadArgument, FlashAttnError, Unsupported, WorkspaceTooSmall
-from flash_attn_minimal.fuzz.weights import product as exact
 from flash_attn_minimal.transformer import _library as transformer
 from flash_attn_minimal.transformer import ops
 from flash_attn_minimal.transformer.quantized import BLOCK, W4Weight, linear_kernels

@@ -5,7 +5,7 @@
 #include "cpu/attention/kernels.h"
 
 #if FA_WITH_CUDA
-#include "attention/backward/wgmma_sm90_tiles.h"
+#include "attention/backward/wgmma_sm90/tiles.h"
 #include "attention/kernels.h"
 #endif
 

@@ -5,7 +5,7 @@
 #include "api/common/serve.h"
 
 #if FA_WITH_CUDA && FA_WITH_MMA_SM80
-#include "attention/decode/decode.h"
+#include "attention/decode/common/decode.h"
 #endif
 
 namespace fa {

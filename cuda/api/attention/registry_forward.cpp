@@ -13,9 +13,9 @@
 #include <cuda_runtime_api.h>
 
 #include "attention/common/tiles_mma_sm80.h"
-#include "attention/forward/fp8_sm90_plan.h"
-#include "attention/forward/wgmma_sm90_plan.h"
-#include "attention/forward/work_list.h"
+#include "attention/forward/common/work_list.h"
+#include "attention/forward/fp8_sm90/plan.h"
+#include "attention/forward/wgmma_sm90/plan.h"
 #include "attention/kernels.h"
 #endif
 

@@ -3,7 +3,7 @@
 
 #include "api/common/kernel.h"
 #include "transformer/ops/ops.h"
-#include "transformer/w4/params.h"
+#include "transformer/w4/common/params.h"
 
 namespace fa {
 

@@ -5,7 +5,7 @@
 #include "flash_attn_transformer.h"
 #include "transformer/ops/ops.h"
 #include "transformer/ops/sampling.h"
-#include "transformer/w4/params.h"
+#include "transformer/w4/common/params.h"
 
 namespace fa {
 

@@ -1,5 +1,5 @@
 // mma_wide_sm80.cu: the gradients of attention on tensor cores for wide heads: fp16 and bf16, any head dim, every option, every GPU from
-// sm_80 on. New against mma_sm80.cuh: P and dS go through memory, so that all five products are plain matrix products:
+// sm_80 on. New against mma_sm80/kernel.cuh: P and dS go through memory, so that all five products are plain matrix products:
 //
 //     scores       S = Q K^T    P = exp(S - lse)    dP = dO V^T    dS = P (dP - delta)      -> P, dS in 16 bits
 //     gradients    dV = P^T dO    dK = scale dS^T Q    dQ = scale dS K
@@ -26,7 +26,7 @@
 // 128 bytes a cycle; its tensor cores take one mma.sync about every 1.6 cycles on sm_90.)
 #include <algorithm>
 
-#include "attention/backward/mma_sm80_parts.cuh"
+#include "attention/backward/common/mma_sm80_parts.cuh"
 #include "attention/kernels.h"
 #include "device/launch.h"
 

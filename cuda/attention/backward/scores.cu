@@ -7,7 +7,7 @@
 // A block owns a 64 x 64 tile of dbias, or 64 keys of its only row where rows are broadcast. It walks over all pairs that are summed into
 // the tile, in one fixed order, and computes S and dP again for each: no atomics, and the same bits every time. Bound like simple.cu, with
 // two products instead of seven.
-#include "attention/backward/score_gradient.cuh"
+#include "attention/backward/common/score_gradient.cuh"
 #include "attention/common/mask.h"
 #include "attention/common/online_softmax.cuh"
 #include "attention/common/simple_tiles.cuh"

@@ -19,7 +19,7 @@
 //
 // CUDA cores and fp32 arithmetic, with the bound of flash_attn_minimal.cu: FMAs and the shared-memory reads for them, 16 FMAs for two
 // 16-byte reads.
-#include "attention/backward/score_gradient.cuh"
+#include "attention/backward/common/score_gradient.cuh"
 #include "attention/common/mask.h"
 #include "attention/common/online_softmax.cuh"
 #include "attention/common/simple_tiles.cuh"

@@ -1,5 +1,5 @@
-// tiles_mma_sm80.h: the tile shapes of attention/forward/mma_sm80.cuh for each head dim, the choice among five for a call, and the short
-// calls that it serves faster than attention/forward/wgmma_sm90.cu; then the tiles of attention/backward/mma_sm80.cuh.
+// tiles_mma_sm80.h: the tile shapes of attention/forward/mma_sm80/kernel.cuh for each head dim, the choice among five for a call, and the
+// short calls that it serves faster than attention/forward/wgmma_sm90/entry.cu; then the tiles of attention/backward/mma_sm80/kernel.cuh.
 #pragma once
 
 #include <cstddef>

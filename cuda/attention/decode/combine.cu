@@ -4,7 +4,7 @@
 //                        three dependent reads
 //   combine_rows_kernel  many rows of few pieces: a warp merges, one after another, neighbouring rows of a tile, which share their pieces
 #include "attention/common/epilogue.cuh"
-#include "attention/decode/decode.h"
+#include "attention/decode/common/decode.h"
 #include "common/constants.h"
 #include "device/launch.h"
 #include "device/mma.cuh"

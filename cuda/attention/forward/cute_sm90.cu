@@ -1,9 +1,9 @@
-// cute_sm90.cu: the loop of wgmma_sm90.cuh written with CuTe.   out = softmax(q k^T * softmax_scale) v,   fp16 and bf16.
+// cute_sm90.cu: the loop of wgmma_sm90/kernel.cuh written with CuTe.   out = softmax(q k^T * softmax_scale) v,   fp16 and bf16.
 //
-// New against wgmma_sm90.cuh: not the algorithm but the notation. Nothing here computes a swizzle, a descriptor, the position of an
+// New against wgmma_sm90/kernel.cuh: not the algorithm but the notation. Nothing here computes a swizzle, a descriptor, the position of an
 // accumulator or the box of a copy. Shapes and layouts are types, and the rest is derived from them at compile time:
 //
-//     wgmma_sm90.cuh                          here
+//     wgmma_sm90/kernel.cuh                   here
 //     swizzled_offset, descriptor_k_step      SmemQ, SmemK, SmemV: a swizzled atom of 1 KB, repeated to the shape of a tile
 //     wgmma_descriptor(chunk stride)          partition_fragment_A / _B of a product: descriptors as the elements of a tensor
 //     accumulator_row, accumulator_column     partition_C of a tensor whose elements are their own coordinates
@@ -18,10 +18,10 @@
 //                             softmax(n) -> P(n);  O *= o_scale when the maximum rose
 //                             after the last tile  O / row_sum -> q -> out, by the copy engine; lse
 //
-// It is meant to be read side by side with wgmma_sm90.cuh: the same roles, barriers and ping-pong, but one block per work item, one plan
-// per head dim, and only the causal mask of the options. It lacks what wgmma_sm90 gains by persistent blocks, by Q in registers and by the
-// speculative maximum. Long sequences are bound by the products and the softmax in turn, short ones by the cost of an item before its first
-// product and after its last.
+// It is meant to be read side by side with wgmma_sm90/kernel.cuh: the same roles, barriers and ping-pong, but one block per work item, one
+// plan per head dim, and only the causal mask of the options. It lacks what wgmma_sm90 gains by persistent blocks, by Q in registers and by
+// the speculative maximum. Long sequences are bound by the products and the softmax in turn, short ones by the cost of an item before its
+// first product and after its last.
 #include <cute/tensor.hpp>
 
 #include <cutlass/arch/barrier.h>
@@ -34,7 +34,7 @@
 
 #include "attention/common/epilogue.cuh"
 #include "attention/common/score_fragment.cuh"
-#include "attention/forward/roles_sm90.cuh"
+#include "attention/forward/common/roles_sm90.cuh"
 #include "attention/kernels.h"
 #include "common/constants.h"
 #include "device/launch.h"

@@ -1,7 +1,7 @@
 // wgmma_wide_sm90.cu: attention for head dims above 256, up to 512 for q and k and for v, on Hopper.   out = softmax(q k^T * scale) v
 //
-// New against wgmma_sm90.cuh: a block has 64 rows; two warpgroups share the columns of O; a third computes S for both; and a cluster of two
-// blocks shares K and V.
+// New against wgmma_sm90/kernel.cuh: a block has 64 rows; two warpgroups share the columns of O; a third computes S for both; and a cluster
+// of two blocks shares K and V.
 //
 //     block 0, rows 0 .. 63                                       block 1, rows 64 .. 127 of the same head
 //     producers, one warp each for K and V: half of every slot, to both blocks (multicast)      the other half
@@ -36,8 +36,8 @@
 #include "attention/common/general_scores.cuh"
 #include "attention/common/output_fragment.cuh"
 #include "attention/common/score_fragment.cuh"
-#include "attention/forward/wgmma_sm90_plan.h"
-#include "attention/forward/work_list.h"
+#include "attention/forward/common/work_list.h"
+#include "attention/forward/wgmma_sm90/plan.h"
 #include "attention/kernels.h"
 #include "common/constants.h"
 #include "device/cluster.cuh"

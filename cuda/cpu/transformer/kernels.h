@@ -3,7 +3,7 @@
 
 #include "transformer/ops/ops.h"
 #include "transformer/ops/sampling.h"
-#include "transformer/w4/params.h"
+#include "transformer/w4/common/params.h"
 
 namespace fa::cpu {
 

@@ -1,6 +1,6 @@
 // linear_w4.cpp: out = residual + act(norm(x) weight^T + bias) on the host, with the weight in packed tiles of 4 bits
-// (transformer/w4/w4.h). The workspace holds a few rows of x at a time, normalised and rounded, in the order of the tiles' words. Each task
-// then computes one row of tiles.
+// (transformer/w4/common/w4.h). The workspace holds a few rows of x at a time, normalised and rounded, in the order of the tiles' words.
+// Each task then computes one row of tiles.
 #include <algorithm>
 #include <cmath>
 

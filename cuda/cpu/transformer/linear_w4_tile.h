@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "transformer/w4/params.h"
+#include "transformer/w4/common/params.h"
 
 namespace fa::cpu {
 

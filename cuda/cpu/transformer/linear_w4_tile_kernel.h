@@ -1,12 +1,12 @@
-// linear_w4_tile_kernel.h: dot products of rows of x with 16 rows of packed 4-bit weights (transformer/w4/w4.h), the inner part of the
-// CPU's w4_linear. Compiled once per instruction set by tiles_<isa>.cpp, which also defines
+// linear_w4_tile_kernel.h: dot products of rows of x with 16 rows of packed 4-bit weights (transformer/w4/common/w4.h), the inner part of
+// the CPU's w4_linear. Compiled once per instruction set by tiles_<isa>.cpp, which also defines
 //     FA_LINEAR_W4  the W4Kernel to define
 //
 // Rows g and g + 8 have 16 words; word i holds columns 4 i .. 4 i + 3 of both rows. So lane i of a vector of words yields, one code
 // after another, columns that x stores in the same order. A lane stays in one block of the weight, so widening is the same shifts and masks
 // in every lane. Bound by the widening for few rows of x, by the products for many.
 #include "cpu/transformer/linear_w4_tile.h"
-#include "transformer/w4/w4_bits.h"
+#include "transformer/w4/common/w4_bits.h"
 
 namespace fa::cpu::FA_ISA {
 namespace {
@@ -54,7 +54,7 @@ constexpr bool in_order() {
     return true;
 }
 
-// Converts all scales of a tile, including the power of two that the products apply to each code (transformer/w4/w4_bits.h).
+// Converts all scales of a tile, including the power of two that the products apply to each code (transformer/w4/common/w4_bits.h).
 template <w4::Format format, DType dtype>
 FA_INLINE void widen_scales(const uint8_t* tile, float* scale) {
     static_assert(in_order<format>(), "scales are widened in the order they lie in");

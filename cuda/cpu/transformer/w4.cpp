@@ -1,5 +1,5 @@
-// w4.cpp: 4-bit weights on the host: quantised, dequantised, packed. Writes the same bytes as quantize_w4.cu (transformer/w4/w4_quantize.h
-// has the arithmetic of both). Compiled without fused multiply-adds.
+// w4.cpp: 4-bit weights on the host: quantised, dequantised, packed. Writes the same bytes as quantize_w4.cu
+// (transformer/w4/common/w4_quantize.h has the arithmetic of both). Compiled without fused multiply-adds.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -7,7 +7,7 @@
 #include "common/half.h"
 #include "cpu/common/parallel.h"
 #include "cpu/transformer/kernels.h"
-#include "transformer/w4/w4_quantize.h"
+#include "transformer/w4/common/w4_quantize.h"
 
 namespace fa::cpu {
 namespace {

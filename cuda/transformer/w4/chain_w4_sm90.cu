@@ -5,10 +5,11 @@
 //     grid     One block per SM, all of them resident (a cooperative launch). They wait for each other after each product but the last.
 //     ring     A producer warp fills it by bulk copies and goes on with the weights of the next product, which depend on nothing. A stage
 //              holds one unit for each of the other warps: a few column tiles of one row tile. The units of a block are contiguous.
-//     product  mma.m16n8k16 with the weights as operand A and 8 rows of x as the columns of operand B, as in mma_w4.cuh. x is resident.
+//     product  mma.m16n8k16 with the weights as operand A and 8 rows of x as the columns of operand B, as in mma_w4/kernel.cuh. x is
+//              resident.
 //     sums     The warps that share a row tile add their sums in shared memory. The order is fixed, so results are bitwise reproducible.
-//     SM       A block leaves room for one block of attention/decode/lanes.cuh, the attention that follows in a decoder. When the chain
-//              ends, that kernel has already started and loaded its first keys.
+//     SM       A block leaves room for one block of attention/decode/lanes/kernel.cuh, the attention that follows in a decoder. When the
+//              chain ends, that kernel has already started and loaded its first keys.
 #include <algorithm>
 #include <cstdio>
 
@@ -17,9 +18,9 @@
 #include "device/mma.cuh"
 #include "device/ptx.cuh"
 #include "transformer/common/elements.cuh"
+#include "transformer/w4/common/product.h"
+#include "transformer/w4/common/w4.cuh"
 #include "transformer/w4/kernels.h"
-#include "transformer/w4/product.h"
-#include "transformer/w4/w4.cuh"
 
 namespace fa {
 namespace w4 {
@@ -36,8 +37,8 @@ constexpr int kNormed = 16384;  // elements of x that a block keeps in registers
 constexpr int kChainStages = 3, kEarly = 1, kHeld = 2;
 constexpr int kPiece = 4096, kLaterBytes = 9 << 20;
 // The launch bound. It limits a thread to 72 registers, as if a block had 896 threads. A quarter of an SM has 512 registers for each of 32
-// lanes and runs up to 5 of the 17 warps, which leaves room for two warps of attention/decode/lanes.cuh. Measured on an H200: this saves
-// 1.5 us per layer. int4 would spill.
+// lanes and runs up to 5 of the 17 warps, which leaves room for two warps of attention/decode/lanes/kernel.cuh. Measured on an H200: this
+// saves 1.5 us per layer. int4 would spill.
 constexpr int chain_bound(Format format) { return format == Format::kInt4 ? kConsumers + 32 : 896; }
 
 // A product and how it is divided among blocks and warps.
@@ -393,7 +394,7 @@ cudaError_t launch_chain(const W4ChainParams& params, const DeviceInfo& gpu, cud
     const ChainLaunch launch = chain_plan(params, gpu);
     LaunchOptions options;
     options.programmatic = params.products[0].programmatic, options.cooperative = true;
-    options.prefers_shared = params.bytes() >= W4ChainParams::kLarge;  // as attention/decode/lanes.cuh does with heads of 128
+    options.prefers_shared = params.bytes() >= W4ChainParams::kLarge;  // as attention/decode/lanes/kernel.cuh does with heads of 128
     return launch_kernel(chain_w4_sm90_kernel<kFormat, T>, unsigned(gpu.multiprocessors), kConsumers + 32, size_t(launch.bytes), stream,
                          launch, options);
 }

@@ -4,7 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include "transformer/ops/kernels.h"
-#include "transformer/w4/params.h"
+#include "transformer/w4/common/params.h"
 
 namespace fa {
 

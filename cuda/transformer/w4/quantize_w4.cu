@@ -4,9 +4,9 @@
 // is allocated and nothing waits.
 #include "device/launch.h"
 #include "transformer/common/elements.cuh"
+#include "transformer/w4/common/product.h"
+#include "transformer/w4/common/w4_quantize.h"
 #include "transformer/w4/kernels.h"
-#include "transformer/w4/product.h"
-#include "transformer/w4/w4_quantize.h"
 
 namespace fa {
 namespace {

@@ -3,7 +3,7 @@
 #include "device/launch.h"
 #include "device/ptx.cuh"
 #include "transformer/common/elements.cuh"
-#include "transformer/w4/product.h"
+#include "transformer/w4/common/product.h"
 #include "transformer/w4/round_x.h"
 
 namespace fa {

@@ -3,7 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "transformer/w4/params.h"
+#include "transformer/w4/common/params.h"
 
 namespace fa {
 

@@ -15,9 +15,9 @@
 #include "device/mma.cuh"
 #include "device/ptx.cuh"
 #include "transformer/common/elements.cuh"
+#include "transformer/w4/common/product.h"
+#include "transformer/w4/common/w4.cuh"
 #include "transformer/w4/kernels.h"
-#include "transformer/w4/product.h"
-#include "transformer/w4/w4.cuh"
 
 namespace fa {
 namespace {

@@ -1,9 +1,9 @@
 """A rank's call in the form that the library takes, prepared once and repeated at other addresses.
 
 Most calls differ from an earlier one only in addresses. Everything that the full checks find follows from the call's
-signature (_repeat.py). So a group keeps the structs of its calls, and the next call of the same signature fills in the
-addresses, allocates and launches. The size of the workspace does not follow from the signature: see the comment above
-Prepared._new_workspace.
+signature (_core/repeats.py). So a group keeps the structs of its calls, and the next call of the same signature
+fills in the addresses, allocates and launches. The size of the workspace does not follow from the signature: see the
+comment above Prepared._new_workspace.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import ctypes as ct
 from collections.abc import Callable
 from typing import Any
 
-from .. import _arrays, _record
+from .. import _arrays
 from .._arrays import View
-from .._library import CPU, Unsupported, WorkspaceTooSmall, new
+from .._core import recordings
+from .._core.structs import CPU, new
+from ..errors import Unsupported, WorkspaceTooSmall
 from ._structs import KINDS, DistributedPlan, load
 from .groups import Group
 
@@ -181,7 +183,7 @@ def make_call(
     leaves out into a repeated call."""
 
     def ready() -> tuple:
-        if _record.current() is not None:
+        if recordings.current() is not None:
             raise Unsupported("a collective call is not recorded: the other ranks would not make it again")
         sign, prepare = start()
         if (known := group.calls.get(sign)) is not None:

@@ -1,16 +1,17 @@
-"""Mirrors flash_attn_distributed.h, with nested fields written flat, as in the core's _library.py."""
+"""Mirrors flash_attn_distributed.h, with nested fields written flat, as in _core/structs.py."""
 
 from __future__ import annotations
 
 import ctypes as ct
 import functools
 
-from .. import _library
-from .._library import AttentionArgs, AttentionBackwardArgs, KVCacheArgs, _checked, _tensor, declare, raise_on_error
+from .._core import library
+from .._core.library import declare, raise_on_error
+from .._core.structs import AttentionArgs, AttentionBackwardArgs, KVCacheArgs, _checked, _tensor
 
 KINDS = {"threads": 1, "processes": 2, "nccl": 3}
 LAYOUTS = {"contiguous": 1, "zigzag": 2, "flat": 3}
-MODES = {"auto": 0, "gather": 1, "ulysses": 2, "ring": 3}
+MODES = {"auto": 0, "gather": 1, "ulysses": 2}
 MOST_RANKS = 1024
 
 # int all_gather(void* context, const void* mine, void* all, size_t bytes)
@@ -125,7 +126,7 @@ CALLS = {
 @functools.cache
 def load() -> ct.CDLL:
     """The library, with every function of flash_attn_distributed.h typed; all but the queries raise on a bad status."""
-    lib = _library.load()
+    lib = library.load()
     group, plan = ct.c_void_p, ct.POINTER(DistributedPlan)
     cu_seqlens, segments = ct.POINTER(ct.c_int32), ct.POINTER(Segment)
     collectives = {

@@ -14,13 +14,15 @@ import numpy as np
 
 from .. import _arrays, _modes
 from .._arrays import View
-from .._checks import _check_last_axis, _check_same_place, _flag, _integer, _name, _quoted
-from .._library import DTYPES, AttentionArgs, AttentionBackwardArgs, BadArgument, Unsupported, last_error, load, new
-from .._options import Array, AttentionOptions, Options, _options_of
-from .._pack import _destination, _put_strides
-from .._query import reasons
-from .._repeat import signature
+from .._core.checks import _check_last_axis, _check_same_place, _flag, _integer, _name, _quoted
+from .._core.fields import _destination, _put_strides
+from .._core.library import last_error, load
+from .._core.options import Array, AttentionOptions, Options, _options_of
+from .._core.queries import reasons
+from .._core.repeats import signature
+from .._core.structs import DTYPES, AttentionArgs, AttentionBackwardArgs, new
 from ..backward import _contiguous_input, _input, _new_dbias
+from ..errors import BadArgument, Unsupported
 from ._prepared import Prepared, make_call
 from ._structs import KINDS, LAYOUTS, MODES, MOST_RANKS, DistributedArgs, DistributedBackwardArgs
 from .groups import Group
@@ -42,7 +44,7 @@ class DistributedPlan:
 
     status: str  # "FA_OK", or the name of the status that the call would raise
     error: str  # the text of that error, "" when there is none
-    mode: str  # "gather", "ulysses" or "ring"
+    mode: str  # "gather" or "ulysses"
     rows: tuple[int, int]  # rows of q and of k on this rank
     workspace_bytes: int  # scratch memory, allocated by the call itself
     shared_bytes: int  # memory that the group takes on every rank: see Group.reserve
@@ -252,8 +254,6 @@ def forward(
             "ulysses": a rank fetches all tokens of some heads, and sends the rows of out back. The result is bitwise
                 that of one device. Needs at least as many heads as ranks, and no bias or mask with an axis of rows.
                 Where no rank has two rows of a sequence, an axis of size 1 is refused too: leave it out.
-            "ring": a rank visits the keys of one rank after another, and adds up results in float32. Needs the least
-                memory.
             "auto": the mode that moves the fewest bytes.
         groups: the number of pieces that the heads are cut into, so that transfers for one piece overlap work on
             another; 0 lets the library choose.

@@ -10,11 +10,12 @@ import numpy as np
 
 from .. import _arrays
 from .._arrays import View
-from .._checks import _OPEN, _check_contiguous, _check_last_axis, _check_same_place, _wants_lse
-from .._library import DTYPES, BadArgument, new
-from .._options import Array
-from .._pack import _put_tensor
-from .._repeat import signature
+from .._core.checks import _OPEN, _check_contiguous, _check_last_axis, _check_same_place, _wants_lse
+from .._core.fields import _put_tensor
+from .._core.options import Array
+from .._core.repeats import signature
+from .._core.structs import DTYPES, new
+from ..errors import BadArgument
 from ..kvcache import _LENGTHS, _given_out, _prepare_step, _shorten, _Step
 from ._prepared import Prepared, make_call
 from ._structs import DistributedDecodeArgs, DistributedMergeArgs

@@ -19,18 +19,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from .._checks import _integer, _name, _number, _quoted
-from .._library import (
-    _ERRORS,
-    CPU,
-    CUDA,
-    BadArgument,
-    FlashAttnError,
-    OutOfMemory,
-    RankLost,
-    Unsupported,
-    new,
-)
+from .._core.checks import _integer, _name, _number, _quoted
+from .._core.library import _ERRORS
+from .._core.structs import CPU, CUDA, new
+from ..errors import BadArgument, FlashAttnError, OutOfMemory, RankLost, Unsupported
 from ._structs import KINDS, MOST_RANKS, AllGather, GroupArgs, load
 
 AllGatherFunction = Callable[[bytes], Sequence[bytes]]

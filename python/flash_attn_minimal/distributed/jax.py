@@ -25,9 +25,9 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from .._checks import _flag, _quoted, _window
-from .._library import BadArgument, Unsupported
-from .._options import Options
+from .._core.checks import _flag, _quoted, _window
+from .._core.options import Options
+from ..errors import BadArgument, Unsupported
 from ..jax import Call, as_array, check_served, no_second_derivative, nothing, scaled, traced, vary
 
 LAYOUTS = {"contiguous": 1, "zigzag": 2}  # -> chunks of a sequence that a device holds

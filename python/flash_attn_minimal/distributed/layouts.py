@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from .._checks import _integer, _name, _quoted
-from .._library import BadArgument
-from .._options import Array
+from .._core.checks import _integer, _name, _quoted
+from .._core.options import Array
+from ..errors import BadArgument
 from ._structs import LAYOUTS, MOST_RANKS, Segment, load
 
 _MOST_TOKENS = 2**31 - 1

@@ -31,9 +31,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from .. import _modes, autograd
-from .._checks import _flag, _integer, _name, _quoted
-from .._library import BadArgument, Unsupported
-from .._options import AttentionOptions, Options, _options_of
+from .._core.checks import _flag, _integer, _name, _quoted
+from .._core.options import AttentionOptions, Options, _options_of
+from ..errors import BadArgument, Unsupported
 from . import groups as _groups
 from ._structs import LAYOUTS, MODES
 from .calls import backward, check_axes, forward, refuse_float8

@@ -13,8 +13,8 @@ import torch
 from diffusers.models import attention_dispatch
 
 from .. import _modes, autograd  # noqa: F401  (autograd: before the first compiled call)
-from .._library import BadArgument
 from ..attention import flash_attn_func
+from ..errors import BadArgument
 from .flash_attn._calls import autocast, dense_rows, draw_dropout
 
 _modes.active()  # loads PyTorch's functions now, because a trace could not

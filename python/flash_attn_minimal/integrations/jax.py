@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import kvcache
-from .._checks import _flag, _quoted, _wants_lse
-from .._library import BadArgument
-from .._options import Options
+from .._core.checks import _flag, _quoted, _wants_lse
+from .._core.options import Options
+from ..errors import BadArgument
 from ..jax import traced, traced_function
 
 _jax_s = jax.nn.dot_product_attention  # JAX's own, even if that name is replaced later

@@ -28,8 +28,8 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
 from .. import _modes, autograd  # noqa: F401  (autograd: before the first compiled call)
-from .._library import BadArgument, Unsupported
 from ..attention import flash_attn_func, flash_attn_varlen_func
+from ..errors import BadArgument, Unsupported
 from ..kvcache import flash_attn_with_kvcache
 from .flash_attn._calls import autocast, dense_rows, draw_dropout
 

@@ -13,11 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from .._checks import _flag
-from .._library import AttentionBackwardArgs, BadArgument, Unsupported, load, new
-from .._options import Options, _prepare
-from .._pack import _put_tensor
+from .._core.checks import _flag
+from .._core.fields import _put_tensor
+from .._core.library import load
+from .._core.options import Options, _prepare
+from .._core.structs import AttentionBackwardArgs, new
 from ..backward import _put_dbias
+from ..errors import BadArgument, Unsupported
 from ._axes import vary
 from ._custom_call import address, as_array, custom_call, place, workspace_bytes
 from ._cuts import head_axes, own_axes

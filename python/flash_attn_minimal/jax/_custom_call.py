@@ -13,7 +13,9 @@ import numpy as np
 
 from .. import _arrays
 from .._arrays import Door, View
-from .._library import CPU, CUDA, OK, OPERATIONS, AttentionPlan, BadArgument, Unsupported, failure, load, new
+from .._core.library import OK, failure, load
+from .._core.structs import CPU, CUDA, OPERATIONS, AttentionPlan, new
+from ..errors import BadArgument, Unsupported
 from ._axes import vary
 
 try:

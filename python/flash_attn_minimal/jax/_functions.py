@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._door import Door
-from .._library import Unsupported
+from ..errors import Unsupported
 from . import _cuts, _gradients
 from ._axes import vary
 from ._custom_call import address, as_array, custom_call, place, workspace_bytes

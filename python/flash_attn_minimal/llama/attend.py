@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .._library import BadArgument
+from ..errors import BadArgument
 from .config import Config
 
 Array = Any

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from .._library import BadArgument
-from .._report import plural
+from .._commands.report import plural
+from ..errors import BadArgument
 from .config import Config
 
 

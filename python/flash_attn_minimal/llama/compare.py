@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from .._library import BadArgument, FlashAttnError
+from ..errors import BadArgument, FlashAttnError
 from .engine import Engine, Request
 
 PIECE = 16  # decode steps that an engine makes in its turn

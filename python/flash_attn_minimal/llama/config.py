@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .._files import LARGEST, SMALLEST, is_constant, is_int, quoted
+from .._core.files import LARGEST, SMALLEST, is_constant, is_int, quoted
 
 MAX_DIMENSION = 1 << 24  # far above any Llama model's; text or another format, read as int32, gives larger numbers
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from .. import _library
-from .._library import BadArgument, CudaError
+from .._core import library
+from ..errors import BadArgument, CudaError
 from ..transformer._safetensors import numpy_dtype
 from ..transformer.quantized import PackedW4, W4Weight
 from .attend import check_names, flash_attention
@@ -39,7 +39,7 @@ def reason_against() -> str:
         cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
         return f"has no GPU: {error}"
-    if not _library.load().fa_cuda_device_count():
+    if not library.load().fa_cuda_device_count():
         return "needs a library that was built with CUDA"
     return ""
 

@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .._checks import _integer
-from .._library import BadArgument, FlashAttnError
+from .._core.checks import _integer
+from ..errors import BadArgument, FlashAttnError
 from .cache import KVCache, pages_of
 from .model import Array, Llama, Rows
 from .sampling import GREEDY, Rule, Sampler, Sampling

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .. import _library
-from .._command import Parser, any_seed, command, drop_output, integer, one_of, real
-from .._library import BadArgument
-from .._report import plural
+from .._commands.command import Parser, any_seed, command, drop_output, integer, one_of, real
+from .._commands.report import plural
+from .._core import library
+from ..errors import BadArgument
 from .attend import ATTENTIONS, DTYPES
 from .checkpoint import Checkpoint
 from .compare import PIECE, Comparison, in_turns
@@ -286,7 +286,7 @@ def run(args: argparse.Namespace) -> int:
         for attention in attentions
     ]
     if "flash" in attentions:
-        _library.load()  # a missing library is reported before any text
+        library.load()  # a missing library is reported before any text
     tokenizer = find_tokenizer(checkpoint, args.tokenizer)
     given = args.prompt or [""]
     prompts = [tokenizer.encode(text) for text in given]

@@ -1,7 +1,7 @@
 """The host as the engine's device: NumPy arrays, and this library for all operations of a step with few rows.
 
-A decode step is recorded once (_record.py) and replayed as one call of the library. BLAS computes products of many
-rows, as in a long prompt. Standard attention of several rows uses array operations.
+A decode step is recorded once (_core/recordings.py) and replayed as one call of the library. BLAS computes products of
+many rows, as in a long prompt. Standard attention of several rows uses array operations.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from .. import _library, _record
-from .._library import LibraryNotFound, WorkspaceTooSmall
+from .._core import library, recordings
+from ..errors import LibraryNotFound, WorkspaceTooSmall
 from ..transformer import ops
 from ..transformer._safetensors import numpy_dtype
 from ..transformer.quantized import PackedW4, W4Weight
@@ -77,7 +77,7 @@ class Host:
         """Calls the function, now and in every replay."""
         if now:
             function()
-        if recording := _record.current():
+        if recording := recordings.current():
             recording.function(function)
 
     def embed(self, embedding: np.ndarray, tokens: np.ndarray) -> np.ndarray:
@@ -249,14 +249,14 @@ class _Replay:
         if self._recording is not None:
             with contextlib.suppress(WorkspaceTooSmall):
                 return self._recording()
-        with _record.Recording() as recording:
+        with recordings.Recording() as recording:
             self._body()
         self._recording = recording
 
 
 def _has_library() -> bool:
     try:
-        _library.load()
+        library.load()
     except LibraryNotFound:
         return False
     return True

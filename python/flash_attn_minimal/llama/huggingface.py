@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._files import Fields, is_inside, is_int, parse_json, quoted, read_bytes
-from .._library import BadArgument
+from .._core.files import Fields, is_inside, is_int, parse_json, quoted, read_bytes
+from ..errors import BadArgument
 from ..transformer._safetensors import FLOATS, numpy_dtype, read_safetensors, write_safetensors
 from .checkpoint import Checkpoint, matrix_shapes
 from .config import MAX_DIMENSION, Config, RopeScaling

@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from .._files import read_file_size
-from .._library import BadArgument
+from .._core.files import read_file_size
+from ..errors import BadArgument
 from .checkpoint import LAYERED, Checkpoint, matrix_shapes
 from .config import Config
 

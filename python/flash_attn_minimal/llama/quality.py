@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from .._library import BadArgument
+from ..errors import BadArgument
 from ..transformer._safetensors import numpy_dtype
 from ..transformer.quantized import W4Weight
 from .cache import KVCache

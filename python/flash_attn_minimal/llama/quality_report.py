@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .._library import BadArgument
-from .._report import STYLE, commit, show_table, table
+from .._commands.report import STYLE, commit, show_table, table
+from ..errors import BadArgument
 from .checkpoint import STACKED
 
 COLOURS = {"nvfp4": "#D55E00", "mxfp4": "#0072B2", "int4": "#009E73"}  # from Okabe and Ito's palette

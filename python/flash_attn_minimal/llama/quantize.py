@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .._command import Parser, any_seed, check_file, command, integer, one_of, real
-from .._library import BadArgument
+from .._commands.command import Parser, any_seed, check_file, command, integer, one_of, real
+from ..errors import BadArgument
 from ..transformer._safetensors import ALL, numpy_dtype
 from .checkpoint import STACKED, Checkpoint
 from .quality import BUDGET, HELD_OUT, Text, choose, find_text, measure

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from .._checks import _integer, _number
-from .._library import BadArgument
+from .._core.checks import _integer, _number
+from ..errors import BadArgument
 
 Rule = tuple[float, int, float]  # temperature, top_k, top_p
 GREEDY: Rule = (0.0, 0, 1.0)

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from .._command import Parser, any_seed, check_file, check_folder, command, integer, one_of
-from .._library import BadArgument
+from .._commands.command import Parser, any_seed, check_file, check_folder, command, integer, one_of
+from ..errors import BadArgument
 from ..transformer._safetensors import FLOATS, numpy_dtype
 from .checkpoint import LAYERED, matrix_shapes
 from .config import Config

@@ -21,8 +21,8 @@ import re
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 
-from .._files import quoted, read_bytes
-from .._library import BadArgument
+from .._core.files import quoted, read_bytes
+from ..errors import BadArgument
 
 UNKNOWN, BOS, EOS = 0, 1, 2
 MAX_TOKEN_BYTES = 1 << 16  # a file with a larger "longest token" has another format

@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from .._files import Fields, is_inside, parse_json, quoted, read_bytes
-from .._library import BadArgument
+from .._core.files import Fields, is_inside, parse_json, quoted, read_bytes
+from ..errors import BadArgument
 from ..transformer._safetensors import FLOATS, numpy_dtype, write_safetensors
 from ..transformer.quantized import _KEY as FORMATS_KEY
 from ..transformer.quantized import BLOCK, W4Weight, load_file

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from .._library import BadArgument
+from ..errors import BadArgument
 from .checkpoint import Checkpoint
 from .huggingface import JsonTokenizer, load_folder, stop_ids
 from .llama2c import load_llama2c

@@ -1,5 +1,5 @@
 """Mirrors the functions around attention in the C ABI: norms, rotary embedding, activations, products, 4-bit weights,
-sampling. The structs are the header's with nested fields written flat, as in the core's _library.py.
+sampling. The structs are the header's with nested fields written flat, as in _core/structs.py.
 """
 
 from __future__ import annotations
@@ -7,8 +7,9 @@ from __future__ import annotations
 import ctypes as ct
 import functools
 
-from .. import _library
-from .._library import AttentionPlan, _checked, _tensor, declare, declare_launch, declare_table, raise_on_error
+from .._core import library
+from .._core.library import declare, declare_launch, raise_on_error
+from .._core.structs import AttentionPlan, _checked, _tensor
 
 W4_FORMATS = {"nvfp4": 1, "mxfp4": 2, "int4": 3}
 
@@ -210,18 +211,12 @@ W4_OPERATIONS = {
     "w4_linear": W4LinearArgs,
     "w4_linear_chain": W4LinearChainArgs,
 }
-# The tables of kernels: <prefix>_count, _name, _summary, _device.
-KERNEL_TABLES = {
-    "linear": "fa_dense_linear_kernel",
-    "w4_linear": "fa_linear_kernel",
-    "w4_linear_chain": "fa_chain_kernel",
-}
 
 
 @functools.cache
 def load() -> ct.CDLL:
     """The library that the core loads, with the functions of this module typed too."""
-    lib = _library.load()
+    lib = library.load()
     for name, struct in (SMALL_OPERATIONS | W4_OPERATIONS).items():
         declare_launch(lib, f"fa_{name}", struct)
     for name in ("linear", "w4_linear", "w4_linear_chain"):
@@ -229,6 +224,4 @@ def load() -> ct.CDLL:
         declare(lib, f"fa_{name}_query", ct.c_int, ct.POINTER(struct), ct.POINTER(AttentionPlan))
     sizes = declare(lib, "fa_w4_packed_bytes", ct.c_int, *[ct.c_int32] * 4, ct.POINTER(ct.c_int64))
     sizes.errcheck = raise_on_error
-    for table in KERNEL_TABLES.values():
-        declare_table(lib, table)
     return lib

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from .._files import Fields, parse_json, quoted, read_file_size
-from .._library import BadArgument
+from .._core.files import Fields, parse_json, quoted, read_file_size
+from ..errors import BadArgument
 
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 ALL = {**FLOATS, "U8": "uint8", "F8_E4M3": "uint8"}  # 8-bit floats are read as their bits

@@ -21,9 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from .. import _arrays, _record
+from .. import _arrays
 from .._arrays import View
-from .._checks import (
+from .._core import recordings
+from .._core.checks import (
     _check_last_axis,
     _check_same_place,
     _dtype_name,
@@ -33,13 +34,14 @@ from .._checks import (
     _number,
     _quoted,
 )
-from .._launch import _with_workspace
-from .._library import DTYPES, BadArgument, Unsupported, new
-from .._options import AnyArray, Array, DType, _put_kernel
-from .._pack import _empty, _put_tensor
-from .._query import Plan, plan_from
+from .._core.fields import _empty, _put_tensor
+from .._core.launch import _with_workspace
+from .._core.options import AnyArray, Array, DType, _put_kernel
+from .._core.queries import Plan, plan_from
+from .._core.structs import DTYPES, new
 from .._trace import traceable
 from .._words import pass_cast, pass_contiguous
+from ..errors import BadArgument, Unsupported
 from ._library import (
     W4_FORMATS,
     LinearArgs,
@@ -378,7 +380,10 @@ def _run_w4(name: str, args: W4LinearArgs | W4LinearChainArgs, views: list[View]
     if workspace is None:
         query = getattr(load(), f"fa_{name}_query")
         _with_workspace(
-            args, views, lambda stream: _record.run(load(), name, args, stream, views), lambda plan: query(args, plan)
+            args,
+            views,
+            lambda stream: recordings.run(load(), name, args, stream, views),
+            lambda plan: query(args, plan),
         )
         return
     views.append(_arrays.view(workspace, "workspace"))
@@ -387,7 +392,7 @@ def _run_w4(name: str, args: W4LinearArgs | W4LinearChainArgs, views: list[View]
         raise BadArgument(f"workspace is {views[-1].dtype}: expected uint8, contiguous and writable")
     views[-1].written = True
     args.workspace, args.workspace_bytes = views[-1].pointer, math.prod(views[-1].shape)
-    _record.run(load(), name, args, views[0].door.stream(views), views)
+    recordings.run(load(), name, args, views[0].door.stream(views), views)
 
 
 def _linear_args(
@@ -532,7 +537,7 @@ def _args(kind: type, first: View, programmatic, num_threads) -> Any:
 
 def _run(name: str, args: Any, views: list[View], out: Any, out_view: View):
     """Runs fa_<name> on the stream of the first View; returns `out` or the new array. `views` keep the memory alive."""
-    _record.run(load(), name, args, views[0].door.stream(views), [*views, out_view])
+    recordings.run(load(), name, args, views[0].door.stream(views), [*views, out_view])
     return out if out is not None else out_view.door.result(out_view)
 
 

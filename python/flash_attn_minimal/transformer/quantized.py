@@ -36,15 +36,18 @@ from typing import Any
 
 import numpy as np
 
-from .. import _arrays, _record
+from .. import _arrays
 from .._arrays import View
-from .._checks import _check_last_axis, _check_same_place, _dtype_name, _flag, _integer, _is_contiguous, _name
-from .._files import Fields, parse_json, quoted
-from .._library import CPU, DTYPES, BadArgument, new
-from .._options import DType
-from .._query import kernel_table
+from .._core import recordings
+from .._core.checks import _check_last_axis, _check_same_place, _dtype_name, _flag, _integer, _is_contiguous, _name
+from .._core.files import Fields, parse_json, quoted
+from .._core.library import KERNEL_TABLES
+from .._core.options import DType
+from .._core.queries import kernel_table
+from .._core.structs import CPU, DTYPES, new
 from .._words import pass_cast
-from ._library import KERNEL_TABLES, W4_FORMATS, W4DequantizeArgs, W4PackArgs, W4QuantizeArgs, load
+from ..errors import BadArgument
+from ._library import W4_FORMATS, W4DequantizeArgs, W4PackArgs, W4QuantizeArgs, load
 from ._safetensors import ALL, FLOATS, read_metadata, read_safetensors, write_safetensors
 
 BLOCK = {"nvfp4": 16, "mxfp4": 32, "int4": 128}
@@ -121,7 +124,7 @@ class W4Weight:
         ]
         _put_weight(args, "out", format, rows, columns, made)
         load().fa_w4_quantize(args, view.door.stream([view]))
-        _record.wrote([view, *made])
+        recordings.wrote([view, *made])
         if format == "int4" and view.device == CPU:
             _check_int4_range(w, made[1])
         return cls(format, *(each.door.result(each) for each in made), columns)
@@ -137,7 +140,7 @@ class W4Weight:
         _put_weight(args, "weight", self.format, *self.shape, views)
         args.out_data, args.out_row_stride = out.pointer, self.in_features
         load().fa_w4_dequantize(args, views[0].door.stream(views))
-        _record.wrote([*views, out])
+        recordings.wrote([*views, out])
         return out.door.result(out)
 
     def pack(self, dtype: DType = "bfloat16", pair: bool = False, *, num_threads: int = 0) -> PackedW4:
@@ -158,7 +161,7 @@ class W4Weight:
         packed._allocate(views[0])
         args.packed, args.packed_bytes = packed._view.pointer, size.value
         load().fa_w4_pack(args, views[0].door.stream(views))
-        _record.wrote([*views, packed._view])
+        recordings.wrote([*views, packed._view])
         return packed
 
     def to(self, convert: Callable[[Any], Any]) -> W4Weight:

@@ -1,4 +1,4 @@
-"""4-bit weights in NumPy, written to be read: the formats of cuda/transformer/w4/w4.h, and the same bits as the
+"""4-bit weights in NumPy, written to be read: the formats of cuda/transformer/w4/common/w4.h, and the same bits as the
 library.
 
     weight[n, k] = code[n, k] * scale[n, k // block] * tensor_scale

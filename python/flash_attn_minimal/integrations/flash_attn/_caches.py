@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ..._checks import _integer
-from ..._library import BadArgument, Unsupported
+from ..._core.checks import _integer
+from ...errors import BadArgument, Unsupported
 from ...kvcache import flash_attn_with_kvcache
 from ._calls import check_array, without_gradient
 from ._packed import Tails, check_packed, inside, owners, readable

@@ -11,8 +11,8 @@ import torch
 
 from ... import _modes
 from ... import attention as core
-from ..._checks import _window
-from ..._library import FlashAttnError, Unsupported
+from ..._core.checks import _window
+from ...errors import FlashAttnError, Unsupported
 
 _Arguments, _Result = ParamSpec("_Arguments"), TypeVar("_Result")
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ... import attention as core
-from ..._library import Unsupported
+from ...errors import Unsupported
 from ...kvcache import flash_attn_with_kvcache as core_with_kvcache
 from . import _caches
 from ._calls import check_array, dense_rows, parts, refusing, score_options, without_gradient

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ... import _modes, kvcache
-from ..._checks import _flag, _integer, _number, _wants_lse, _window
-from ..._library import BadArgument, Unsupported
+from ..._core.checks import _flag, _integer, _number, _wants_lse, _window
+from ...errors import BadArgument, Unsupported
 
 _ARRAYS = kvcache._Step._fields[: kvcache._LENGTHS + 1]
 # The other arguments, each with its type in PyTorch's schema language. `length` is one length for all sequences.

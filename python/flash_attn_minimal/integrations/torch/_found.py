@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..._library import Unsupported
+from ...errors import Unsupported
 from ._form import Form, documents, prefix
 from ._live import Derived, Fixed, Step, fix, tensors_of
 from ._terms import Term, evaluate, reads, steps_of

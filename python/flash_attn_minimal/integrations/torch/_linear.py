@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ... import _modes
-from ..._library import Unsupported
+from ...errors import Unsupported
 from ._terms import Term, evaluate
 
 PAIR = frozenset(("q_idx", "kv_idx"))

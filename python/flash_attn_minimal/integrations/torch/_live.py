@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ... import _modes
-from ..._library import BadArgument
+from ...errors import BadArgument
 
 
 class Step(NamedTuple):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..._library import BadArgument
+from ...errors import BadArgument
 from ._found import ARGUMENTS, Call, Found, refuse
 from ._linear import FLIPPED, INVERTED, Linear, bounds_of, difference_of, linear_of, number_of
 from ._live import Step

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..._library import BadArgument, Unsupported
+from ...errors import BadArgument, Unsupported
 from ..flash_attn._calls import autocast, dense_rows
 from ._seeded import attend
 

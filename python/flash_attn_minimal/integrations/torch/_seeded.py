@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ... import _modes, autograd
-from ..._options import Options
+from ..._core.options import Options
 from ...attention import flash_attn_func, flash_attn_varlen_func
 from ..flash_attn._calls import check_replays_may_differ, draw_dropout
 

@@ -12,7 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_any, tree_leaves, tree_map
 
-from ..._library import Unsupported
+from ...errors import Unsupported
 from ._live import Derived, Step, derive, tensors_of
 
 # Elementwise operations, which mean the same for one place and for a grid of places.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..._library import BadArgument, Unsupported
+from ...errors import BadArgument, Unsupported
 from ._form import Form
 from ._found import ARGUMENTS, Call, Found, form_of
 from ._masks import read_mask

@@ -1,0 +1,25 @@
+// mma_sm80/entry.cu: the entry points of mma_sm80/kernel.cuh, and its bf16 kernels; mma_sm80/fp16.cu has the fp16 kernels.
+#include "attention/backward/mma_sm80/kernel.cuh"
+
+#include <algorithm>
+
+#include "attention/kernels.h"
+
+namespace fa {
+
+cudaError_t backward_mma_sm80(const BackwardParams& b, size_t shared_memory, cudaStream_t stream) {
+    if (b.forward.dtype == DType::kFloat16) return backward_mma_sm80_fp16(b, shared_memory, stream);
+    return launch<__nv_bfloat16>(b, shared_memory, stream);
+}
+
+// Room for any tile that the launch may take: the alignment of rows may not be known yet.
+size_t backward_mma_sm80_workspace(const BackwardParams& b) {
+    return with_backward_bucket(b.forward.headdim, b.forward.headdim_v, [&](auto d, auto dv) {
+        size_t most = 0;
+        for (const MmaSm sm : {MmaSm::kAny, MmaSm::kShort, MmaSm::k164, MmaSm::k228})
+            most = std::max(most, workspace_bytes(b, backward_mma_tile(d, sm).block_m, d));
+        return most;
+    });
+}
+
+}  // namespace fa

@@ -1,0 +1,515 @@
+// mma_sm80/kernel.cuh: the gradients of attention on tensor cores, for every GPU from sm_80 on; fp16 and bf16, head dims up to 256, every
+// option. New against simple.cu: all five products of a tile of S are mma.sync:
+//
+//     S = Q K^T      P = exp(S - lse)      dP = dO V^T      dS = P (dP - delta)      dV += P^T dO      dK += dS^T Q      dQ += dS K
+//
+// Three kernels run one after another:
+//     before   delta = rowsum(dO * O) - dlse; lse, with +inf for rows that see nothing, so that their P is 0; the RowBase of rows with a
+//              large lse (large_rows.cuh); zeros for the sums of dQ
+//     main     a block owns the keys of one tile and walks over the queries of every head that reads them. dK and dV stay in registers. dQ
+//              is added to float32 sums in the workspace. A tile of sums is in fragment order, so that a warp adds to neighbouring
+//              addresses
+//     after    dQ = scale x the sums, rounded
+// With `deterministic`, no sum depends on timing: dQ is computed by a separate kernel whose blocks own queries and walk over keys. That
+// kernel computes S and dP a second time.
+//
+// One step of the main kernel, two stages (|: block barrier). Each product is divided among the warps in its own way. P and dS pass through
+// shared memory, from warps that own rows of S to warps that own rows of dK and dV. Between the barriers warps drift apart.
+//
+//     copy     | Q, dO of the next tile of queries  .  .  .  .  .  .  .  .  |
+//     tensor   | S = Q K^T   dP = dO V^T          | dV += P^T dO   dQ = dS K   dK += dS^T Q |
+//     ALU      |             exp2 exp2 exp2   dS  |                            add add add  |
+//
+// Shared memory (MainSmem)      K, V block_n | Q, dO stages x block_m | P, dS block_m x block_n | lse, delta stages x block_m
+// Tiles are swizzled (SharedTile): ldmatrix, the copies and the stores of P and dS have no bank conflicts.
+//
+// A tile that the causal diagonal or a window cuts runs separate code, which skips hidden parts; all other tiles run without a branch.
+// Where registers are short, S and dP are computed in parts, and dQ is multiplied after dK and added all at once.
+//
+// Bound by the bytes that ldmatrix reads from shared memory: tiles_mma_sm80.h chooses tiles by these bytes per mma.
+#pragma once
+
+#include "attention/backward/mma_sm80/side.cuh"
+#include "device/launch.h"
+
+namespace fa {
+namespace {
+
+// The keys of a block: from key0 on, of one key head.
+struct BackwardWork {
+    int b, head_k, key0;
+};
+
+template <typename T, BackwardTile const& kTile, int kD, int kDv>
+struct MainSmem {
+    alignas(128) T k[kTile.block_n * kD];
+    alignas(128) T v[kTile.block_n * kDv];
+    alignas(128) T q[kTile.stages_q][kTile.block_m * kD];
+    alignas(128) T dout[kTile.stages_dout][kTile.block_m * kDv];
+    alignas(128) T p[kTile.block_m * kTile.block_n];
+    alignas(128) T ds[kTile.block_m * kTile.block_n];
+    alignas(16) float lse_delta[kTile.stages_q][2][kTile.block_m];
+    // State of the block that every step needs. Kept here, it takes no registers between the steps.
+    BackwardWork work;
+    int seqlen_q, seqlen_k, shift;
+    KeyRange rows, whole_rows;  // queries that see some keys of this block; queries that see all of them
+    int first_tile, last_tile;  // first and last tile of `rows`
+    const T *q_rows, *dout_rows;
+    float *sums, *stats;  // of query head 0, in the workspace
+    const float2* large;  // of query head 0, in the workspace
+    bool some_large;      // some row of the call may be large: then every step runs the code for edges
+
+    // The lengths that decide which pairs are visible, without row offsets. volatile: read again where used, not kept in registers.
+    __device__ __forceinline__ Sequence lengths() const volatile {
+        Sequence s{};
+        s.seqlen_q = seqlen_q, s.seqlen_k = seqlen_k, s.shift = shift;
+        return s;
+    }
+};
+
+// Blocks start in order of their index: section by section. In a section the first keys of every head come first, because under a causal
+// mask the most rows see them.
+__device__ __forceinline__ BackwardWork work_of(const MmaBackwardParams& params, int block, int block_n) {
+    const AttentionParams& p = params.backward.forward;
+    const int first = block / (params.section * params.tiles_k) * params.section, index = block % (params.section * params.tiles_k);
+    const int heads = min(params.section, p.nheads_k * p.batch - first), head = first + index % heads;
+    return {head / p.nheads_k, head % p.nheads_k, index / heads * block_n};
+}
+
+template <typename T, int kD, int kDv, MmaSm kSm, Scores kScores>
+__global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32, kBackwardTileOf<kD, kDv, kSm>.blocks_per_sm)
+    gradient_kernel(const __grid_constant__ MmaBackwardParams params) {
+#if defined(__CUDA_ARCH__)
+    constexpr bool kHasLarger = !(kBackwardTileOf<kD, kDv, MmaSm::k228> == kBackwardTileOf<kD, kDv, MmaSm::k164>);
+    constexpr bool kTakes228 = takes_more_than_sm80(__CUDA_ARCH__),
+                   kTakes164 = takes_more_than_sm86(__CUDA_ARCH__) || (kTakes228 && !kHasLarger);
+    if (((kSm == MmaSm::k228 || kSm == MmaSm::kShort) && !kTakes228) || (kSm == MmaSm::k164 && !kTakes164)) {
+        __trap();
+        return;
+    }
+#endif
+    constexpr BackwardTile kTile = kBackwardTileOf<kD, kDv, kSm>;
+    constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kThreads = kTile.warps * 32;
+    constexpr int kStagesQ = kTile.stages_q, kStagesDout = kTile.stages_dout;
+    static_assert(kStagesQ >= kStagesDout && kStagesQ <= 2, "the next Q is asked for no later than the next dO");
+    constexpr bool kGeneral = kScores == Scores::kGeneral, kAnyAlignment = kSm == MmaSm::kAny;
+    constexpr bool kOneBody = kAnyAlignment || kD > 192;  // else steps without an edge have separate code without branches
+    // How the warps divide S, dK and dV, and dQ: rows x columns of warps.
+    constexpr int kRowsS = kTile.warps_m_s, kColumnsS = kTile.warps / kRowsS, kRowsKv = kTile.warps_n_kv,
+                  kColumnsKv = kTile.warps / kRowsKv;
+    constexpr int kRowsDq = kTile.warps_m_dq, kColumnsDq = kTile.warps / kRowsDq;
+    constexpr int kMmasS = kBlockM / kRowsS / 16, kTilesS = kBlockN / kColumnsS / 8, kMmasKv = kBlockN / kRowsKv / 16;
+    constexpr int kTilesK = kD / kColumnsKv / 8, kTilesV = kDv / kColumnsKv / 8, kMmasDq = kBlockM / kRowsDq / 16,
+                  kTilesDq = kD / kColumnsDq / 8;
+    static_assert(kMmasS * kRowsS * 16 == kBlockM && kTilesS * kColumnsS * 8 == kBlockN && kTilesS % 2 == 0, "S is shared out evenly");
+    static_assert(kMmasKv * kRowsKv * 16 == kBlockN && kTilesK * kColumnsKv * 8 == kD && kTilesK % 2 == 0 &&
+                      kTilesV * kColumnsKv * 8 == kDv && kTilesV % 2 == 0,
+                  "dK and dV are shared out evenly");
+    static_assert(kMmasDq * kRowsDq * 16 == kBlockM && kTilesDq * kColumnsDq * 8 == kD && kTilesDq % 2 == 0, "dQ is shared out evenly");
+    constexpr int kPartTiles = kD > 192 || kMmasDq * kTilesDq > 16 ? 8 / kMmasDq : kTilesDq,
+                  kPartsDq = kTilesDq / kPartTiles;  // tiles of dQ at a time; parts of dQ
+    // On an edge, half of a step may be hidden: rows above the first keys, or keys past the last rows. Beyond head dim 192 there are no
+    // registers for skipping halves.
+    constexpr bool kHalfRows = kBlockM > kBlockN && kD <= 192, kHalfKeys = kBlockN > kBlockM;
+    // The first S begins before V and dO have landed. With three blocks on an SM, the others work in that time. Beyond head dim 192
+    // registers are short.
+    constexpr bool kEarlyStart = kTile.blocks_per_sm < 3 && kD <= 192;
+    // A warp computes its S and dP in parts, each of which takes at most 64 registers.
+    constexpr int kPartTilesS = kMmasS * kTilesS <= 8 ? kTilesS : 8 / kMmasS, kPartsS = kTilesS / kPartTilesS;
+    static_assert(kPartTilesS % 2 == 0 && kPartsS * kPartTilesS == kTilesS, "S is cut into even parts");
+    using TileQ = SharedTile<T, kD>;
+    using TileV = SharedTile<T, kDv>;
+    using TileP = SharedTile<T, kBlockN>;
+    extern __shared__ __align__(128) unsigned char shared[];
+    auto& smem = *reinterpret_cast<MainSmem<T, kBackwardTileOf<kD, kDv, kSm>, kD, kDv>*>(shared);
+    const BackwardParams& backward = params.backward;
+    const AttentionParams& p = backward.forward;
+
+    const BackwardWork work = work_of(params, blockIdx.x, kBlockN);
+    const int b = work.b, head_k = work.head_k, key0 = work.key0;
+    const Sequence s = sequence_of(p, b);
+    if (key0 >= s.seqlen_k) return;
+    const KeyRange keys = keys_seen(p, s), rows = rows_seeing(p, s, key0, min(key0 + kBlockN, s.seqlen_k) - 1);
+    if (threadIdx.x == 0) {
+        smem.seqlen_q = s.seqlen_q, smem.seqlen_k = s.seqlen_k, smem.shift = s.shift;
+        smem.work = work, smem.rows = rows, smem.whole_rows = rows_seeing_all(p, s, key0, key0 + kBlockN - 1);
+        smem.first_tile = rows.begin / kBlockM, smem.last_tile = (rows.end - 1) / kBlockM;
+        smem.q_rows = static_cast<const T*>(p.q.data) + s.q;
+        smem.dout_rows = static_cast<const T*>(backward.dout.data) + gradients_of(backward, b).dout;
+        const int64_t place = workspace_tile(params, kBlockM, b, 0, 0);
+        smem.sums = params.workspace.dq + place * (kBlockM * kD), smem.stats = params.workspace.rows + place * (2 * kBlockM);
+        smem.large = reinterpret_cast<const float2*>(params.workspace.large) + place * kBlockM;
+        smem.some_large = *params.workspace.some_large == kSomeLarge;
+    }
+    __syncthreads();
+    // A step is a tile of queries of one of the heads that read this block's keys.
+    struct Step {
+        int head, tile;
+    };
+    const Step first{head_k * p.group, rows.begin / kBlockM};
+    const int end_head = rows.end > rows.begin ? (head_k + 1) * p.group : 0;
+
+    const int lane = threadIdx.x % 32,
+              warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);  // the shuffle tells the compiler that it is uniform
+    // This lane's row and 16-byte piece for ldmatrix. Operand A: 16 rows, then their second 16 bytes. Operand B: 8 rows, their second 16
+    // bytes, then the next 8 rows.
+    const int row_a = lane % 16, piece_a = lane / 16, row_b = lane % 8 + lane / 16 * 8, piece_b = lane / 8 % 2;
+    // Consecutive warps go to different quarters of an SM. Warps that a causal diagonal leaves without work should not share a quarter.
+    const auto row_of_s = [](int warp) { return (kRowsS < kColumnsS ? warp % kRowsS : warp / kColumnsS) * (16 * kMmasS); };
+    const auto key_of_s = [](int warp) { return (kRowsS < kColumnsS ? warp / kRowsS : warp % kColumnsS) * (8 * kTilesS); };
+    const int s_row = row_of_s(warp), s_key = key_of_s(warp);
+    const uint32_t q_a = shared_address(smem.q) + TileQ::offset(s_row + row_a, piece_a);
+    const uint32_t dout_a = shared_address(smem.dout) + TileV::offset(s_row + row_a, piece_a);
+    const uint32_t k_b = shared_address(smem.k) + TileQ::offset(s_key + row_b, piece_b);
+    const uint32_t v_b = shared_address(smem.v) + TileV::offset(s_key + row_b, piece_b);
+    const uint32_t p_store = shared_address(smem.p) + TileP::offset(s_row + lane / 4, s_key / 8) + lane % 4 * 4;
+    const int kv_key = warp / kColumnsKv * (16 * kMmasKv), kv_column = warp % kColumnsKv;
+    const int dq_row = warp / kColumnsDq * (16 * kMmasDq), dq_column = warp % kColumnsDq;
+    constexpr uint32_t kToDs = sizeof smem.p;  // dS follows P, in the same order
+
+    const auto load_q = [&](Step step, int stage) {
+        const int row0 = step.tile * kBlockM;
+        const T* q = smem.q_rows + step.head * p.q.head + row0 * p.q.row;
+        load_tile<kBlockM, kD, kThreads, kAnyAlignment>(smem.q[stage], q, p.q.row, smem.rows.begin - row0, smem.rows.end - row0, p.headdim,
+                                                        params.aligned_q);
+        if (threadIdx.x < kBlockM / 2) {  // lse and delta, 16 bytes for each thread
+            const float* from = smem.stats + (int64_t(step.head) * params.workspace.tiles + step.tile) * (2 * kBlockM);
+            cp_async_16(shared_address(smem.lse_delta[stage]) + 16 * threadIdx.x, from + 4 * threadIdx.x, 16);
+        }
+    };
+    const auto load_dout = [&](Step step, int stage) {
+        const int row0 = step.tile * kBlockM;
+        const T* dout = smem.dout_rows + step.head * backward.dout.head + row0 * backward.dout.row;
+        load_tile<kBlockM, kDv, kThreads, kAnyAlignment>(smem.dout[stage], dout, backward.dout.row, smem.rows.begin - row0,
+                                                         smem.rows.end - row0, p.headdim_v, params.aligned_dout);
+    };
+
+    float dK[kMmasKv][kTilesK][4], dV[kMmasKv][kTilesV][4];
+    clear(dK), clear(dV);
+
+    if (first.head < end_head) {
+        const T* k = static_cast<const T*>(p.k.data) + s.k + head_k * p.k.head + key0 * p.k.row;
+        const T* v = static_cast<const T*>(p.v.data) + s.v + head_k * p.v.head + key0 * p.v.row;
+        load_tile<kBlockN, kD, kThreads, kAnyAlignment>(smem.k, k, p.k.row, keys.begin - key0, keys.end - key0, p.headdim,
+                                                        params.aligned_k);
+        load_q(first, 0);
+        cp_async_commit();  // S can begin before V and dO have landed
+        load_tile<kBlockN, kDv, kThreads, kAnyAlignment>(smem.v, v, p.v.row, keys.begin - key0, keys.end - key0, p.headdim_v,
+                                                         params.aligned_v);
+        load_dout(first, 0);
+        cp_async_commit();
+    }
+    if (kGeneral && (p.mask.data || p.bias.data) && first.head < end_head) {
+        // A key that the mask or the bias hides from every row has dS = 0, but 0 x NaN is NaN: its K must be zero when dQ reads it.
+        int* const visible = reinterpret_cast<int*>(smem.p);  // P is not yet in use
+        if (threadIdx.x < kBlockN) visible[threadIdx.x] = 0;
+        __syncthreads();
+        const int column = opaque(threadIdx.x) % kBlockN, j = key0 + column;
+        const int heads_seen = p.mask.head || p.bias.head ? p.group : 1;
+        bool seen = j >= s.seqlen_k;
+        for (int head = first.head; head < first.head + heads_seen; ++head)
+            for (int i = rows.begin + opaque(threadIdx.x) / kBlockN; !seen && i < rows.end; i += kThreads / kBlockN) {
+                const KeyRange range = window_range(p, s, i);
+                seen = j >= range.begin && j < range.end;
+                if (p.mask.data) {
+                    const int64_t at = b * p.mask.batch + head * p.mask.head + i * p.mask.row + j;
+                    seen = seen && static_cast<const uint8_t*>(p.mask.data)[at];
+                }
+                if (p.bias.data) {
+                    const int64_t at = b * p.bias.batch + head * p.bias.head + i * p.bias.row + j;
+                    seen = seen && load_as_float(p.bias.data, at, p.bias_dtype) != -INFINITY;
+                }
+            }
+        if (seen) visible[column] = 1;
+        cp_async_wait_all();
+        __syncthreads();
+        for (int x = threadIdx.x; x < kBlockN * TileQ::kPieces; x += kThreads)
+            if (!visible[x / TileQ::kPieces]) reinterpret_cast<uint4*>(smem.k)[x] = make_uint4(0, 0, 0, 0);
+    }
+
+    Step step = first;
+    unsigned steps = 0;  // completed
+    const auto next = [&] { return step.tile < smem.last_tile ? Step{step.head, step.tile + 1} : Step{step.head + 1, smem.first_tile}; };
+    const auto load_next = [&](bool with_q, bool with_dout) {
+        const Step to = next();
+        if (to.head >= end_head) return;
+        if (with_q) load_q(to, kStagesQ == 2 ? (steps + 1) % 2 : 0);
+        if (with_dout) load_dout(to, kStagesDout == 2 ? (steps + 1) % 2 : 0);
+    };
+    // Computes a step, once Q and dO are here. on_edge: the code for tiles with hidden pairs; cut: this tile has some.
+    const auto compute = [&](auto on_edge, bool cut) {
+        constexpr bool kEdge = decltype(on_edge)::value;
+        // dQ is added between the steps of dK where registers hold both and Q need not be freed first.
+        constexpr bool kAddsBetween = !kEdge && kPartsDq == 1 && kStagesQ == 2 && kD > 64;
+        const unsigned stage_q = kStagesQ == 2 ? steps % 2 : 0, stage_dout = kStagesDout == 2 ? steps % 2 : 0;
+        const int row0 = step.tile * kBlockM;
+        const uint32_t to_q = stage_q * uint32_t(sizeof smem.q[0]), to_dout = stage_dout * uint32_t(sizeof smem.dout[0]);
+        const auto hide_pairs = [&](float(&X)[kMmasS][kPartTilesS][4], int part) {
+            const int who = opaque(warp);
+            hide(X, p, smem.lengths(), row0 + row_of_s(who), smem.work.key0 + key_of_s(who) + 8 * kPartTilesS * part, lane);
+        };
+        // Whether any of `count` rows of the tile from `row` on sees any of `keys` keys from `key` on.
+        const auto see = [&](int row, int count, int key, int keys) {
+            if (!kEdge || !cut) return true;
+            const BackwardWork work = smem.work;
+            const Sequence s = sequence_of(p, work.b);
+            const KeyRange seeing = rows_seeing(p, s, work.key0 + key, min(work.key0 + key + keys, s.seqlen_k) - 1);
+            return work.key0 + key < s.seqlen_k && row0 + row < seeing.end && row0 + row + count > seeing.begin;
+        };
+
+        // ---- S = Q K^T, P, dP = dO V^T, dS ----
+        const bool does_s = see(row_of_s(opaque(warp)), 16 * kMmasS, key_of_s(opaque(warp)), 8 * kTilesS);
+        float lse[kMmasS][2], delta[kMmasS][2];
+        const auto load_rows = [&](float(&x)[kMmasS][2], int which) {
+            const int from = row_of_s(opaque(warp)) + opaque(lane) / 4;
+#pragma unroll
+            for (int r = 0; r < 2 * kMmasS; ++r) x[r / 2][r % 2] = smem.lse_delta[stage_q][which][from + 8 * r];
+        };
+        load_rows(lse, 0);
+#pragma unroll
+        for (int part = 0; part < kPartsS; ++part) {
+            constexpr int kTiles = kPartTilesS, kStepsD = kD / 16, kStepsDv = kDv / 16;
+            const auto store = [&](const float(&X)[kMmasS][kTiles][4], uint32_t to) {  // P, or with kToDs dS
+#pragma unroll
+                for (int x = 0; x < 2 * kMmasS * kTiles; ++x) {
+                    const int m = x / (2 * kTiles), n = x / 2 % kTiles, half = x % 2;
+                    store_shared_4((p_store ^ (kTiles * part + n) * 16) + to + (16 * m + 8 * half) * TileP::kPitch,
+                                   pack_16<T>(X[m][n][2 * half], X[m][n][2 * half + 1]));
+                }
+            };
+            float S[kMmasS][kTiles][4], dP[kMmasS][kTiles][4];
+            clear(S), clear(dP);
+            const uint32_t k_part = k_b + 8 * kTiles * part * TileQ::kPitch, v_part = v_b + 8 * kTiles * part * TileV::kPitch;
+            if (does_s) multiply_rows<T, TileQ, TileQ, kStepsD>(S, q_a + to_q, k_part, Nothing{});
+            if (kEarlyStart && part == 0 && steps == 0) {
+                cp_async_commit();  // the copies for the next step
+                cp_async_wait_group<1>();
+                __syncthreads();  // V and the first dO are here
+            }
+            const auto large_of = [&](int m) {  // the RowBase of the thread's first row in m16 tile m
+                return smem.large + (int64_t(step.head) * params.workspace.tiles + step.tile) * kBlockM + row_of_s(opaque(warp)) + 16 * m +
+                       opaque(lane) / 4;
+            };
+            if (kGeneral) {
+                if (does_s) multiply_rows<T, TileV, TileV, kStepsDv>(dP, dout_a + to_dout, v_part, Nothing{});
+                load_rows(delta, 1);
+                const int here = opaque(lane);  // values that few options need are computed where they are used
+                const BackwardWork work = smem.work;
+                const Sequence now = smem.lengths();
+#pragma unroll
+                for (int m = 0; m < kMmasS; ++m) {
+                    const int row = row0 + s_row + 16 * m + mma_row(here, 0),
+                              key = work.key0 + s_key + 8 * kTiles * part + mma_column(here, 0);
+                    const FragmentPlace at{work.b, step.head, row, key, now.seqlen_q, now.seqlen_k, now.shift};
+                    general_gradients<T>(p, at, here % 4, lse[m], large_of(m), delta[m], flat(S[m]), flat(dP[m]));
+                }
+                if (kEdge && cut) hide_pairs(S, part), hide_pairs(dP, part);
+                store(S, 0), store(dP, kToDs);
+                continue;
+            }
+            if (kEdge && smem.some_large) {
+#pragma unroll
+                for (int m = 0; m < kMmasS; ++m) adjust_large(lse[m], large_of(m), flat(S[m]), large_score);
+            }
+            constexpr int kPairs = 2 * kMmasS * kTiles;  // pairs of neighbouring keys in a thread
+            const auto exponentials = [&](int step) {    // a share of them for each step of dP
+#pragma unroll
+                for (int x = kPairs * step / kStepsDv; x < kPairs * (step + 1) / kStepsDv; ++x) {
+                    const int m = x / (2 * kTiles), half = x % 2;
+                    float* pair = S[m][x / 2 % kTiles] + 2 * half;
+                    pair[0] = exp2_approx(fmaf(pair[0], params.scale_log2, -lse[m][half]));
+                    pair[1] = exp2_approx(fmaf(pair[1], params.scale_log2, -lse[m][half]));
+                }
+            };
+            if (does_s) multiply_rows<T, TileV, TileV, kStepsDv>(dP, dout_a + to_dout, v_part, exponentials);
+            if (kEdge && cut) hide_pairs(S, part);
+            store(S, 0);
+            load_rows(delta, 1);
+#pragma unroll
+            for (int x = 0; x < kPairs; ++x) {
+                const int m = x / (2 * kTiles), n = x / 2 % kTiles, half = x % 2;
+                float *pair = dP[m][n] + 2 * half, *P = S[m][n] + 2 * half;
+                pair[0] = P[0] * (pair[0] - delta[m][half]);
+                pair[1] = P[1] * (pair[1] - delta[m][half]);
+            }
+            if (kEdge && cut) hide_pairs(dP, part);  // 0 x NaN is NaN
+            store(dP, kToDs);
+        }
+        __syncthreads();  // P and dS are here
+
+        // ---- dV += P^T dO, dQ = dS K, dK += dS^T Q ----
+        const int here = opaque(lane), row = here % 16, piece = here / 16;  // addresses that take no registers during S and dP
+        const uint32_t p_a = shared_address(smem.p) + TileP::offset(here % 8 + here / 16 * 8, kv_key / 8 + here / 8 % 2);
+        const uint32_t dout_b = shared_address(smem.dout) + TileV::offset(row, 2 * kv_column + piece);
+        const uint32_t q_b = shared_address(smem.q) + TileQ::offset(row, 2 * kv_column + piece);
+        const bool does_kv = see(0, kBlockM, opaque(warp) / kColumnsKv * (16 * kMmasKv), 16 * kMmasKv);
+        const bool has_first_rows = !kHalfRows || see(0, kBlockM / 2, 0, kBlockN);
+        constexpr int kSteps = kBlockM / 16, kHalf = kHalfRows ? kSteps / 2 : 0;
+        if (does_kv) {
+            if (has_first_rows) multiply_columns<T, TileP, TileV, OperandA::kTransposed, kColumnsKv, 0, kHalf>(dV, p_a, dout_b + to_dout);
+            multiply_columns<T, TileP, TileV, OperandA::kTransposed, kColumnsKv, kHalf, kSteps>(dV, p_a, dout_b + to_dout);
+        }
+        if (kStagesQ == 2 && kStagesDout == 1) {
+            __syncthreads();  // nobody reads dO any more
+            load_next(false, true);
+        }
+        const bool does_dq = !backward.deterministic && see(opaque(warp) / kColumnsDq * (16 * kMmasDq), 16 * kMmasDq, 0, kBlockN);
+        float* const sums =
+            smem.sums + (int64_t(step.head) * params.workspace.tiles + step.tile) * (kBlockM * kD) + warp * (kMmasDq * kTilesDq * 128);
+        float dQ[kMmasDq][kPartTiles][4];
+        const auto multiply_dq = [&](int part) {
+            const bool has_last_keys = !kHalfKeys || see(0, kBlockM, kBlockN / 2, kBlockN / 2);
+            const uint32_t ds_a = shared_address(smem.ds) + TileP::offset(dq_row + row, piece);
+            const uint32_t k_columns =
+                TileQ::advance(shared_address(smem.k) + TileQ::offset(row, 2 * dq_column + piece), kColumnsDq * kPartTiles / 2 * part);
+            constexpr int kKeySteps = kBlockN / 16, kFirstHalf = kHalfKeys ? kKeySteps / 2 : kKeySteps;
+            clear(dQ);
+            multiply_columns<T, TileP, TileQ, OperandA::kAsStored, kColumnsDq, 0, kFirstHalf>(dQ, ds_a, k_columns);
+            if (has_last_keys)
+                multiply_columns<T, TileP, TileQ, OperandA::kAsStored, kColumnsDq, kFirstHalf, kKeySteps>(dQ, ds_a, k_columns);
+        };
+        const auto add_dq = [&](int part, int begin, int end) {  // fragments begin .. end - 1 of the part
+#pragma unroll
+            for (int x = begin; x < end; ++x)
+                red_add_fragment(sums + (x / kPartTiles * kTilesDq + kPartTiles * part + x % kPartTiles) * 128,
+                                 dQ[x / kPartTiles][x % kPartTiles], lane);
+        };
+        constexpr int kFragments = kMmasDq * kPartTiles;
+        if (kAddsBetween && does_dq) multiply_dq(0);
+        const auto add_share = [&](int x) {
+            if (kAddsBetween && does_dq)
+                add_dq(0, kFragments * (x - kHalf) / (kSteps - kHalf), kFragments * (x - kHalf + 1) / (kSteps - kHalf));
+        };
+        if (does_kv) {
+            if (has_first_rows) multiply_columns<T, TileP, TileQ, OperandA::kTransposed, kColumnsKv, 0, kHalf>(dK, p_a + kToDs, q_b + to_q);
+            multiply_columns<T, TileP, TileQ, OperandA::kTransposed, kColumnsKv, kHalf, kSteps>(dK, p_a + kToDs, q_b + to_q, add_share);
+        } else if (kAddsBetween && does_dq) {
+            add_dq(0, 0, kFragments);
+        }
+        if (kStagesQ == 1) {
+            __syncthreads();  // nobody reads Q and dO any more
+            load_next(true, true);
+        }
+        if (!kAddsBetween && does_dq)
+#pragma unroll
+            for (int part = 0; part < kPartsDq; ++part) multiply_dq(part), add_dq(part, 0, kFragments);
+    };
+#pragma unroll 1
+    for (; step.head < end_head; ++steps) {
+        if (kEarlyStart && steps == 0) cp_async_wait_group<1>();
+        else cp_async_wait_all();
+        __syncthreads();  // Q and dO of this step are here; nobody reads P, dS and the stages of the previous step any more
+        if (kStagesQ == 2) load_next(true, kStagesDout == 2);
+        const int row0 = step.tile * kBlockM;
+        const bool cut = row0 < smem.whole_rows.begin || row0 + kBlockM > smem.whole_rows.end;
+        constexpr std::true_type kOnEdge;
+        constexpr std::false_type kInside;
+        if (kOneBody || cut || smem.some_large) compute(kOnEdge, cut);
+        else compute(kInside, cut);
+        step = next();
+    }
+
+    const BackwardWork done = work_of(params, opaque(blockIdx.x), kBlockN);  // computed again: the loop has no registers for it
+    const int thread = opaque(threadIdx.x), seqlen_k = sequence_of(p, done.b).seqlen_k;
+    const int row = done.key0 + thread / 32 / kColumnsKv * (16 * kMmasKv), column = thread / 32 % kColumnsKv;
+    const GradientSequence to = gradients_of(backward, done.b);
+    T* dk = static_cast<T*>(backward.dk.data) + to.dk + done.head_k * backward.dk.head;
+    T* dv = static_cast<T*>(backward.dv.data) + to.dv + done.head_k * backward.dv.head;
+    store_rows<T, kColumnsKv>(dK, p.scale, dk, backward.dk.row, row, seqlen_k, column, p.headdim, params.aligned_dk, backward.accumulate,
+                              thread % 32);
+    store_rows<T, kColumnsKv>(dV, 1.0f, dv, backward.dv.row, row, seqlen_k, column, p.headdim_v, params.aligned_dv, backward.accumulate,
+                              thread % 32);
+}
+
+// ---- launches ----
+
+// The tiles in the workspace of all sequences of a head, and the bytes of the workspace.
+inline int workspace_tiles(const AttentionParams& p, int block_m) {
+    return p.cu_seqlens_q ? p.total_q / block_m + p.batch : (p.seqlen_q + block_m - 1) / block_m * p.batch;
+}
+inline size_t workspace_bytes(const BackwardParams& b, int block_m, int d) {
+    return size_t(workspace_tiles(b.forward, block_m)) * b.forward.nheads * block_m * (b.deterministic ? 4 : d + 4) * sizeof(float) +
+           sizeof(int) + 128;
+}
+
+template <typename T, int kD, int kDv>
+cudaError_t launch_bucket(const BackwardParams& backward, size_t shared_memory, cudaStream_t stream) {
+    const AttentionParams& p = backward.forward;
+    MmaBackwardParams params{};
+    params.backward = backward, params.scale_log2 = backward.forward.scale * kLog2e;
+    params.aligned_q = aligned_rows<T>(p, p.q, p.nheads, p.headdim), params.aligned_out = aligned_rows<T>(p, p.out, p.nheads, p.headdim_v);
+    params.aligned_k = aligned_rows<T>(p, p.k, p.nheads_k, p.headdim), params.aligned_v = aligned_rows<T>(p, p.v, p.nheads_k, p.headdim_v);
+    params.aligned_dout = aligned_rows<T>(p, backward.dout, p.nheads, p.headdim_v);
+    params.aligned_dq = aligned_rows<T>(p, backward.dq, p.nheads, p.headdim);
+    params.aligned_dk = aligned_rows<T>(p, backward.dk, p.nheads_k, p.headdim);
+    params.aligned_dv = aligned_rows<T>(p, backward.dv, p.nheads_k, p.headdim_v);
+    const bool aligned = params.aligned_q && params.aligned_k && params.aligned_v && params.aligned_dout;
+    const bool general = p.general_scores() || !(p.scale > 0);
+
+    const auto run = [&](auto sm, auto scores) {
+        constexpr MmaSm kSm = decltype(sm)::value;
+        constexpr Scores kScores = decltype(scores)::value;
+        constexpr const BackwardTile& kTile = kBackwardTileOf<kD, kDv, kSm>;
+        params.tiles_q = (p.seqlen_q + kTile.block_m - 1) / kTile.block_m,
+        params.tiles_k = (p.seqlen_k + kTile.block_n - 1) / kTile.block_n;
+        params.workspace.tiles = workspace_tiles(p, kTile.block_m);
+        const int64_t rows = int64_t(params.workspace.tiles) * p.nheads * kTile.block_m, heads = int64_t(p.nheads_k) * p.batch;
+        params.workspace.dq = static_cast<float*>(align_up(p.workspace, 128));
+        params.workspace.rows = params.workspace.dq + (backward.deterministic ? 0 : rows * kD);
+        params.workspace.large = params.workspace.rows + 2 * rows;
+        params.workspace.some_large = reinterpret_cast<int*>(params.workspace.large + 2 * rows);
+        params.natural = kScores == Scores::kGeneral;
+        const int64_t row_bytes = (kD + kDv) * int64_t(sizeof(T)) + kD * int64_t(sizeof(float));
+        const int64_t section = heads_per_section(p.seqlen_q, p.group * row_bytes, 1);
+        params.section = int(section < heads ? section : heads);
+        const unsigned blocks_q = unsigned(params.tiles_q * p.nheads) * p.batch, blocks_k = unsigned(params.tiles_k * heads);
+        cudaError_t error = cudaSuccess;
+        if (blocks_q) error = launch_kernel(before_kernel<T, kTile.block_m, kD, kDv>, blocks_q, kSideThreads, 0, stream, params);
+        if (error == cudaSuccess && blocks_k)
+            error = launch_kernel(gradient_kernel<T, kD, kDv, kSm, kScores>, blocks_k, kTile.warps * 32,
+                                  sizeof(MainSmem<T, kBackwardTileOf<kD, kDv, kSm>, kD, kDv>), stream, params);
+        if (error != cudaSuccess || !blocks_q) return error;
+        if (!backward.deterministic) return launch_kernel(after_kernel<T, kD, kDv, kSm>, blocks_q, kTile.warps * 32, 0, stream, params);
+        params.block_m = kTile.block_m;
+        params.tiles_dq = (p.seqlen_q + kDqRows - 1) / kDqRows;
+        return launch_kernel(dq_kernel<T, kD, kDv, kScores>, unsigned(params.tiles_dq * p.nheads) * p.batch, kDqThreads,
+                             sizeof(DqSmem<T, kD, kDv>), stream, params);
+    };
+    const auto serves = [&](const BackwardTile& tile, size_t shared_bytes) {
+        return !general && aligned && size_t(tile.blocks_per_sm) * (shared_bytes + 1024) <= shared_memory + 1024;
+    };
+    using K228 = std::integral_constant<MmaSm, MmaSm::k228>;
+    using K164 = std::integral_constant<MmaSm, MmaSm::k164>;
+    using Short = std::integral_constant<MmaSm, MmaSm::kShort>;
+    using Any = std::integral_constant<MmaSm, MmaSm::kAny>;
+    using Plain = std::integral_constant<Scores, Scores::kPlain>;
+    using General = std::integral_constant<Scores, Scores::kGeneral>;
+    constexpr const BackwardTile &k228 = kBackwardTileOf<kD, kDv, MmaSm::k228>, &k164 = kBackwardTileOf<kD, kDv, MmaSm::k164>;
+    constexpr const BackwardTile& kShort = kBackwardTileOf<kD, kDv, MmaSm::kShort>;
+    if constexpr (!(kShort == k228)) {  // made for sm_90: needs more than the 163 KB of sm_80
+        constexpr size_t kBytes = sizeof(MainSmem<T, kBackwardTileOf<kD, kDv, MmaSm::kShort>, kD, kDv>);
+        const bool is_short = backward_mma_is_short(p.window_right == 0, p.seqlen_k);
+        if (is_short && shared_memory > kMostSharedSm80 && serves(kShort, kBytes)) return run(Short{}, Plain{});
+    }
+    if constexpr (!(k228 == k164)) {
+        constexpr size_t kBytes = sizeof(MainSmem<T, kBackwardTileOf<kD, kDv, MmaSm::k228>, kD, kDv>);
+        if (shared_memory > kMostSharedSm80 && serves(k228, kBytes)) return run(K228{}, Plain{});
+    }
+    static_assert(
+        sizeof(MainSmem<T, kBackwardTileOf<kD, kDv, MmaSm::kAny>, kD, kDv>) <= 99 * 1024 && sizeof(DqSmem<T, kD, kDv>) <= 99 * 1024,
+        "a block of sm_86 and 89 has no more");
+    constexpr size_t kBytes = sizeof(MainSmem<T, kBackwardTileOf<kD, kDv, MmaSm::k164>, kD, kDv>);
+    static_assert(kBytes > kMostSharedSm86, "its code is left out where a block has no more");
+    if ((k228 == k164 || shared_memory <= kMostSharedSm80) && serves(k164, kBytes)) return run(K164{}, Plain{});
+    return general ? run(Any{}, General{}) : run(Any{}, Plain{});
+}
+
+template <typename T>
+cudaError_t launch(const BackwardParams& b, size_t shared_memory, cudaStream_t stream) {
+    return with_backward_bucket(b.forward.headdim, b.forward.headdim_v, [&](auto d, auto dv) {
+        return launch_bucket<T, decltype(d)::value, decltype(dv)::value>(b, shared_memory, stream);
+    });
+}
+
+}  // namespace
+}  // namespace fa

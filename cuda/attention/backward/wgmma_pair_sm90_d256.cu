@@ -1,8 +1,0 @@
-#include "attention/backward/wgmma_pair_sm90.cuh"
-
-namespace fa {
-
-template cudaError_t launch_backward_wgmma<BackwardPlanId::kD256>(const BackwardParams&, int, cudaStream_t);
-template cudaError_t launch_backward_wgmma<BackwardPlanId::kD256General>(const BackwardParams&, int, cudaStream_t);
-
-}  // namespace fa

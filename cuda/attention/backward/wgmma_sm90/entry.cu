@@ -1,0 +1,34 @@
+// wgmma_sm90/entry.cu: the entry point of the Hopper backward. It chooses the instantiation; wgmma_sm90/kernel.cuh is the kernel for head
+// dims up to 128, wgmma_pair_sm90/kernel.cuh the one above, and one small file per head dim compiles them.
+#include "attention/backward/wgmma_sm90/tiles.h"
+#include "attention/kernels.h"
+
+namespace fa {
+
+template <BackwardPlanId kId>
+cudaError_t launch_backward_wgmma(const BackwardParams& b, int multiprocessors, cudaStream_t stream);
+
+cudaError_t backward_wgmma_sm90(const BackwardParams& b, int multiprocessors, cudaStream_t stream) {
+    switch (backward_choose(b.forward)) {
+#define FA_BACKWARD_CASE(id) \
+    case BackwardPlanId::id: return launch_backward_wgmma<BackwardPlanId::id>(b, multiprocessors, stream);
+        FA_BACKWARD_CASE(kD64)
+        FA_BACKWARD_CASE(kD64General)
+        FA_BACKWARD_CASE(kD128)
+        FA_BACKWARD_CASE(kD128General)
+        FA_BACKWARD_CASE(kD192V128)
+        FA_BACKWARD_CASE(kD192V128General)
+        FA_BACKWARD_CASE(kD192)
+        FA_BACKWARD_CASE(kD192General)
+        FA_BACKWARD_CASE(kD256)
+        FA_BACKWARD_CASE(kD256General)
+#undef FA_BACKWARD_CASE
+    }
+    return cudaErrorInvalidValue;
+}
+
+size_t backward_wgmma_sm90_workspace(const BackwardParams& b) {
+    return query_tiles_bytes(query_tiles(b, backward_plan(backward_choose(b.forward)))) + 128;  // and room to align it
+}
+
+}  // namespace fa

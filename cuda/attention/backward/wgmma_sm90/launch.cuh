@@ -1,0 +1,59 @@
+// wgmma_sm90/launch.cuh: the three launches of the Hopper backward, on the host: the kernel before, the main kernel of plan kId, the kernel
+// after.
+#pragma once
+
+#include "attention/backward/wgmma_sm90/rows.h"
+#include "attention/backward/wgmma_sm90/work.cuh"
+#include "attention/kernels.h"
+#include "device/launch.h"
+#include "device/tensor_map.h"
+
+namespace fa {
+
+using BackwardKernelPointer = void (*)(CUtensorMap, CUtensorMap, CUtensorMap, CUtensorMap, BackwardParams, BackwardSchedule);
+
+template <typename T, BackwardPlanId kId>
+cudaError_t launch_backward_block(BackwardKernelPointer function, int shared_bytes, const BackwardParams& b, int multiprocessors,
+                                  cudaStream_t stream) {
+    constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
+    const AttentionParams& p = b.forward;
+    const bool varlen = p.cu_seqlens_q;
+
+    BackwardSchedule schedule{};
+    schedule.tiles = query_tiles(b, kPlan);
+    place_query_tiles(&schedule.tiles, align_up(p.workspace, 128));
+    schedule.n_blocks = (p.seqlen_k + kPlan.block_n - 1) / kPlan.block_n;
+    schedule.in_order = b.deterministic;
+    schedule.by_section = p.window_right >= 0 || schedule.in_order;
+    schedule.section_heads = int(schedule.in_order ? backward_section_heads_in_order(p) : backward_section_heads(p));
+    schedule.blocks = int(backward_blocks(p, kPlan));
+
+    CUtensorMap map_q, map_k, map_v, map_dout;
+    const auto encode = [&](const char* name, const TensorView& x, int columns, int64_t rows, int heads, int box_rows, int padded,
+                            CUtensorMap* map, int* loads, bool by_chunk = false) {
+        return encode_tiles({name, x.data, std::is_same_v<T, __half>, columns, rows, heads, varlen ? 1 : p.batch, 2 * x.row, 2 * x.head,
+                             2 * x.batch, box_rows, padded, by_chunk},
+                            map, loads);
+    };
+    const int64_t rows_q = varlen ? p.total_q : p.seqlen_q, rows_k = varlen ? p.total_k : p.seqlen_k;
+    if (cudaError_t error = encode("q", p.q, p.headdim, rows_q, p.nheads, kPlan.block_m, kPlan.columns(), &map_q, &schedule.q_loads))
+        return error;
+    if (cudaError_t error =
+            encode("k", p.k, p.headdim, rows_k, p.nheads_k, kPlan.block_n, kPlan.columns(), &map_k, &schedule.k_loads, kPlan.blocks() > 1))
+        return error;
+    if (cudaError_t error = encode("v", p.v, p.headdim_v, rows_k, p.nheads_k, kPlan.block_n, kPlan.columns_v(), &map_v, &schedule.v_loads))
+        return error;
+    if (cudaError_t error =
+            encode("dout", b.dout, p.headdim_v, rows_q, p.nheads, kPlan.block_m, kPlan.columns_v(), &map_dout, &schedule.dout_loads))
+        return error;
+
+    int grid = schedule.blocks * kPlan.blocks();
+    if (kPlan.blocks() == 1 && grid > multiprocessors) grid = multiprocessors;  // blocks take the remaining key blocks in turn
+    if (cudaError_t error = backward_rows_before(b, schedule.tiles, stream)) return error;
+    if (cudaError_t error = launch_kernel(function, unsigned(grid), kBackwardThreads, size_t(shared_bytes), stream, LaunchOptions{}, map_q,
+                                          map_k, map_v, map_dout, b, schedule))
+        return error;
+    return backward_rows_after(b, schedule.tiles, stream);
+}
+
+}  // namespace fa

@@ -1,0 +1,40 @@
+// wgmma_sm90/loads.cuh: the loading threads of the Hopper backward: tiles of K and V once, tiles of Q and dout in the order of the walk.
+#pragma once
+
+#include "attention/backward/wgmma_sm90/work.cuh"
+#include "device/ptx.cuh"
+#include "device/wgmma.cuh"
+
+namespace fa {
+
+// One thread loads `rows` rows, from `row` on, to `tile`, in `loads` boxes. `first` is the first 64-column chunk to load.
+__device__ __forceinline__ void load_tile(const CUtensorMap& map, int loads, int first, const void* tile, uint32_t rows, uint32_t barrier,
+                                          int row, int head, int batch, uint64_t policy) {
+#pragma unroll 1
+    for (int c = 0; c < loads; ++c)
+        tma_load(shared_address(tile) + c * rows * kChunkRowBytes, &map, barrier, (first + c) * kChunkColumns, row, 0, head, batch, policy);
+}
+// One thread loads a tile of Q with its lse, or of dout with its delta, into the slot of iteration `it`.
+template <typename T, int kStages, int kCount, int kBlockM>
+__device__ __forceinline__ void load_query_tile(const CUtensorMap& map, int loads, T (&tiles)[kStages][kCount], const float* rows,
+                                                float (&statistics)[kStages][kBlockM], uint64_t (&full)[kStages],
+                                                uint64_t (&empty)[kStages], uint32_t it, int row, int head, int batch, uint32_t tile) {
+    const uint32_t slot = it % kStages, barrier = shared_address(&full[slot]);
+    mbarrier_wait(shared_address(&empty[slot]), it / kStages & 1 ^ 1);
+    mbarrier_arrive_expect_tx(barrier, sizeof tiles[0] + sizeof statistics[0]);
+    load_tile(map, loads, 0, tiles[slot], kBlockM, barrier, row, head, batch, kEvictLast);
+    bulk_load(shared_address(statistics[slot]), rows + int64_t(tile) * kBlockM, sizeof statistics[0], barrier);
+}
+// The same for all query tiles of the block.
+template <typename T, int kStages, int kCount, int kBlockM>
+__device__ __forceinline__ void load_query_tiles(const AttentionParams& p, const BackwardSchedule& schedule, const BackwardWork& w,
+                                                 const CUtensorMap& map, int loads, T (&tiles)[kStages][kCount], const float* rows,
+                                                 float (&statistics)[kStages][kBlockM], uint64_t (&full)[kStages],
+                                                 uint64_t (&empty)[kStages]) {
+    for_each_query_tile(p, schedule.tiles, w, [&](uint32_t it, Visited at, uint32_t tile) {
+        const int row = w.q_row + at.m * kBlockM, head = w.head_k * p.group + at.head, batch = p.cu_seqlens_q ? 0 : w.batch;
+        load_query_tile(map, loads, tiles, rows, statistics, full, empty, it, row, head, batch, tile);
+    });
+}
+
+}  // namespace fa

@@ -1,0 +1,81 @@
+// wgmma_sm90/plan.h: the instantiations of the Hopper backward and their shapes, with the reason for each number.
+#pragma once
+
+#include "attention/common/params.h"
+
+namespace fa {
+
+// General plans serve every option of a score and windows with a left edge. The other plans serve causal and full attention.
+enum class BackwardPlanId { kD64, kD64General, kD128, kD128General, kD192V128, kD192V128General, kD192, kD192General, kD256, kD256General };
+
+// The warpgroups of a block: one copies, two are the main warpgroups, which own 64 keys each, and one multiplies dQ.
+constexpr int kWarpgroupWarps = 4, kMainWarps = 2 * kWarpgroupWarps, kDqWarps = kWarpgroupWarps;
+constexpr int kBackwardThreads = 4 * 32 * kWarpgroupWarps;
+constexpr int kBackwardLoaderRegisters = 32;
+constexpr int kBackwardWgmmaMaxHeadDim = 256;
+
+struct BackwardPlan {
+    int headdim = 0, headdim_v = 0;  // the largest head dims; the copy engine pads smaller ones with zeros
+    int block_m = 64;                // queries per tile
+    int block_n = 128;               // keys of a block, or of two blocks that share them: 64 for each main warpgroup
+    int stages = 2;                  // slots of Q and of dout
+    int dq_stages = 0;               // slots for 64 x 64 pieces of dQ on their way through shared memory; 0: dQ leaves from registers
+    bool general = false;
+
+    FA_HOST_DEVICE constexpr int columns() const { return (headdim + 63) / 64 * 64; }  // in shared memory, in chunks of 64
+    FA_HOST_DEVICE constexpr int columns_v() const { return (headdim_v + 63) / 64 * 64; }
+    // Slots of K and V. A block takes one set of 128 keys after another. With two slots, the next set is loaded while the block works on
+    // the current one. Two fit up to head dim 64.
+    FA_HOST_DEVICE constexpr int key_stages() const { return headdim <= 64 ? 2 : 1; }
+    // Blocks of a cluster that share the keys.
+    FA_HOST_DEVICE constexpr int blocks() const { return headdim > 128 ? 2 : 1; }
+    // 16-key steps of K^T that dQ's warpgroup keeps in registers. In fp16 the main warpgroups need those registers.
+    FA_HOST_DEVICE constexpr int held_steps(bool half) const { return headdim <= 64 && !general && !half ? 4 : 0; }
+    // Registers per thread. The register file has 64 Ki, so loader + 2 main + dQ = 512 = 4 x 128. Below 208 registers (200 at headdim 64),
+    // ptxas serialises the products of the main warpgroups (C7512). dQ needs 64 for a piece.
+    FA_HOST_DEVICE constexpr int main_registers(bool half) const { return held_steps(half) ? 200 : 208; }
+    FA_HOST_DEVICE constexpr int dq_registers(bool half) const { return held_steps(half) ? 80 : 64; }
+    // Chunks of 64 columns of dQ. Of two blocks that share the keys, the first computes dq_chunks_of_keys() of them.
+    FA_HOST_DEVICE constexpr int dq_chunks() const { return columns() / 64; }
+    FA_HOST_DEVICE constexpr int dq_chunks_of_keys() const { return dq_chunks() / 2; }
+};
+
+FA_HOST_DEVICE constexpr BackwardPlan backward_plan(BackwardPlanId id) {
+    BackwardPlan plan;
+    switch (id) {
+        // S and dP of 128 x 128 take 64 registers each, which leaves room for the 32 each of dK and dV. K or V as A operands would take 16
+        // more, and ptxas could not run the exponentials under dP.
+        case BackwardPlanId::kD64: plan.headdim = plan.headdim_v = 64, plan.block_m = 128; break;
+        case BackwardPlanId::kD64General: plan.headdim = plan.headdim_v = 64, plan.general = true; break;
+        // 64 queries: dK and dV fill 128 registers, S and dP 32 each. Four pieces of dQ fill shared memory.
+        case BackwardPlanId::kD128: plan.headdim = plan.headdim_v = 128, plan.dq_stages = 4; break;
+        case BackwardPlanId::kD128General: plan.headdim = plan.headdim_v = 128, plan.general = true; break;
+        // dK of 64 keys alone fills 96 or 128 registers, and K and Q fill shared memory: two blocks share the keys
+        // (wgmma_pair_sm90/kernel.cuh).
+        case BackwardPlanId::kD192V128: plan.headdim = 192, plan.headdim_v = 128; break;
+        case BackwardPlanId::kD192V128General: plan.headdim = 192, plan.headdim_v = 128, plan.general = true; break;
+        case BackwardPlanId::kD192: plan.headdim = plan.headdim_v = 192; break;
+        case BackwardPlanId::kD192General: plan.headdim = plan.headdim_v = 192, plan.general = true; break;
+        case BackwardPlanId::kD256: plan.headdim = plan.headdim_v = 256; break;
+        case BackwardPlanId::kD256General: plan.headdim = plan.headdim_v = 256, plan.general = true; break;
+    }
+    return plan;
+}
+// The plan of an instantiation. The experiments (ladder/variants) specialise it for their own ids.
+template <BackwardPlanId kId>
+inline constexpr BackwardPlan kBackwardPlan = backward_plan(kId);
+
+// Plain plans mask a score before they multiply it by the scale. A scale that is not positive would turn -inf into +inf or NaN.
+FA_HOST_DEVICE bool backward_scores_are_natural(const AttentionParams& p) { return p.general_scores() || !(p.scale > 0); }
+
+inline BackwardPlanId backward_choose(const AttentionParams& p) {
+    const bool general = backward_scores_are_natural(p) || p.window_left >= 0;
+    const int d = p.headdim > p.headdim_v ? p.headdim : p.headdim_v;
+    if (d <= 64) return general ? BackwardPlanId::kD64General : BackwardPlanId::kD64;
+    if (d <= 128) return general ? BackwardPlanId::kD128General : BackwardPlanId::kD128;
+    if (d <= 192 && p.headdim_v <= 128) return general ? BackwardPlanId::kD192V128General : BackwardPlanId::kD192V128;
+    if (d <= 192) return general ? BackwardPlanId::kD192General : BackwardPlanId::kD192;
+    return general ? BackwardPlanId::kD256General : BackwardPlanId::kD256;
+}
+
+}  // namespace fa

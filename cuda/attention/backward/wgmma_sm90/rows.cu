@@ -1,0 +1,242 @@
+// wgmma_sm90/rows.cu: the row-by-row kernels before and after the main kernel of the Hopper backward.
+//     before   computes delta = rowsum(dout * out) - dlse; converts lse to exponents of 2, with +inf past the end so that P = 0; finds the
+//              RowBase of rows with a large lse (large_rows.cuh); clears the counters; zeroes the sums of dQ where blocks add in any order
+//     after    converts dQ from accumulator order to rows and multiplies it by softmax_scale
+// Both are bound by memory: 16 bytes per lane, one block for every tile of queries.
+#include <cmath>
+#include <type_traits>
+
+#include "attention/backward/wgmma_sm90/rows.h"
+#include "attention/common/large_rows.cuh"
+#include "common/constants.h"
+#include "device/launch.h"
+#include "device/mma.cuh"
+#include "device/wgmma.cuh"
+
+namespace fa {
+namespace {
+
+constexpr int kThreads = 256;
+
+struct RowsParams {
+    BackwardParams b;
+    QueryTiles tiles;
+};
+
+// The tile of queries that a block works on. find_tile returns false for a tile that belongs to no sequence.
+struct TilePlace {
+    int64_t tile;  // in QueryTiles
+    int batch, head, row0;
+    Sequence s;
+};
+__device__ bool find_tile(const RowsParams& params, unsigned tile, TilePlace& at) {
+    const AttentionParams& p = params.b.forward;
+    const QueryTiles& t = params.tiles;
+    at.tile = tile;
+    const int sequence_head = tile / unsigned(t.tiles);
+    int m = tile - sequence_head * t.tiles;
+    at.batch = sequence_head / p.nheads, at.head = sequence_head % p.nheads;
+    if (p.cu_seqlens_q) {
+        at.head = sequence_head;
+        const auto first_tile = [&](int b) { return first_tile_of(p, t.block_m, b); };
+        int low = 0, high = p.batch - 1;
+        while (low < high) {
+            const int middle = (low + high + 1) / 2;
+            if (first_tile(middle) <= m) low = middle;
+            else high = middle - 1;
+        }
+        at.batch = low, m -= first_tile(low);
+    }
+    at.row0 = m * t.block_m;
+    at.s = sequence_of(p, at.batch);
+    return at.row0 >= 0 && at.row0 < at.s.seqlen_q;
+}
+
+// Called by a whole block: stores whether the lengths are in order.
+__device__ __noinline__ void find_order(const RowsParams& params) {
+    const AttentionParams& p = params.b.forward;
+    bool ordered = true;
+    for (int b = threadIdx.x; b + 1 < p.batch; b += kThreads)
+        ordered = ordered && ends_before_next(p, params.tiles.block_m, params.tiles.block_n, b);
+    ordered = __syncthreads_and(ordered);
+    if (threadIdx.x == 0) *params.tiles.has_order() = ordered;
+}
+
+// Called by the whole block: finds the large rows of its tile (large_rows.cuh).
+template <typename T, int kBlockM>
+__device__ __noinline__ void prepare_large_rows(const RowsParams& params) {
+    TilePlace at;
+    find_tile(params, blockIdx.x, at);
+    if (threadIdx.x == 0) *params.tiles.some_large() = QueryTiles::kSomeLarge;
+    const int first = threadIdx.x / 32 * 16;
+    if (first >= kBlockM || at.row0 + first >= at.s.seqlen_q) return;
+    find_large_rows<T>(params.b.forward, at.s, at.batch, at.head, at.row0 + first, params.tiles.natural, LseCovers::kPerhapsMore,
+                       [&](int i, const RowBase& base) {
+                           const int64_t place = at.tile * kBlockM + quad_order(i - at.row0);
+                           params.tiles.lse[place] = kLargeRow;
+                           reinterpret_cast<float2*>(params.tiles.large)[place] = make_float2(base.max, base.rest);
+                       });
+}
+
+constexpr int kBeforeBlocks = 2048 / kThreads;  // fill a multiprocessor, even if the rare large rows could use more registers
+template <typename T, int kColumns, int kBlockM>
+__global__ void __launch_bounds__(kThreads, kBeforeBlocks) before_kernel(const __grid_constant__ RowsParams params) {
+    constexpr int kLanes = kColumns == 64 ? 8 : kColumns == 128 ? 16 : 32, kRows = kThreads / kLanes;  // lanes per row; rows at a time
+    const AttentionParams& p = params.b.forward;
+    TilePlace at;
+    if (blockIdx.x == 0) {
+        if (threadIdx.x == 0) *params.tiles.taken() = 0;
+        if (params.b.deterministic && p.cu_seqlens_q) find_order(params);
+    }
+    // Every tile has counters that begin at zero. Where lengths are not in order, the main kernel also visits tiles that find_tile assigns
+    // to another sequence, or to none.
+    if (threadIdx.x < params.tiles.blocks) params.tiles.turn[int64_t(blockIdx.x) * params.tiles.blocks + threadIdx.x] = 0;
+    if (!find_tile(params, blockIdx.x, at)) return;
+    const int lane = threadIdx.x % kLanes;
+    const T* out = static_cast<const T*>(p.out.data) + at.s.out + at.head * p.out.head + 8 * lane;
+    bool large = false;
+    const T* dout =
+        static_cast<const T*>(params.b.dout.data) + gradients_of(params.b, at.batch).dout + at.head * params.b.dout.head + 8 * lane;
+#pragma unroll
+    for (int r = threadIdx.x / kLanes; r < kBlockM; r += kRows) {
+        const int row = at.row0 + r;
+        float sum = 0.0f;
+        if (row < at.s.seqlen_q && 8 * lane < p.headdim_v) {
+            const uint4 x = *reinterpret_cast<const uint4*>(out + row * p.out.row);
+            const uint4 y = *reinterpret_cast<const uint4*>(dout + row * params.b.dout.row);
+            const uint32_t xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float2 a = unpack_16<T>(xs[i]), b = unpack_16<T>(ys[i]);
+                sum += a.x * b.x + a.y * b.y;
+            }
+        }
+#pragma unroll
+        for (int i = kLanes / 2; i > 0; i /= 2) sum += __shfl_xor_sync(~0u, sum, i);
+        if (lane == 0) {
+            const int64_t place = at.tile * kBlockM + quad_order(r);
+            const int64_t own = lse_offset(p, at.s, at.head) + row;
+            const float lse = row < at.s.seqlen_q ? p.lse[own] : -INFINITY;
+            const bool empty = lse == -INFINITY;  // P = 0, so P (dP - delta) must be 0, too, whatever dlse holds
+            if (!empty && params.b.dlse) sum -= params.b.dlse[own];
+            params.tiles.lse[place] = row_statistic(lse);
+            large = large || is_large(lse);
+            params.tiles.delta[place] = empty ? 0.0f : sum;
+        }
+    }
+    if (params.tiles.zeroed) {
+        float4* dq = reinterpret_cast<float4*>(params.tiles.dq) + at.tile * (kBlockM * kColumns / 4);
+#pragma unroll
+        for (int i = threadIdx.x; i < kBlockM * kColumns / 4; i += kThreads) dq[i] = make_float4(0, 0, 0, 0);
+    }
+    if (__syncthreads_or(large)) prepare_large_rows<T, kBlockM>(params);  // rare
+}
+
+// Writes eight columns of dQ, scaled, to 16 bytes of a row.
+template <typename T>
+__device__ __forceinline__ void store_columns(const RowsParams& params, T* row, const float (&x)[8]) {
+    uint4* place = reinterpret_cast<uint4*>(row);
+    uint32_t old[4] = {}, packed[4];
+    if (params.b.accumulate) reinterpret_cast<uint4&>(old) = *place;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        const float2 before = unpack_16<T>(old[j]);
+        const float low = x[2 * j] * params.b.forward.scale, high = x[2 * j + 1] * params.b.forward.scale;
+        packed[j] = params.b.accumulate ? pack_16<T>(before.x + low, before.y + high) : pack_16<T>(low, high);
+    }
+    *place = make_uint4(packed[0], packed[1], packed[2], packed[3]);
+}
+
+// A block has two pieces: with 64 columns, both pieces of the tile; else 128 of the tile's columns.
+constexpr int kPiecesOfBlock = 2;
+
+template <typename T, int kColumns, int kBlockM>
+__global__ void __launch_bounds__(kThreads) after_kernel(const __grid_constant__ RowsParams params) {
+    constexpr int kPieces = kBlockM / 64 * (kColumns / 64), kBlocks = (kPieces + kPiecesOfBlock - 1) / kPiecesOfBlock;
+    const AttentionParams& p = params.b.forward;
+    TilePlace at;
+    if (blockIdx.x == 0 && threadIdx.x == 0) *params.tiles.some_large() = 0;
+    if (!find_tile(params, blockIdx.x / kBlocks, at)) return;
+    const Range blocks = key_blocks_of(visible_band(p, at.s), at.row0, kBlockM, params.tiles.block_n);
+    const bool written = params.tiles.zeroed || blocks.begin < blocks.end;  // else no key block meets the tile, and its gradient is zero
+    T* rows = static_cast<T*>(params.b.dq.data) + gradients_of(params.b, at.batch).dq + at.head * params.b.dq.head;
+    const auto store = [&](int row, int column, const float(&x)[8]) {
+        row += at.row0;
+        if (row < at.s.seqlen_q && column < p.headdim) store_columns(params, rows + row * params.b.dq.row + column, x);
+    };
+    const int first = blockIdx.x % kBlocks * kPiecesOfBlock, t = threadIdx.x;
+    if constexpr (kColumns == 64) {
+        // A thread has columns 8 group .. + 7 of two neighbouring rows. They are halves of the accumulator groups, which hold dQ^T, of
+        // eight lanes.
+        const int group = t % 8, quad = t / 8 % 4, c = t / 32;
+        const float2* lanes = reinterpret_cast<const float2*>(params.tiles.dq) + (at.tile * kPieces + first) * (kDqPiece / 2) +
+                              (c * 128 + group / 2 * 32 + quad) * 2 + group % 2;
+        float2 x[kPiecesOfBlock][8] = {};
+#pragma unroll
+        for (int i = 0; i < kPiecesOfBlock; ++i)
+            if (written && first + i < kPieces)
+#pragma unroll
+                for (int g = 0; g < 8; ++g) x[i][g] = lanes[i * (kDqPiece / 2) + 8 * g];
+#pragma unroll
+        for (int i = 0; i < kPiecesOfBlock && first + i < kPieces; ++i) {
+            const auto& y = x[i];
+            const int row = (first + i) * 64 + 8 * c + 2 * quad;
+            store(row, 8 * group, {y[0].x, y[1].x, y[2].x, y[3].x, y[4].x, y[5].x, y[6].x, y[7].x});
+            store(row + 1, 8 * group, {y[0].y, y[1].y, y[2].y, y[3].y, y[4].y, y[5].y, y[6].y, y[7].y});
+        }
+    } else {
+        // A thread has columns 8 group .. + 7 of rows g and g + 8 of a warp's sixteen: the accumulator groups of a quad.
+        const int group = t % 8, g = t / 8 % 8, warp = t / 64;
+        const float4* quad = reinterpret_cast<const float4*>(params.tiles.dq) + (at.tile * kPieces + first) * (kDqPiece / 4) + group * 128 +
+                             warp * 32 + g * 4;
+        float4 x[kPiecesOfBlock][4] = {};
+#pragma unroll
+        for (int i = 0; i < kPiecesOfBlock; ++i)
+            if (written && first + i < kPieces)
+#pragma unroll
+                for (int j = 0; j < 4; ++j) x[i][j] = quad[i * (kDqPiece / 4) + j];
+#pragma unroll
+        for (int i = 0; i < kPiecesOfBlock; ++i) {
+            const auto& y = x[i];
+            const int column = (first + i) * 64 + 8 * group;
+            store(16 * warp + g, column, {y[0].x, y[0].y, y[1].x, y[1].y, y[2].x, y[2].y, y[3].x, y[3].y});
+            store(16 * warp + g + 8, column, {y[0].z, y[0].w, y[1].z, y[1].w, y[2].z, y[2].w, y[3].z, y[3].w});
+        }
+    }
+}
+
+enum class Rows { kBefore, kAfter };
+
+template <Rows kWhich>
+cudaError_t launch(const BackwardParams& b, const QueryTiles& tiles, cudaStream_t stream) {
+    const RowsParams params{b, tiles};
+    const auto start = [&](auto element, auto columns, auto block_m) {
+        using T = decltype(element);
+        const auto kernel = kWhich == Rows::kBefore ? before_kernel<T, columns(), block_m()> : after_kernel<T, columns(), block_m()>;
+        constexpr int kPieces = block_m() / 64 * (columns() / 64);
+        const int64_t blocks = tiles.count() * (kWhich == Rows::kBefore ? 1 : (kPieces + kPiecesOfBlock - 1) / kPiecesOfBlock);
+        return launch_kernel(kernel, unsigned(blocks), kThreads, 0, stream, params);
+    };
+    const auto shape = [&](auto element) {
+        using std::integral_constant;
+        if (tiles.block_m == 128) return start(element, integral_constant<int, 64>{}, integral_constant<int, 128>{});
+        switch (tiles.columns) {
+            case 64: return start(element, integral_constant<int, 64>{}, integral_constant<int, 64>{});
+            case 128: return start(element, integral_constant<int, 128>{}, integral_constant<int, 64>{});
+            case 192: return start(element, integral_constant<int, 192>{}, integral_constant<int, 64>{});
+            default: return start(element, integral_constant<int, 256>{}, integral_constant<int, 64>{});
+        }
+    };
+    return b.forward.dtype == DType::kFloat16 ? shape(__half{}) : shape(__nv_bfloat16{});
+}
+
+}  // namespace
+
+cudaError_t backward_rows_before(const BackwardParams& b, const QueryTiles& tiles, cudaStream_t stream) {
+    return launch<Rows::kBefore>(b, tiles, stream);
+}
+cudaError_t backward_rows_after(const BackwardParams& b, const QueryTiles& tiles, cudaStream_t stream) {
+    return launch<Rows::kAfter>(b, tiles, stream);
+}
+
+}  // namespace fa

@@ -1,8 +1,0 @@
-#include "attention/backward/wgmma_sm90.cuh"
-
-namespace fa {
-
-template cudaError_t launch_backward_wgmma<BackwardPlanId::kD64>(const BackwardParams&, int, cudaStream_t);
-template cudaError_t launch_backward_wgmma<BackwardPlanId::kD64General>(const BackwardParams&, int, cudaStream_t);
-
-}  // namespace fa

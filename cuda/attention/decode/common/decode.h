@@ -1,0 +1,149 @@
+// decode.h: a decode call on the host: which kernel wins, how the call is divided into work, and the launches of a call.
+#pragma once
+
+#include "attention/decode/common/schedule.h"
+#include "attention/kernels.h"
+#include "common/constants.h"
+
+#include <numeric>
+
+namespace fa {
+
+// Head dims share an instantiation up to 64, 128 and 256 columns.
+inline int decode_bucket(const AttentionParams& p) {
+    const int d = p.headdim > p.headdim_v ? p.headdim : p.headdim_v;
+    return d <= 64 ? 64 : d <= 128 ? 128 : 256;
+}
+
+// Whether the cache's elements are bytes: e4m3 or int8.
+inline bool has_8bit_cache(const AttentionParams& p) { return p.cache.entries && p.cache.dtype != p.dtype; }
+
+// 8-bit caches: whether the factors may differ between the keys of a key head of one sequence.
+inline bool is_scaled_by_key(const CacheView& cache) {
+    return cache.k_scale.row || cache.v_scale.row || (cache.block_table && (cache.k_scale.batch || cache.v_scale.batch));
+}
+
+// Rows of q that share a key head.
+inline int64_t rows_of_key_head(const AttentionParams& p) { return int64_t(p.seqlen_q) * p.group; }
+
+constexpr int kLaneWarps = 8;  // warps of a block of lanes/kernel.cuh; a warp has 1 or 4 rows
+
+// The most blocks of a cluster: 8 on every GPU with clusters; 16, a whole GPC, where a GPU of at least 128 multiprocessors can hold such a
+// cluster. The GPU is asked once per process, when it has a context.
+int decode_most_cluster_blocks(const DeviceInfo& device);
+
+// Blocks of a cluster; a cluster has one unit. There are at most two blocks per multiprocessor, because clusters cannot use all
+// multiprocessors evenly. 0: num_splits asks for a number of pieces for which there is no cluster size.
+inline int decode_cluster_blocks(const AttentionParams& p, const DeviceInfo& device) {
+    const int most = decode_most_cluster_blocks(device);
+    if (const int wanted = p.cache.num_splits) return wanted > 1 && wanted <= most && !(wanted & (wanted - 1)) ? wanted : 0;
+    const int64_t units = int64_t(p.deciding_batch()) * p.nheads_k;
+    int cluster = 2;
+    while (cluster < 8 && units * cluster * 2 <= 2 * device.multiprocessors) cluster *= 2;
+    return most > 8 && units * most <= device.multiprocessors ? most : cluster;
+}
+
+// Whether decode_lanes_cluster_sm90 is faster than dividing units into pieces, measured on an H200 by the bytes of K and V per block. One
+// row: up to 128 KB. Up to four rows of 16 bits, which tensor cores multiply faster: up to 64 KB, and only where a key is appended, which
+// saves a launch. 8-bit caches: up to as many elements as of 16 bits, but a quarter of that with two blocks per multiprocessor, where
+// widening the bytes is the bound.
+inline bool decode_lanes_cluster_wins(const AttentionParams& p, const DeviceInfo& device) {
+    const int64_t rows = rows_of_key_head(p);
+    const bool tensor_cores = rows > 1 && p.dtype != DType::kFloat32;
+    if (tensor_cores && p.cache.added != 1) return false;
+    if (p.cache.num_splits) return true;
+    const int64_t units = int64_t(p.deciding_batch()) * p.nheads_k, cluster = decode_cluster_blocks(p, device);
+    const int64_t bytes = int64_t(p.deciding_keys()) * (p.headdim + p.headdim_v) * (p.dtype == DType::kFloat32 ? 4 : 2) / cluster;
+    const bool one_round = units <= device.multiprocessors;  // with clusters of two
+    const bool two_blocks = units * cluster > device.multiprocessors;
+    const int most = tensor_cores ? 64 : has_8bit_cache(p) && two_blocks ? 32 : 128;
+    return one_round && (!tensor_cores || rows <= 4) && bytes <= most * 1024;
+}
+
+// Whether decode_cluster_sm90 is faster than decode_ring_sm90 (H200): it is for short caches, because it needs one launch. With more than
+// 256 keys per block, the copy engine and work for the whole GPU gain more than that. With more units than clusters of four fit, the ring
+// leaves most units whole and needs one launch, too. A batch_invariant call must make the same choice for every batch, large ones included.
+inline bool decode_cluster_wins(const AttentionParams& p, const DeviceInfo& device) {
+    const int64_t rows = rows_of_key_head(p);
+    const int cluster = decode_cluster_blocks(p, device);
+    if (rows == 1 && !has_8bit_cache(p)) return false;
+    if (p.deciding_keys() > 256 * cluster) return false;
+    return p.cache.num_splits || (!p.cache.batch_invariant && cluster >= 4);
+}
+
+// decode_ring_sm90: keys per TMA box, in tiles of `keys` keys. Below 16 the pages are too small for boxes.
+inline int ring_box_rows(const AttentionParams& p, int keys) { return p.cache.block_table ? int(std::gcd(p.cache.page_size, keys)) : keys; }
+
+// decode_split_sm80 has tiles of 64 rows, except for 8-bit keys of head dim 256, where registers are too few.
+constexpr bool decode_has_wide(size_t element_bytes, int bucket) { return element_bytes == 2 || bucket <= 128; }
+
+inline int64_t decode_units(const DecodeShape& s, const AttentionParams& p) { return int64_t(p.batch) * p.nheads_k * s.row_tiles; }
+// The most tiles of keys of a unit.
+inline int64_t decode_tiles(const DecodeShape& s, const AttentionParams& p) {
+    return p.seqlen_k ? (int64_t(p.seqlen_k - 1) >> s.tile_shift) + 1 : 1;
+}
+// Blocks that the GPU holds at a time.
+inline int decode_resident(const DecodeShape& s, const AttentionParams& p, const DeviceInfo& device) {
+    const bool two = s.kernel != DecodeKernel::kRing && (s.row_warps || decode_bucket(p) <= 128);
+    return (two ? 2 : 1) * device.multiprocessors;
+}
+// Blocks of the grid, for kernels without clusters.
+inline int64_t decode_blocks(const DecodeShape& s, const AttentionParams& p, const DeviceInfo& device) {
+    const int64_t work = s.uniform ? decode_units(s, p) * s.pieces : s.pieces, most = decode_resident(s, p, device);
+    return work < most ? work : most;
+}
+// Partial results in the workspace.
+inline int64_t decode_slots(const DecodeShape& s, const AttentionParams& p) {
+    return s.uniform ? decode_units(s, p) * s.pieces : 2 * int64_t(s.pieces);
+}
+
+inline DecodeShape decode_shape(DecodeKernel kernel, const AttentionParams& p, const DeviceInfo& device) {
+    constexpr int kInvariantPieces = 16, kInvariantTiles = 4;  // batch_invariant: most pieces of a unit; least tiles of a piece
+    const int rows = p.seqlen_q * p.group, bucket = decode_bucket(p), splits = p.cache.num_splits;
+    DecodeShape s{};
+    s.kernel = kernel;
+    if (kernel == DecodeKernel::kCluster || kernel == DecodeKernel::kLanesCluster) s.cluster = decode_cluster_blocks(p, device);
+    if (kernel == DecodeKernel::kLanes || kernel == DecodeKernel::kLanesCluster) {
+        const int of_warp = rows == 1 ? 1 : 4, most = device.shared_memory < 128 * 1024 ? kLaneWarps / 2 : kLaneWarps;
+        for (s.row_warps = 1; s.row_warps < most && s.row_warps * of_warp < rows;) s.row_warps *= 2;
+        s.rows = of_warp * s.row_warps;
+    } else {
+        s.rows = kernel == DecodeKernel::kSplit && rows > 16 && decode_has_wide(has_8bit_cache(p) ? 1 : 2, bucket) ? 64 : 16;
+    }
+    s.row_tiles = (rows + s.rows - 1) / s.rows;
+    s.tile_shift = has_8bit_cache(p) || (bucket <= 64 && !s.row_warps) ? 7 : 6;
+    const int64_t tiles = decode_tiles(s, p), line = tiles * decode_units(s, p);
+    s.uniform = splits > 0 || p.cache.batch_invariant;
+    s.least_tiles = splits > 0 ? 1 : kInvariantTiles;
+    const int64_t most = s.uniform ? (splits > 0 ? splits : kInvariantPieces) : decode_resident(s, p, device);
+    const int64_t work = s.uniform ? tiles : line;
+    s.pieces = int(work < most ? work : most);
+    s.combines = !s.cluster && tiles > 1 && s.pieces > 1;
+    return s;
+}
+
+// All parameters except the workspace's pointers, `after_append` and the stages.
+inline DecodeParams decode_params(const DecodeShape& shape, const AttentionParams& p) {
+    DecodeParams d{};
+    d.attention = p, d.shape = shape, d.scaled_by_key = is_scaled_by_key(p.cache);
+    const int widest = p.seqlen_q + p.seqlen_k;
+    int32_t &left = d.attention.window_left, &right = d.attention.window_right;
+    left = left < widest ? left : widest, right = right < widest ? right : widest;
+    d.scale_log2 = p.scale * kLog2e, d.softcap_log2 = p.softcap * kLog2e;
+    d.page = divisor_of(p.cache.page_size > 0 ? p.cache.page_size : 1), d.group = divisor_of(p.group), d.units = divisor_of(d.heads());
+    if (!shape.uniform && shape.pieces > 0) d.balance = balance_of(int(decode_units(shape, p)), shape.pieces);
+    return d;
+}
+
+cudaError_t decode_split_sm80(const DecodeParams& d, const DeviceInfo& device, cudaStream_t stream);
+cudaError_t decode_split_8bit(const DecodeParams& d, const DeviceInfo& device, cudaStream_t stream);  // decode_split_sm80 for 8-bit caches
+cudaError_t decode_ring_sm90(const DecodeParams& d, const DeviceInfo& device, cudaStream_t stream);
+cudaError_t decode_cluster_sm90(const DecodeParams& d, cudaStream_t stream);
+// decode_lanes_sm80 or, with a cluster, decode_lanes_cluster_sm90. With `append` the latter also does the work of kvcache_append.
+cudaError_t decode_lanes(const DecodeParams& d, const AppendParams* append, const DeviceInfo& device, cudaStream_t stream);
+cudaError_t decode_lanes_8bit(const DecodeParams& d, cudaStream_t stream);
+cudaError_t decode_lanes_16bit(const DecodeParams& d, const AppendParams* append, const DeviceInfo& device, cudaStream_t stream);
+// Merges the pieces that a kernel has left, with that many blocks at most.
+cudaError_t decode_combine(const DecodeParams& d, int64_t most_blocks, const DeviceInfo& device, cudaStream_t stream);
+
+}  // namespace fa

@@ -1,0 +1,555 @@
+// mma_sm80/kernel.cuh: FlashAttention-2 on tensor cores, for every GPU from sm_80 on, with every option. T is fp16 or bf16
+// (mma_sm80/entry.cu, head dims up to 512) or float with products in tf32 (mma_sm80/tf32.cu, head dims up to 256).
+//
+// One block of 2 to 8 warps computes 32 to 128 query rows of one head, as in flash_attn_minimal.cu. New against that rung:
+//   - mma.sync computes S = Q K^T and O += P V. A warp owns 16 or 32 whole rows, and a row lies in the four lanes of a quad, so no softmax
+//     needs another warp.
+//   - P never leaves the registers: one or two accumulator tiles, rounded to T, are an A fragment (device/mma.cuh).
+//   - cp.async copies the next K and V while this tile is computed; rows and columns that do not exist arrive as zeros.
+//   - Shared memory is swizzled (SharedTile), so neither ldmatrix nor the copies have bank conflicts.
+//   - exp2 with the scale folded in; masks only on tiles that a window or diagonal cuts; a warp skips tiles that none of its rows see.
+//
+// One tile of keys, two stages (|: block barrier)          and with one stage, in half the memory
+//
+//     copy     | K, V of the next tile  .  .  .  . |       copy     | V . . . . . | K of the next tile . . . |
+//     tensor   |  S = Q K^T          O += P V      |       tensor   |  S = Q K^T  |            O += P V      |
+//     ALU      |           max   exp2 exp2 exp2    |       ALU      |             |  max   exp2 exp2 exp2    |
+//
+// The exponentials of the next 16 keys are interleaved with the products of the current 16. A second block on the SM, or other warps, fill
+// the remaining gaps.
+//
+// Shared memory (Smem)      Q block_m x d | K stages x block_n x d | V stages x block_n x dv | what each warp sees | visible keys
+//
+// Above head dim 256, the 16 rows of a warp do not leave registers for all columns of O. There a block computes one part of the columns, at
+// most 256, and every part computes S again: half as many products again at head dim 512.
+//
+// At head dims up to 128 the bound is how much of the softmax the products of other warps cover. At 256, where a warp has 16 rows, it is
+// the bytes that ldmatrix reads. At 64, 128 and 256, tensor cores are about 54, 65 and 55 % busy and shared memory 42, 55 and 81 % (bf16,
+// 4096 keys, H200). tiles_mma_sm80.h chooses the tiles. fp32 sums and statistics; results do not depend on timing.
+#pragma once
+
+#include "attention/common/epilogue.cuh"
+#include "attention/common/general_scores.cuh"
+#include "attention/common/mask.h"
+#include "attention/common/max_score.cuh"
+#include "attention/common/shared_tile.cuh"
+#include "attention/common/tiles_mma_sm80.h"
+#include "attention/kernels.h"
+#include "common/constants.h"
+#include "device/launch.h"
+#include "device/mma.cuh"
+
+#include <cfloat>
+#include <type_traits>
+
+namespace fa {
+namespace {
+
+// A row keeps its maximum until a new one is 2^8 times larger, so O and row_sum are rarely rescaled. This is exact: both refer to the same
+// maximum, whatever it is, and probabilities stay below 2^8, far from the limits of fp16.
+constexpr float kRescaleThreshold = 8;
+constexpr unsigned kFullWarp = 0xFFFFFFFFu;
+
+struct MmaParams {
+    AttentionParams attention;
+    int tiles;                                          // query tiles of one head
+    int section;                                        // heads per section, see tiles_mma_sm80.h
+    int parts;                                          // of the columns of V and out, kDv each; > 1 only for kD > 256
+    bool aligned_q, aligned_k, aligned_v, aligned_out;  // rows start on 16 bytes and are a multiple of them
+};
+
+template <typename T, MmaTile const& kTile, int kD, int kDv>
+struct Smem {
+    alignas(128) T q[kTile.block_m * kD];
+    alignas(128) T k[kTile.stages][kTile.block_n * kD];
+    alignas(128) T v[kTile.stages][kTile.block_n * kDv];
+    KeyRange some[kTile.warps], every[kTile.warps];  // keys that some row of a warp sees; keys that every row sees
+    int visible[kTile.block_n];                      // general scores: does any row of this block see this key?
+    float greatest[kTile.block_m];                   // for max_score: each row's greatest maximum so far; kept here to save registers
+};
+
+// Rounds fp32 to tf32 in place, once for all warps. Each thread rounds what it loaded, so no barrier is needed.
+template <int kRows, int kColumns, int kThreads>
+__device__ __forceinline__ void round_tile(const float* tile) {
+    using Tile = SharedTile<float, kColumns>;
+    constexpr int kRowsAtOnce = Tile::rows_at_once(kThreads);
+    const int row0 = threadIdx.x / Tile::kPieces, piece = threadIdx.x % Tile::kPieces;
+    if (kRowsAtOnce * Tile::kPieces < kThreads && row0 >= kRowsAtOnce) return;
+    const uint32_t shared = shared_address(tile);
+#pragma unroll 4
+    for (int r = 0; r < kRows; r += kRowsAtOnce) {
+        const uint32_t at = shared + Tile::offset(row0 + r, piece);
+        const float4 x = load_shared_16(at);
+        store_shared_16(at, make_uint4(round_tf32(x.x), round_tf32(x.y), round_tf32(x.z), round_tf32(x.w)));
+    }
+}
+template <int kRows, int kColumns, int kThreads, typename T>
+__device__ __forceinline__ void round_tile(const T*) {}  // 16-bit values need no rounding
+
+// Sets scores outside the window of their row to -inf.
+template <int kMmas, int kTilesN>
+__device__ __forceinline__ void apply_window(float (&S)[kMmas][kTilesN][4], const AttentionParams& p, const Sequence& s, int row0, int key0,
+                                             int lane) {
+    lane = opaque(lane);  // keeps the limits of the rows, needed on few tiles, out of the main loop's registers
+#pragma unroll
+    for (int m = 0; m < kMmas; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const KeyRange range = key_range(p, s, row0 + 16 * m + mma_row(lane, 2 * half));
+            const int begin = range.begin - key0 - mma_column(lane, 0), end = range.end - key0 - mma_column(lane, 0);
+#pragma unroll
+            for (int n = 0; n < kTilesN; ++n)
+#pragma unroll
+                for (int e = 0; e < 2; ++e)
+                    if (8 * n + e < begin || 8 * n + e >= end) S[m][n][2 * half + e] = -INFINITY;
+        }
+}
+
+// Marks the keys of a tile that some row sees.
+template <int kMmas, int kTilesN>
+__device__ __forceinline__ void mark_visible(const float (&S)[kMmas][kTilesN][4], int* visible, int rows, int lane) {
+#pragma unroll
+    for (int n = 0; n < kTilesN; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            bool seen = false;
+#pragma unroll
+            for (int r = 0; r < 2 * kMmas; ++r) seen |= S[r / 2][n][r % 2 * 2 + e] != -INFINITY && 8 * r + lane / 4 < rows;
+            if (seen) visible[8 * n + mma_column(lane, e)] = 1;
+        }
+}
+
+struct Work {
+    int b, head, query_tile;
+};
+
+// Blocks start in order of their index: section by section and, in a section, the last query tile of every head first, because under a
+// causal mask it has the most keys. Heads that share K and V are neighbours.
+__device__ __forceinline__ Work work_of(const MmaParams& params, int block) {
+    const AttentionParams& p = params.attention;
+    const int first = block / (params.section * params.tiles) * params.section, index = block % (params.section * params.tiles);
+    const int heads = min(params.section, p.nheads * p.batch - first), head = first + index % heads;
+    return {head / p.nheads, head % p.nheads, params.tiles - 1 - index / heads};
+}
+
+template <typename T, int kD, int kDv, MmaSm kSm>
+inline constexpr MmaTile kTileOf = sizeof(T) == 2 ? mma_tile(kD, kDv, kSm) : mma_tile_tf32(kD, kDv, kSm);
+
+enum class Options { kNone, kAll };         // kAll: every option of scores, and any scale
+enum class KeyRows { kStrided, kInPages };  // rows of K and V at a fixed stride, or in the pages of a cache
+
+template <typename T, int kD, int kDv, MmaSm kSm, Options kOptions, KeyRows kKeyRows>
+__global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T, kD, kDv, kSm>.blocks_per_sm)
+    attention_kernel(const __grid_constant__ MmaParams params) {
+#if defined(__CUDA_ARCH__)
+    if (kSm == MmaSm::k228 && !takes_more_than_sm80(__CUDA_ARCH__)) {
+        __trap();
+        return;
+    }
+#endif
+    constexpr MmaTile kTile = kTileOf<T, kD, kDv, kSm>;
+    constexpr bool kGeneral = kOptions == Options::kAll, kPaged = kKeyRows == KeyRows::kInPages;
+    constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kThreads = kTile.warps * 32, kStages = kTile.stages;
+    constexpr int kWarpRows = kBlockM / kTile.warps, kMmas = kWarpRows / 16, kRows = 2 * kMmas;  // a thread has kRows rows of S and O
+    constexpr int kTilesN = kBlockN / 8, kTilesV = kDv / 8, kStep = 32 / int(sizeof(T));         // of an mma: columns of Q, K; keys of P, V
+    constexpr int kStepsD = kD / kStep, kStepsN = kBlockN / kStep, kStepTiles = kStep / 8, kStepPairs = 2 * kStepTiles * kMmas;
+    constexpr bool kAnyAlignment = kSm == MmaSm::kAny;
+    constexpr bool kFull = kMmas * kTilesN * 4 >= 128;  // S fills the registers: what can be read again is not kept in registers
+    static_assert(kWarpRows == 16 || kWarpRows == 32, "one or two m16 tiles a warp");
+    constexpr bool kInParts = kD > 256;
+    static_assert(!kPaged || sizeof(T) == 2, "pages hold 16-bit values here");
+    using TileQK = SharedTile<T, kD>;
+    using TileV = SharedTile<T, kDv>;
+    extern __shared__ __align__(128) unsigned char shared[];
+    auto& smem = *reinterpret_cast<Smem<T, kTileOf<T, kD, kDv, kSm>, kD, kDv>*>(shared);
+    const AttentionParams& p = params.attention;
+
+    // Parts of the same rows are neighbours, because they read the same K.
+    const auto part_of = [&](int block) { return kInParts ? block % params.parts : 0; };
+    const auto work_at = [&](int block) { return work_of(params, kInParts ? block / params.parts : block); };
+    const Work work = work_at(blockIdx.x);
+    const int first_column = part_of(blockIdx.x) * kDv, columns_v = p.headdim_v - first_column;  // of V
+    const int b = work.b, head = work.head, row0 = work.query_tile * kBlockM;
+    const Sequence s = sequence_of(p, b);
+    if (row0 >= s.seqlen_q) return;
+
+    const T* q = static_cast<const T*>(p.q.data) + s.q + head * p.q.head + row0 * p.q.row;
+    const T* k = static_cast<const T*>(p.k.data) + s.k + head / p.group * p.k.head;
+    const T* v = static_cast<const T*>(p.v.data) + s.v + head / p.group * p.v.head + first_column;
+    const int first_key = key_range(p, s, row0).begin, end_key = key_range(p, s, min(row0 + kBlockM, s.seqlen_q) - 1).end;
+    const int first_tile = first_key / kBlockN, last_tile = end_key > first_key ? (end_key - 1) / kBlockN : first_tile - 1;
+
+    const int lane = threadIdx.x % 32, warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);  // the shuffle makes it known as uniform
+    const int warp_row = row0 + warp * kWarpRows;
+    if (!kPaged && p.max_score && threadIdx.x < kBlockM) smem.greatest[threadIdx.x] = -FLT_MAX;
+    if (lane == 0) {
+        const KeyRange first = key_range(p, s, warp_row), last = key_range(p, s, min(warp_row + kWarpRows, s.seqlen_q) - 1);
+        smem.some[warp] = {first.begin, warp_row < s.seqlen_q ? last.end : 0};
+        smem.every[warp] = {last.begin, first.end};
+    }
+    __syncwarp();
+
+    // Row places in the tile to be loaded next. Where V is narrower than K, other lanes load V's rows.
+    constexpr bool kRowsOfV = kPaged && kD != kDv;
+    [[maybe_unused]] std::conditional_t<kPaged, PagedRows<kBlockN, kD, kThreads, T>, int> rows;
+    [[maybe_unused]] std::conditional_t<kRowsOfV, PagedRows<kBlockN, kDv, kThreads, T>, int> rows_v;
+    const auto load_k = [&](int tile, int stage) {
+        const int begin = first_key - tile * kBlockN, end = end_key - tile * kBlockN;
+        if constexpr (kPaged) load_paged_tile<kBlockN, kD, kThreads>(smem.k[stage], k, p.k, rows, begin, end, p.headdim, params.aligned_k);
+        else
+            load_tile<kBlockN, kD, kThreads, kAnyAlignment>(smem.k[stage], k + tile * kBlockN * p.k.row, p.k.row, begin, end, p.headdim,
+                                                            params.aligned_k);
+    };
+    const auto load_v = [&](int tile, int stage) {
+        const int begin = first_key - tile * kBlockN, end = end_key - tile * kBlockN;
+        if constexpr (kRowsOfV)
+            load_paged_tile<kBlockN, kDv, kThreads>(smem.v[stage], v, p.v, rows_v, begin, end, columns_v, params.aligned_v);
+        else if constexpr (kPaged)
+            load_paged_tile<kBlockN, kDv, kThreads>(smem.v[stage], v, p.v, rows, begin, end, columns_v, params.aligned_v);
+        else
+            load_tile<kBlockN, kDv, kThreads, kAnyAlignment>(smem.v[stage], v + tile * kBlockN * p.v.row, p.v.row, begin, end, columns_v,
+                                                             params.aligned_v);
+    };
+    const auto find_rows = [&](int tile) {
+        const int key0 = tile * kBlockN;
+        if constexpr (kPaged) rows.find(p, b, key0, first_key - key0, end_key - key0);
+        if constexpr (kRowsOfV) rows_v.find(p, b, key0, first_key - key0, end_key - key0);
+    };
+
+    // Addresses of this lane's rows. For ldmatrix, A and V^T take 16 rows x 32 bytes, K takes 16 keys x 32 bytes with the middle two 8 x 8
+    // matrices swapped. ldmatrix cannot transpose fp32 V: there a lane loads keys 2 q and 2 q + 1, four columns of each.
+    const uint32_t q_lane = shared_address(smem.q) + TileQK::offset(warp * kWarpRows + lane % 16, lane / 16);
+    const uint32_t k_lane = shared_address(smem.k) + TileQK::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    const uint32_t v_lane =
+        shared_address(smem.v) + (sizeof(T) == 2 ? TileV::offset(lane % 16, lane / 16) : TileV::offset(lane % 4 * 2, lane / 4));
+
+    // Row maxima are in units of log2, so that scale and subtraction are one multiply-add. General scores are scaled already and stay in
+    // natural units, where a mask written as a bias of -FLT_MAX does not overflow. The maximum of a row that has seen nothing is -FLT_MAX,
+    // not -inf: no difference of maxima is then NaN, and 2^(-inf + FLT_MAX) is zero.
+    const float scale = p.scale * kLog2e;
+    constexpr float kThreshold = kGeneral ? kRescaleThreshold * kLn2 : kRescaleThreshold;
+    const auto exponential = [&](float score, float max) {
+        return exp2_approx(kGeneral ? (score - max) * kLog2e : fmaf(score, scale, -max));
+    };
+    const bool hides = p.mask.data || p.bias.data || p.tree.rows;  // may hide keys inside the window
+    float O[kMmas][kTilesV][4] = {};
+    float row_max[kRows], row_sum[kRows];  // row_max: of the whole row; row_sum: this thread's share
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) row_max[r] = -FLT_MAX, row_sum[r] = 0;
+    uint32_t Q[kTile.q_in_registers ? kStepsD : 1][kMmas][4];
+    const auto load_q_step = [&](int step) {
+#pragma unroll
+        for (int m = 0; m < kMmas; ++m)
+            ldmatrix_x4(Q[kTile.q_in_registers ? step : 0][m], TileQK::advance(q_lane + 16 * m * TileQK::kPitch, step));
+    };
+
+    if (first_tile <= last_tile) {
+        load_tile<kBlockM, kD, kThreads, kAnyAlignment>(smem.q, q, p.q.row, 0, s.seqlen_q - row0, p.headdim, params.aligned_q);
+        find_rows(last_tile);
+        load_k(last_tile, 0);
+        if (kStages == 1) cp_async_commit();
+        load_v(last_tile, 0);
+        if (kStages == 1) cp_async_commit();
+        if (last_tile > first_tile) find_rows(last_tile - 1);
+        if (kTile.q_in_registers) {
+            static_assert(!kTile.q_in_registers || (kStages == 2 && sizeof(T) == 2), "what this wait and the lack of rounding are for");
+            cp_async_wait_all();
+            __syncthreads();
+#pragma unroll
+            for (int step = 0; step < kStepsD; ++step) load_q_step(step);
+        }
+    }
+
+    const auto place = [&](int m, int key0) {
+        const int here = opaque(lane);  // values that few options need are computed where they are used
+        return FragmentPlace{b, head, warp_row + 16 * m + mma_row(here, 0), key0 + mma_column(here, 0), s.seqlen_q, s.seqlen_k, s.shift};
+    };
+
+    int stage = 0;
+#pragma unroll 1
+    for (int tile = last_tile; tile >= first_tile; --tile) {
+        const int key0 = tile * kBlockN;
+        if (kFull) stage = kStages == 2 ? (last_tile - tile) & 1 : 0;
+        if (kGeneral && threadIdx.x < kBlockN) smem.visible[threadIdx.x] = 0;
+        const KeyRange some = smem.some[warp], every = smem.every[warp];
+        if (kStages == 1 && tile == last_tile) cp_async_wait_group<1>();  // the first V has been in flight since the start
+        else cp_async_wait_all();
+        if (sizeof(T) == 4) {
+            if (tile == last_tile) round_tile<kBlockM, kD, kThreads>(smem.q);
+            round_tile<kBlockN, kD, kThreads>(smem.k[stage]);
+            if (kStages == 2) round_tile<kBlockN, kDv, kThreads>(smem.v[stage]);
+        }
+        __syncthreads();  // K (with two stages also V) of this tile is here; nobody reads the previous tile any more
+        const bool sees = key0 < some.end && key0 + kBlockN > some.begin, cut = key0 < every.begin || key0 + kBlockN > every.end;
+        if (kStages == 1 && tile < last_tile) {
+            load_v(tile, 0);
+            if (tile > first_tile) find_rows(tile - 1);
+        }
+        if (kStages == 2 && tile > first_tile) {
+            load_k(tile - 1, stage ^ 1), load_v(tile - 1, stage ^ 1);
+            if (tile - 1 > first_tile) find_rows(tile - 2);
+        }
+
+        // ---- S = Q K^T ----
+        float S[kMmas][kTilesN][4];
+        if (sees) {
+            const uint32_t k_stage = k_lane + stage * uint32_t(sizeof smem.k[0]);
+#pragma unroll
+            for (int m = 0; m < kMmas; ++m)
+#pragma unroll
+                for (int n = 0; n < kTilesN; ++n)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) S[m][n][i] = 0;
+#pragma unroll
+            for (int step = 0; step < kStepsD; ++step) {
+                if (!kTile.q_in_registers) load_q_step(step);
+                const auto& A = Q[kTile.q_in_registers ? step : 0];
+#pragma unroll
+                for (int n = 0; n < kTilesN; n += 2) {
+                    uint32_t B[4];
+                    ldmatrix_x4(B, TileQK::advance(k_stage, step) + 8 * n * TileQK::kPitch);
+#pragma unroll
+                    for (int m = 0; m < kMmas; ++m) {
+                        mma<T>(S[m][n], A[m], B[0], B[1]);
+                        mma<T>(S[m][n + 1], A[m], B[2], B[3]);
+                    }
+                }
+            }
+            if (kGeneral) {
+#pragma unroll
+                for (int m = 0; m < kMmas; ++m) transform_fragment<T>(p, place(m, key0), flat(S[m]));
+                if (p.tree.rows) {
+#pragma unroll
+                    for (int m = 0; m < kMmas; ++m) hide_by_tree(p, place(m, key0), flat(S[m]));
+                }
+            }
+            if constexpr (kFull) {
+                if (const KeyRange now = smem.every[warp]; key0 < now.begin || key0 + kBlockN > now.end)
+                    apply_window(S, p, s, warp_row, key0, lane);
+            } else if (cut) {
+                apply_window(S, p, s, warp_row, key0, lane);
+            }
+            if (kGeneral && hides) mark_visible(S, smem.visible, s.seqlen_q - warp_row, lane);
+        }
+        if (kStages == 1) {
+            cp_async_wait_all();
+            round_tile<kBlockN, kDv, kThreads>(smem.v[0]);
+            __syncthreads();  // V of this tile is here; nobody reads its K any more
+            if (tile > first_tile) load_k(tile - 1, 0);
+        }
+        if (kGeneral && hides) {
+            // A key that nobody sees has P = 0, but 0 x NaN is NaN: its V is zeroed. Keys past the window are zeros already.
+            __syncthreads();
+#pragma unroll 1
+            for (int x = opaque(threadIdx.x); x < kBlockN * TileV::kPieces; x += kThreads)
+                if (!smem.visible[x / TileV::kPieces]) reinterpret_cast<uint4*>(smem.v[stage])[x] = make_uint4(0, 0, 0, 0);
+            __syncthreads();
+        }
+        if (sees) {
+            // ---- the maximum of each row; O and row_sum are rescaled when it has moved far ----
+            float new_max[kRows];
+            bool moved = false;
+#pragma unroll
+            for (int r = 0; r < kRows; ++r) {
+                float x = fmaxf(S[r / 2][0][r % 2 * 2], S[r / 2][0][r % 2 * 2 + 1]);
+#pragma unroll
+                for (int n = 1; n < kTilesN; ++n) x = fmaxf(x, fmaxf(S[r / 2][n][r % 2 * 2], S[r / 2][n][r % 2 * 2 + 1]));
+                new_max[r] = fmaxf(row_max[r], kGeneral ? quad_max(x) : quad_max(x) * scale);
+                moved |= new_max[r] - row_max[r] > kThreshold;
+            }
+            if (!kPaged && p.max_score) {  // calls with a cache never want it
+                const int thread = opaque(threadIdx.x);
+                float* const greatest = smem.greatest + thread / 32 * kWarpRows + mma_row(thread % 32, 0);
+#pragma unroll
+                for (int r = 0; r < kRows; ++r)
+                    if (thread % 4 == 0) greatest[8 * r] = fmaxf(greatest[8 * r], new_max[r]);
+            }
+            if (__any_sync(kFullWarp, moved)) {
+#pragma unroll
+                for (int r = 0; r < kRows; ++r) {
+                    const float next = new_max[r] - row_max[r] > kThreshold ? new_max[r] : row_max[r];
+                    const float factor = exp2_approx(kGeneral ? (row_max[r] - next) * kLog2e : row_max[r] - next);
+                    row_max[r] = next;
+                    row_sum[r] *= factor;
+#pragma unroll
+                    for (int n = 0; n < kTilesV; ++n) O[r / 2][n][r % 2 * 2] *= factor, O[r / 2][n][r % 2 * 2 + 1] *= factor;
+                }
+            }
+
+            // ---- P = 2^(S - row_max), O += P V: the exponentials of the next step run between the products of this step ----
+            // Exponentiates this thread's pairs of neighbouring keys [begin, end) of a step.
+            const auto exponentials = [&](int step, int begin, int end) {
+#pragma unroll
+                for (int x = begin; x < end; ++x) {
+                    const int m = x / (2 * kStepTiles), r = 2 * m + x % 2;
+                    float* pair = S[m][kStepTiles * step + x / 2 % kStepTiles] + x % 2 * 2;
+                    pair[0] = exponential(pair[0], row_max[r]);
+                    pair[1] = exponential(pair[1], row_max[r]);
+                    row_sum[r] += pair[0] + pair[1];
+                }
+            };
+            const uint32_t v_stage = v_lane + stage * uint32_t(sizeof smem.v[0]);
+            exponentials(0, 0, kStepPairs);
+            if constexpr (kGeneral) {
+#pragma unroll
+                for (int step = 1; step < kStepsN; ++step) exponentials(step, 0, kStepPairs);
+                if (p.dropout_threshold) {
+#pragma unroll
+                    for (int m = 0; m < kMmas; ++m) drop_fragment(p, place(m, key0), lane % 4, flat(S[m]));
+                }
+            }
+#pragma unroll
+            for (int step = 0; step < kStepsN; ++step) {
+                uint32_t A[kMmas][4];
+#pragma unroll
+                for (int m = 0; m < kMmas; ++m) fragment_of<T>(A[m], &S[m][kStepTiles * step]);
+                constexpr int kGroupTiles = sizeof(T) == 2 ? 2 : 4,
+                              kGroups = kTilesV / kGroupTiles;  // tiles of O that one load of V serves
+#pragma unroll
+                for (int n = 0; n < kGroups; ++n) {
+                    uint32_t B[kGroupTiles][2];
+                    if constexpr (sizeof(T) == 2) {
+                        ldmatrix_x4_trans(B, TileV::advance(v_stage, n) + kStep * step * TileV::kPitch);
+                    } else {
+                        const uint32_t at = v_stage + 128 * n + kStep * step * TileV::kPitch;
+                        load_two_rows(B, at, (at ^ 16) + TileV::kPitch);
+                    }
+#pragma unroll
+                    for (int m = 0; m < kMmas; ++m)
+#pragma unroll
+                        for (int t = 0; t < kGroupTiles; ++t) mma<T>(O[m][kGroupTiles * n + t], A[m], B[t][0], B[t][1]);
+                    if (!kGeneral && step + 1 < kStepsN) exponentials(step + 1, kStepPairs * n / kGroups, kStepPairs * (n + 1) / kGroups);
+                }
+            }
+        }
+        if (!kFull && kStages == 2) stage ^= 1;
+    }
+
+    // ---- out = O / row_sum, in 16-byte pieces; lse ----
+    // What is needed from here on is computed again instead of being kept in registers through the loop.
+    const Work done = kGeneral ? work : work_at(opaque(blockIdx.x));
+    const int part = part_of(opaque(blockIdx.x));
+    const int last_lane = opaque(threadIdx.x) % 32, last_warp = opaque(threadIdx.x) / 32;
+    const Sequence done_s = kGeneral && kInParts ? s : sequence_of(p, opaque(done.b));  // a second Sequence would spill in the first case
+    const int end_row = done.query_tile * kBlockM + last_warp * kWarpRows;
+    T* out = static_cast<T*>(p.out.data) + done_s.out + done.head * p.out.head + part * kDv;
+    const float sink = sink_of(p.sinks, done.head);
+    if (!kPaged && p.max_score && part == 0) {
+        float score = -INFINITY;
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            const int row = 8 * r + mma_row(last_lane, 0);
+            const bool sees = quad_sum(row_sum[r]) != 0;  // else its maximum is still -FLT_MAX
+            if (sees && end_row + row < done_s.seqlen_q && last_lane % 4 == 0)
+                score = fmaxf(score, smem.greatest[last_warp * kWarpRows + row]);
+        }
+        raise_max_score(p, done.b, done.head, kGeneral ? score : score * kLn2);
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+        const int i = end_row + 16 * (r / 2) + mma_row(last_lane, r % 2 * 2);
+        const RowEnd end = finish_row<kGeneral ? ScoreUnit::kNatural : ScoreUnit::kLog2>(row_max[r], quad_sum(row_sum[r]), sink);
+        if (p.lse && last_lane % 4 == 0 && i < done_s.seqlen_q && part == 0)
+            p.lse[lse_offset(p, done_s, done.head) + i] = kGeneral ? end.lse : end.lse * kLn2;
+        const float inverse = kGeneral && p.dropout_threshold ? end.inverse * p.dropout_scale : end.inverse;
+#pragma unroll
+        for (int n = 0; n < kTilesV; n += 4) {  // a lane has eight neighbouring columns of every four tiles
+            constexpr int kPieces = int(sizeof(T)) / 2, kPieceColumns = 8 / kPieces;
+            uint32_t word[kPieces][4];
+            const auto value = [&](int x, int e) { return O[r / 2][n + x][r % 2 * 2 + e] * inverse; };
+#pragma unroll
+            for (int x = 0; x < 4; ++x) {
+                if constexpr (sizeof(T) == 2) word[0][x] = pack_16<T>(value(x, 0), value(x, 1));
+                else word[0][x] = __float_as_uint(value(x, 0)), word[1][x] = __float_as_uint(value(x, 1));
+            }
+            if (sizeof(T) == 2) transpose_quad(word[0], last_lane % 4);  // from two columns of each tile to eight columns of one tile
+#pragma unroll
+            for (int piece = 0; piece < kPieces; ++piece) {
+                const int column = 8 * (n + last_lane % 4) + kPieceColumns * piece;
+                const int columns = i < done_s.seqlen_q ? p.headdim_v - part * kDv - column : 0;
+                T* to = out + i * p.out.row + column;
+                const uint32_t(&x)[4] = word[piece];
+                if (!kAnyAlignment || params.aligned_out) {
+                    if (columns > 0) *reinterpret_cast<uint4*>(to) = make_uint4(x[0], x[1], x[2], x[3]);
+                } else {
+#pragma unroll
+                    for (int e = 0; e < kPieceColumns; ++e) {
+                        if (e >= columns) continue;
+                        if (sizeof(T) == 2) reinterpret_cast<uint16_t*>(to)[e] = uint16_t(x[e / 2] >> (e % 2 * 16));
+                        else reinterpret_cast<uint32_t*>(to)[e] = x[e % 4];
+                    }
+                }
+            }
+        }
+    }
+}
+
+template <typename T>
+MmaParams mma_params(const AttentionParams& p) {
+    MmaParams params{};
+    params.attention = p;
+    params.aligned_q = aligned_rows<T>(p, p.q, p.nheads, p.headdim), params.aligned_out = aligned_rows<T>(p, p.out, p.nheads, p.headdim_v);
+    params.aligned_k = aligned_rows<T>(p, p.k, p.nheads_k, p.headdim), params.aligned_v = aligned_rows<T>(p, p.v, p.nheads_k, p.headdim_v);
+    return params;
+}
+// Only for scale > 0 is the maximum of the products also the maximum of the scores.
+inline bool mma_needs_general(const AttentionParams& p) { return p.general_scores() || !(p.scale > 0); }
+
+template <typename T, int kD, int kDv, MmaSm kSm, Options kOptions, KeyRows kKeyRows>
+cudaError_t launch_tile(MmaParams& params, cudaStream_t stream) {
+    constexpr const MmaTile& kTile = kTileOf<T, kD, kDv, kSm>;
+    const AttentionParams& p = params.attention;
+    const int64_t heads = int64_t(p.nheads) * p.batch, section = heads_per_section(p.seqlen_k, (kD + kDv) * int64_t(sizeof(T)), p.group);
+    params.tiles = (p.seqlen_q + kTile.block_m - 1) / kTile.block_m;
+    params.section = int(section < heads ? section : heads);
+    params.parts = (p.headdim_v + kDv - 1) / kDv;
+    if (p.max_score)
+        if (const cudaError_t error = clear_max_score(p, nullptr, stream)) return error;
+    return launch_kernel(attention_kernel<T, kD, kDv, kSm, kOptions, kKeyRows>, unsigned(params.tiles * heads * params.parts),
+                         unsigned(kTile.warps * 32), sizeof(Smem<T, kTileOf<T, kD, kDv, kSm>, kD, kDv>), stream, params);
+}
+
+template <typename T, int kD, int kDv>
+cudaError_t launch_bucket(const AttentionParams& p, int multiprocessors, size_t shared_memory, cudaStream_t stream) {
+    MmaParams params = mma_params<T>(p);
+    const int64_t heads = int64_t(p.nheads) * p.deciding_batch();
+    const bool general = mma_needs_general(p), aligned = params.aligned_q && params.aligned_k && params.aligned_v && params.aligned_out;
+    const auto serves = [&](const MmaTile& tile, size_t shared_bytes) {
+        return aligned && mma_tile_fits(tile, shared_bytes, shared_memory) && mma_tile_fills(tile, heads, p.seqlen_q, multiprocessors);
+    };
+    if constexpr (sizeof(T) == 2) {
+        constexpr const MmaTile &kShort = kTileOf<T, kD, kDv, MmaSm::kShort>, &k99 = kTileOf<T, kD, kDv, MmaSm::k99>;
+        if (!general && aligned && p.seqlen_q <= 2 * kShort.block_m && p.deciding_keys() <= kShort.block_n)
+            return launch_tile<T, kD, kDv, MmaSm::kShort, Options::kNone, KeyRows::kStrided>(params, stream);
+        if (!general && aligned && mma_tile_runs_at_once(k99, heads, p.seqlen_q, p.deciding_keys(), multiprocessors))
+            return launch_tile<T, kD, kDv, MmaSm::k99, Options::kNone, KeyRows::kStrided>(params, stream);
+    }
+    if (!general) {
+        constexpr const MmaTile &k228 = kTileOf<T, kD, kDv, MmaSm::k228>, &k164 = kTileOf<T, kD, kDv, MmaSm::k164>;
+        if constexpr (!(k228 == k164)) {
+            if (shared_memory > kMostSharedSm80 && serves(k228, sizeof(Smem<T, kTileOf<T, kD, kDv, MmaSm::k228>, kD, kDv>)))
+                return launch_tile<T, kD, kDv, MmaSm::k228, Options::kNone, KeyRows::kStrided>(params, stream);
+        }
+        if (serves(k164, sizeof(Smem<T, kTileOf<T, kD, kDv, MmaSm::k164>, kD, kDv>)))
+            return launch_tile<T, kD, kDv, MmaSm::k164, Options::kNone, KeyRows::kStrided>(params, stream);
+    }
+    if constexpr (sizeof(T) == 2) {
+        if (!general && aligned) return launch_tile<T, kD, kDv, MmaSm::k99, Options::kNone, KeyRows::kStrided>(params, stream);
+    }
+    if (general) return launch_tile<T, kD, kDv, MmaSm::kAny, Options::kAll, KeyRows::kStrided>(params, stream);
+    return launch_tile<T, kD, kDv, MmaSm::kAny, Options::kNone, KeyRows::kStrided>(params, stream);
+}
+
+template <typename T>
+cudaError_t launch(const AttentionParams& p, int multiprocessors, size_t shared_memory, cudaStream_t stream) {
+    const int d = p.headdim > p.headdim_v ? p.headdim : p.headdim_v;
+    if (d <= 64) return launch_bucket<T, 64, 64>(p, multiprocessors, shared_memory, stream);
+    if (d <= 96) return launch_bucket<T, 96, 96>(p, multiprocessors, shared_memory, stream);
+    if (d <= 128) return launch_bucket<T, 128, 128>(p, multiprocessors, shared_memory, stream);
+    if (d <= 192 && p.headdim_v <= 128) return launch_bucket<T, 192, 128>(p, multiprocessors, shared_memory, stream);
+    if (d <= 192) return launch_bucket<T, 192, 192>(p, multiprocessors, shared_memory, stream);
+    return launch_bucket<T, 256, 256>(p, multiprocessors, shared_memory, stream);
+}
+
+}  // namespace
+}  // namespace fa

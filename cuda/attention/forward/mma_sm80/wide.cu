@@ -1,0 +1,36 @@
+// mma_sm80/wide.cu: the tensor-core kernel of mma_sm80/kernel.cuh for head dims above 256, up to 512, on strided rows and on pages. A block
+// computes a part of V's columns. Options and rows that do not start on 16 bytes share one tile, which keeps this file small.
+#include "attention/forward/mma_sm80/kernel.cuh"
+#include "attention/kernels.h"
+
+namespace fa {
+namespace {
+
+template <typename T, int kD, int kDv, MmaSm kSm>
+constexpr size_t kSharedBytes = sizeof(Smem<T, kTileOf<T, kD, kDv, kSm>, kD, kDv>);
+
+template <typename T>
+cudaError_t launch_wide(const AttentionParams& p, size_t shared_memory, cudaStream_t stream) {
+    MmaParams params = mma_params<T>(p);
+    const bool plain = !mma_needs_general(p) && params.aligned_q && params.aligned_k && params.aligned_v && params.aligned_out;
+    const bool large = plain && shared_memory >= kSharedBytes<T, 512, 256, MmaSm::k164>;
+    if (p.cache.block_table) {
+        if (large) return launch_tile<T, 512, 256, MmaSm::k164, Options::kNone, KeyRows::kInPages>(params, stream);
+        return launch_tile<T, 512, 256, MmaSm::kAny, Options::kAll, KeyRows::kInPages>(params, stream);
+    }
+    // One part of 256 columns costs less than two of 192.
+    if (plain && p.headdim <= 384 && p.headdim_v <= 384 && (p.headdim_v <= 192 || p.headdim_v > 256))
+        return launch_tile<T, 384, 192, MmaSm::k164, Options::kNone, KeyRows::kStrided>(params, stream);
+    if (large) return launch_tile<T, 512, 256, MmaSm::k164, Options::kNone, KeyRows::kStrided>(params, stream);
+    if (plain) return launch_tile<T, 512, 256, MmaSm::k99, Options::kNone, KeyRows::kStrided>(params, stream);
+    return launch_tile<T, 512, 256, MmaSm::kAny, Options::kAll, KeyRows::kStrided>(params, stream);
+}
+
+}  // namespace
+
+cudaError_t forward_mma_sm80_wide(const AttentionParams& p, size_t shared_memory, cudaStream_t stream) {
+    if (p.dtype == DType::kFloat16) return launch_wide<__half>(p, shared_memory, stream);
+    return launch_wide<__nv_bfloat16>(p, shared_memory, stream);
+}
+
+}  // namespace fa

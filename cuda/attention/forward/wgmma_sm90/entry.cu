@@ -1,0 +1,42 @@
+// wgmma_sm90/entry.cu: the entry point of the Hopper kernel. It chooses the instantiation; wgmma_sm90/kernel.cuh is the kernel, and one
+// small file per head dim compiles it.
+#include "attention/forward/common/work_list.h"
+#include "attention/forward/wgmma_sm90/plan.h"
+#include "attention/kernels.h"
+
+namespace fa {
+
+template <WgmmaPlanId kId>
+cudaError_t launch_wgmma(const AttentionParams& p, int multiprocessors, cudaStream_t stream);
+
+cudaError_t forward_wgmma_sm90(const AttentionParams& p, int multiprocessors, cudaStream_t stream) {
+    switch (wgmma_choose(p, multiprocessors)) {
+#define FA_WGMMA_CASE(id) \
+    case WgmmaPlanId::id: return launch_wgmma<WgmmaPlanId::id>(p, multiprocessors, stream);
+        FA_WGMMA_CASE(kD64Short)
+        FA_WGMMA_CASE(kD64Long)
+        FA_WGMMA_CASE(kD64LongMax)
+        FA_WGMMA_CASE(kD64General)
+        FA_WGMMA_CASE(kD96)
+        FA_WGMMA_CASE(kD96General)
+        FA_WGMMA_CASE(kD128Short)
+        FA_WGMMA_CASE(kD128Middle)
+        FA_WGMMA_CASE(kD128MiddleMax)
+        FA_WGMMA_CASE(kD128Long)
+        FA_WGMMA_CASE(kD128LongMax)
+        FA_WGMMA_CASE(kD128General)
+        FA_WGMMA_CASE(kD192V128)
+        FA_WGMMA_CASE(kD192)
+        FA_WGMMA_CASE(kD192General)
+        FA_WGMMA_CASE(kD256)
+        FA_WGMMA_CASE(kD256General)
+#undef FA_WGMMA_CASE
+    }
+    return cudaErrorInvalidValue;
+}
+
+size_t forward_wgmma_sm90_workspace(const AttentionParams& p, int multiprocessors) {
+    return work_list_workspace(p, wgmma_plan(wgmma_choose(p, multiprocessors)).block_m(), multiprocessors);
+}
+
+}  // namespace fa

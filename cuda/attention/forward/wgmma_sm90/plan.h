@@ -1,0 +1,184 @@
+// wgmma_sm90/plan.h: the instantiations of wgmma_sm90 and their shapes, with the reason for each number, and the choice among them for a
+// call.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/common/params.h"
+
+namespace fa {
+
+// General plans serve every option of a score and windows with a left edge. The other plans serve causal and full attention.
+enum class WgmmaPlanId {
+    kD64Short,
+    kD64Long,
+    kD64LongMax,
+    kD64General,
+    kD96,
+    kD96General,
+    kD128Short,
+    kD128Middle,
+    kD128MiddleMax,
+    kD128Long,
+    kD128LongMax,
+    kD128General,
+    kD192V128,
+    kD192,
+    kD192General,
+    kD256,
+    kD256General
+};
+
+// How the running row maximum is kept. P = 2^(S - m) gives the right answer for any m as long as nothing overflows, so m need not be the
+// maximum.
+enum class RowMaximum {
+    kLazy,                // m rises only when a tile exceeds it by 2^8
+    kSpeculative,         // the maximum is computed on the first tile only. When a row sum overflows, the warp repeats the tile exactly
+    kSpeculativeUnmasked  // the same, but exact on masked tiles: if a block has more rows than a tile has keys, a row may see none
+};
+
+struct WgmmaPlan {
+    int headdim = 0, headdim_v = 0;  // the largest head dims; the copy engine pads smaller ones with zeros
+    int block_n = 128;               // keys per tile
+    int warpgroups = 2;              // consumer warpgroups, 64 query rows each
+    int stages = 2;                  // K and V tiles in flight
+    bool ping_pong = false;          // the warpgroups take turns to issue products: the softmax of one runs under the products of another
+    bool q_in_registers = false;     // Q leaves its buffer at once, so that the next item's Q can arrive during this item
+    RowMaximum maximum = RowMaximum::kLazy;
+    bool general = false;
+    // Speculative plans: wait for O before the exponentials instead of after them. The packing of P is then interleaved with the
+    // exponentials and hides under them. This warpgroup's own product no longer hides there: the products of other warpgroups must fill the
+    // tensor cores.
+    bool early_pack = false;
+    bool paged = true;    // serves pages of a cache, where registers allow that
+    bool pieces = false;  // an item has only some of the keys: its first tile may not be tile 0
+    int producer = 0;     // producer registers per thread; 0 = the default below
+    // Speculative plans: finds the greatest probability of each row, which gives max_score. Lazy plans compute the maximum of every tile
+    // and give max_score for free, except those with pieces.
+    bool finds_maximum = false;
+
+    FA_HOST_DEVICE constexpr int block_m() const { return 64 * warpgroups; }
+    FA_HOST_DEVICE constexpr bool speculative() const { return maximum != RowMaximum::kLazy; }
+    FA_HOST_DEVICE constexpr bool gives_max_score() const { return !pieces && (!speculative() || finds_maximum); }
+    // Pages copied row by row. With three consumer warpgroups the producer has too few registers for that.
+    FA_HOST_DEVICE constexpr bool pages() const { return paged && warpgroups == 2; }
+    // Pages copied box by box: the plans that calls with such pages choose.
+    FA_HOST_DEVICE constexpr bool page_boxes() const { return paged && (warpgroups == 2 || headdim == 64); }
+    FA_HOST_DEVICE constexpr int columns() const { return (headdim + 63) / 64 * 64; }  // in shared memory, in chunks of 64
+    FA_HOST_DEVICE constexpr int columns_v() const { return (headdim_v + 63) / 64 * 64; }
+    // Registers per thread. The register file has 64 Ki: 168 x 384 threads, 128 x 512 or 96 x 640. With one consumer warpgroup every thread
+    // may have as many as an instruction can name, and none are moved.
+    FA_HOST_DEVICE constexpr bool moves_registers() const { return warpgroups > 1; }
+    FA_HOST_DEVICE constexpr int producer_registers() const {
+        return producer ? producer : warpgroups == 2 ? 40 : warpgroups == 3 ? 32 : 24;
+    }
+    FA_HOST_DEVICE constexpr int consumer_registers() const {
+        const int all = warpgroups == 2 ? 504 : warpgroups == 3 ? 512 : 480;
+        return (all - producer_registers()) / warpgroups / 8 * 8;
+    }
+};
+
+// Turns a speculative plan into one that gives max_score. Calls with a cache never want max_score.
+FA_HOST_DEVICE constexpr WgmmaPlan that_finds_maximum(WgmmaPlan plan) {
+    plan.finds_maximum = true, plan.paged = false;
+    return plan;
+}
+
+// The comparisons are from one H200 with CUDA 13.0, bf16, 16384 tokens, heads x headdim = 2048, in a prototype of the same loop.
+FA_HOST_DEVICE constexpr WgmmaPlan wgmma_plan(WgmmaPlanId id) {
+    WgmmaPlan plan;
+    switch (id) {
+        // Q in registers lets the next item's first product run under the epilogue: +4 .. 7 % up to 2k causal, 1k full. The code of the
+        // speculative path and of turns costs more than it gains there.
+        case WgmmaPlanId::kD64Short: plan.headdim = plan.headdim_v = 64, plan.stages = 4, plan.q_in_registers = true; break;
+        // 192 rows read K and V a third less often. The exponential units are as busy as the tensor cores here, so packing under the
+        // exponentials gives +3 .. 6 %. Slower variants: a polynomial for every 8th, 4th, 2nd exponential (-5, -7, -13 %: nine issue slots
+        // for one); both products under the exponentials of shifted scores (-5 % with 64 or 80 keys, -15 % with two warpgroups); handing on
+        // the turn between the products (-5 %).
+        case WgmmaPlanId::kD64Long:
+            plan.headdim = plan.headdim_v = 64, plan.warpgroups = 3, plan.stages = 4, plan.ping_pong = true;
+            plan.maximum = RowMaximum::kSpeculativeUnmasked, plan.early_pack = true;
+            break;
+        case WgmmaPlanId::kD64LongMax: return that_finds_maximum(wgmma_plan(WgmmaPlanId::kD64Long));
+        case WgmmaPlanId::kD64General: plan.headdim = plan.headdim_v = 64, plan.stages = 4, plan.general = true; break;
+        // As head dim 128, with a quarter less work; Q in registers and 3 stages fit.
+        case WgmmaPlanId::kD96: plan.headdim = plan.headdim_v = 96, plan.stages = 3, plan.ping_pong = plan.q_in_registers = true; break;
+        case WgmmaPlanId::kD96General: plan.headdim = plan.headdim_v = 96, plan.stages = 3, plan.general = true; break;
+        // On items of a few tiles the code of the speculative path costs more than computing the maximum. At 1k causal the path already
+        // gains 2 .. 3 %.
+        case WgmmaPlanId::kD128Short:
+            plan.headdim = plan.headdim_v = 128, plan.stages = 3, plan.ping_pong = plan.q_in_registers = true;
+            break;
+        // +7 .. 10 % over lazy at 16k. K is held until the softmax knows that it needs no exact retry; the third stage hides that wait.
+        // Turns: -1 %. Early packs: -2 %, in the long plan -6 %.
+        case WgmmaPlanId::kD128Middle: plan.headdim = plan.headdim_v = 128, plan.stages = 3, plan.maximum = RowMaximum::kSpeculative; break;
+        case WgmmaPlanId::kD128MiddleMax: return that_finds_maximum(wgmma_plan(WgmmaPlanId::kD128Middle));
+        // A third less traffic from L2 than 128 rows: +5 % at the power limit. 96 keys would spill.
+        case WgmmaPlanId::kD128Long:
+            plan.headdim = plan.headdim_v = 128, plan.block_n = 80, plan.warpgroups = 3, plan.stages = 4, plan.ping_pong = true;
+            plan.maximum = RowMaximum::kSpeculativeUnmasked;
+            break;
+        case WgmmaPlanId::kD128LongMax: return that_finds_maximum(wgmma_plan(WgmmaPlanId::kD128Long));
+        case WgmmaPlanId::kD128General: plan.headdim = plan.headdim_v = 128, plan.general = true; break;
+        // No turns from here on: the softmax is short compared with the products. Two stages of these tiles fill shared memory.
+        case WgmmaPlanId::kD192V128: plan.headdim = 192, plan.headdim_v = 128; break;
+        case WgmmaPlanId::kD192: plan.headdim = plan.headdim_v = 192, plan.block_n = 112; break;
+        case WgmmaPlanId::kD192General: plan.headdim = plan.headdim_v = 192, plan.block_n = 96, plan.general = true; break;
+        // 64 keys beat 80 by 2 .. 5 % up to 4k and equal it beyond; turns +0.5 %.
+        case WgmmaPlanId::kD256: plan.headdim = plan.headdim_v = 256, plan.block_n = 64, plan.ping_pong = true; break;
+        case WgmmaPlanId::kD256General: plan.headdim = plan.headdim_v = 256, plan.block_n = 64, plan.general = true; break;
+    }
+    return plan;
+}
+// The plan of an instantiation. The experiments (ladder/variants) specialise it for their own ids.
+template <WgmmaPlanId kId>
+inline constexpr WgmmaPlan kWgmmaPlan = wgmma_plan(kId);
+
+constexpr int kWgmmaMaxHeadDim = 256, kWgmmaWideMaxHeadDim = 512;  // of wgmma_sm90, and of wgmma_wide_sm90
+
+// Plain scores stay products q . k; the exponential multiplies them by the scale. General scores are scaled first, to natural units. So are
+// products under a scale that is not positive, which would reverse their order.
+FA_HOST_DEVICE bool wgmma_scores_are_natural(const AttentionParams& p) { return p.general_scores() || !(p.scale > 0); }
+inline bool wgmma_needs_general(const AttentionParams& p) { return wgmma_scores_are_natural(p) || p.window_left >= 0; }
+
+// Whether blocks of 192 rows take longer than blocks of 128 rows because they leave more of the GPU idle, although they read K and V less
+// often. That happens up to two rounds of blocks. 512 rows x 32 heads over 8192 keys: 124 -> 99 us with 128 rows (on pages of 256 keys).
+inline bool wgmma_blocks_of_192_idle(const AttentionParams& p, int multiprocessors) {
+    const auto rows = [&](int block_m) {
+        const int64_t blocks = (int64_t(p.seqlen_q) + block_m - 1) / block_m * p.deciding_batch() * p.nheads;
+        return (blocks + multiprocessors - 1) / multiprocessors * block_m;
+    };
+    return !p.cu_seqlens_q && rows(192) <= 2 * 192 && 20 * rows(192) > 21 * rows(128);
+}
+
+inline WgmmaPlanId wgmma_choose(const AttentionParams& p, int multiprocessors) {
+    const bool general = wgmma_needs_general(p), causal = p.window_right >= 0, pages = p.cache.block_table;
+    const int d = p.headdim > p.headdim_v ? p.headdim : p.headdim_v, keys = p.deciding_keys();
+    // With tiles of 128 x 128, every row sees a key of its first tile if the diagonal starts at a multiple of 128. A row that sees none
+    // would send its warp down the slow path of the speculative maximum.
+    const bool aligned = !causal || p.cu_seqlens_q || p.top_left ||
+                         (!p.cache.seqlens && !p.cache.batch_invariant && (int64_t(p.seqlen_k) - p.seqlen_q + p.window_right) % 128 == 0);
+    if (d <= 64) {
+        if (general) return WgmmaPlanId::kD64General;
+        if (keys <= (causal ? 2048 : 1024) || (pages && p.cache.page_size % 8)) return WgmmaPlanId::kD64Short;
+        return p.max_score ? WgmmaPlanId::kD64LongMax : WgmmaPlanId::kD64Long;
+    }
+    if (d <= 96) return general ? WgmmaPlanId::kD96General : WgmmaPlanId::kD96;
+    if (d <= 128) {
+        if (general) return WgmmaPlanId::kD128General;
+        const WgmmaPlanId middle = p.max_score ? WgmmaPlanId::kD128MiddleMax : WgmmaPlanId::kD128Middle;
+        if (keys >= (causal ? 8192 : 2048)) {
+            if (pages || wgmma_blocks_of_192_idle(p, multiprocessors)) return middle;
+            return p.max_score ? WgmmaPlanId::kD128LongMax : WgmmaPlanId::kD128Long;
+        }
+        const bool few_tiles = causal ? keys < 1024 : keys <= 512;
+        return !aligned || few_tiles ? WgmmaPlanId::kD128Short : middle;
+    }
+    if (d <= 192) {
+        if (general) return WgmmaPlanId::kD192General;
+        return p.headdim_v <= 128 ? WgmmaPlanId::kD192V128 : WgmmaPlanId::kD192;
+    }
+    return general ? WgmmaPlanId::kD256General : WgmmaPlanId::kD256;
+}
+
+}  // namespace fa

@@ -1,0 +1,114 @@
+"""The forward pass on arrays as they are, whatever their framework does around the call. flash_attn_func,
+flash_attn_varlen_func and the operators of autograd.py end here."""
+
+from __future__ import annotations
+
+import ctypes as ct
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .._arrays import View
+from . import recordings
+from .checks import _flag
+from .fields import _results
+from .launch import _with_workspace
+from .library import load
+from .options import Options, _output, _prepare
+from .repeats import Made, Repeats
+from .structs import CPU, AttentionArgs
+
+repeats = Repeats(
+    "attention_forward",
+    (
+        AttentionArgs,
+        {f"{name}_data": name for name in ("q", "k", "v", "bias", "mask", "q_descale", "k_descale", "v_descale", "out")}
+        | {name: name for name in ("cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "sinks")}
+        | {name: name for name in ("lse", "workspace", "workspace_bytes")},
+    ),
+)
+QKV = ("q", "k", "v")
+QKV_OUT = (*QKV, "out")
+_OPTIONAL = ("bias", "mask", "alibi_slopes", "sinks", "q_descale", "k_descale", "v_descale", "out")
+_NAMES = (*QKV, *_OPTIONAL)
+_VARLEN_NAMES = (*QKV, "cu_seqlens_q", "cu_seqlens_k", *_OPTIONAL)
+
+
+def present(*arrays: Any, names: tuple[str, ...] = _NAMES) -> tuple[tuple[str, ...], tuple]:
+    """The names of the arrays that are not None, and these arrays."""
+    there = [array is not None for array in arrays]
+    return tuple(itertools.compress(names, there)), tuple(itertools.compress(arrays, there))
+
+
+def given_arrays(q, k, v, varlen: tuple | None, out, options: Options) -> tuple[tuple[str, ...], tuple]:
+    optional = [getattr(options, name) for name in _OPTIONAL[:-1]]
+    if varlen is None:
+        return present(q, k, v, *optional, out)
+    return present(q, k, v, *varlen[:2], *optional, out, names=_VARLEN_NAMES)
+
+
+def find(q, k, v, varlen: tuple | None, out, return_lse, options: Options) -> tuple[Any, tuple | None]:
+    """Repeats an earlier call of the same signature, if there is one: see Repeats.find."""
+    numbers = options.numbers()
+    if numbers is None:
+        return None, None
+    sizes = () if varlen is None else varlen[2:]
+    values = (return_lse, *sizes, *numbers)
+    return repeats.find(*given_arrays(q, k, v, varlen, out, options), values, options.window_size, None, True)
+
+
+def attend(
+    q, k, v, varlen: tuple | None, out, return_lse, options: Options, sign: tuple | None = None, finish: Any = None
+):
+    """Runs a call the long way (see repeats.py), and remembers it for the next one of this signature. varlen: None, or
+    (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k); finish: how a repeat makes its results from the arrays
+    that it allocated and the given ones."""
+    wants_lse = _flag("return_lse", return_lse)
+    args, views = _prepare(q, k, v, varlen, options)
+    qv = views[0]
+    shape, rows = (*qv.shape[:-1], args.headdim_v), (args.batch, args.nheads, args.seqlen_q)
+    fill = fill_lse = fits = None
+    if varlen is not None:
+        rows, fits = (args.nheads, args.total_q), _covers(args, views[3].device)
+        if fits is None or not fits([0, 0, 0, views[3].pointer]):
+            fill, fill_lse, fits = 0, -np.inf, None
+    out_view = _output(args, views, out, shape, fill is not None)
+    made = {} if out is not None else {"out": Made(out_view, fill)}
+    lse_view = None
+    if wants_lse:
+        lse_view = _new(qv, rows, fill_lse)
+        args.lse = lse_view.pointer
+        made["lse"] = Made(lse_view, fill_lse)
+    if workspace := _launch(args, views, out_view, lse_view):
+        made["workspace"] = Made(workspace)
+    if sign:
+        arrays = given_arrays(q, k, v, varlen, out, options)[1]
+        repeats.remember(sign, [args], arrays, views[:3], made, fits=fits, finish=finish, views=[out_view])
+    return _results(out, out_view, lse_view)
+
+
+def _new(like: View, shape: tuple[int, ...], fill: float | None) -> View:
+    door = like.door
+    return door.empty(like, shape, "float32") if fill is None else door.full(like, shape, "float32", fill)
+
+
+def _covers(args: AttentionArgs, device: int) -> Callable[[list[int]], bool] | None:
+    """A function of the addresses of a call's arrays: whether the sequences cover all rows, so that none has to be
+    filled. None where the lengths are on a GPU."""
+    if device != CPU:
+        return None
+    end, total_q = 4 * args.batch, args.total_q
+    return lambda addresses: ct.c_int32.from_address(addresses[3] + end).value == total_q
+
+
+def _launch(args: AttentionArgs, views: list[View], *results: View | None) -> View | None:
+    """Runs a filled struct; see _with_workspace."""
+    lib = load()
+    return _with_workspace(
+        args,
+        views,
+        lambda stream: recordings.run(lib, "attention_forward", args, stream, [*views, *results]),
+        lambda plan: lib.fa_attention_query(args, plan),
+    )

@@ -1,0 +1,350 @@
+"""The options of attention as one object, from the argument list to the C struct, and the C struct of a call.
+
+flash_attn_func, flash_attn_varlen_func, backward, their queries and the operators of autograd.py and jax/ all carry
+an Options; flash_attn_with_kvcache makes one of the options that it shares with them. flash_attn_func explains the
+options.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypedDict, TypeVar
+
+from .. import _arrays
+from .._arrays import View
+from .._words import pass_cast
+from ..errors import BadArgument
+from .checks import (
+    _LEAST_FLOAT,
+    _OPEN,
+    _check_dtype,
+    _check_last_axis,
+    _check_same_place,
+    _dtype_name,
+    _flag,
+    _integer,
+    _number,
+    _quoted,
+    _window,
+)
+from .fields import _broadcast, _columns, _destination, _empty, _option, _put_strides, _put_tensor, _small_option
+from .structs import DTYPES, AttentionArgs, new
+
+_NAMES = {number: name for name, number in DTYPES.items()}
+
+
+class AnyArray(Protocol):
+    """For type checkers: an array of NumPy, PyTorch, CuPy, JAX or Numba, or one with DLPack."""
+
+    @property
+    def shape(self) -> Any: ...
+
+
+class _DType(Protocol):
+    @property
+    def itemsize(self) -> int: ...
+
+
+# For type checkers: "float16", np.float16, np.dtype("float16"), torch.float16, jnp.float16.
+DType: TypeAlias = str | type | _DType
+
+Array = TypeVar("Array", bound=AnyArray)  # of one call's framework: numpy.ndarray, torch.Tensor, jax.Array, ...
+
+
+class Options(NamedTuple):
+    """The options of a call, with flash_attn_func's defaults. A new option needs a field here and in the types below,
+    lines in `put`, a field of AttentionArgs in structs.py, and an argument of flash_attn_func and
+    flash_attn_varlen_func."""
+
+    dropout_p: float = 0.0
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_size: tuple[int, int] = _OPEN
+    softcap: float = 0.0
+    num_threads: int = 0
+    # From here on every option that is not an array must also be listed in `numbers`.
+    alibi_slopes: AnyArray | None = None
+    deterministic: bool = False
+    bias: AnyArray | None = None
+    mask: AnyArray | None = None
+    sinks: AnyArray | None = None
+    top_left: bool = False
+    dropout_seed: int | None = None
+    dropout_offset: int = 0
+    kernel: str | None = None
+    allow_tf32: bool = False
+    q_descale: AnyArray | None = None
+    k_descale: AnyArray | None = None
+    v_descale: AnyArray | None = None
+    out_dtype: DType | None = None
+    fast_accum: bool = False
+    attention_chunk: int = 0
+
+    def numbers(self) -> tuple | None:
+        """The options that are not arrays, for the signature of a call; only the first _USUAL where the others have
+        their defaults. None for a call with a dropout seed or offset, which is never repeated."""
+        if self.dropout_seed is not None or type(self.dropout_offset) is not int or self.dropout_offset:
+            return None
+        others = (
+            *(self.deterministic, self.top_left, self.kernel, self.allow_tf32, self.out_dtype, self.fast_accum),
+            self.attention_chunk,
+        )
+        return self[:_USUAL] if all(map(operator.is_, others, _OTHERS)) else (*self[:_USUAL], *others)
+
+    def put(self, args: AttentionArgs, views: list[View]) -> None:
+        """Checks the options and writes them into a struct with sizes and dtype; their arrays are added to views."""
+        batch, nheads, nheads_k, dtype = args.batch, args.nheads, args.nheads_k, views[0].dtype
+        self._put_scores(args, views, (batch, nheads, args.seqlen_q, args.seqlen_k), dtype)
+        if chance := _number("dropout_p", self.dropout_p):
+            args.dropout_p = chance
+            if self.dropout_seed is None:
+                raise BadArgument(
+                    f"dropout_p={chance} without dropout_seed: "
+                    "name the seed, so that the same call drops the same elements"
+                )
+        if self.dropout_seed is not None:
+            args.dropout_seed = _integer("dropout_seed", self.dropout_seed, 0, 2**64 - 1)
+        args.dropout_offset = _integer("dropout_offset", self.dropout_offset, 0, 2**64 - 1)
+        if self.deterministic is not False:
+            args.deterministic = _flag("deterministic", self.deterministic)
+        if self.allow_tf32 is not False:
+            args.allow_tf32 = _flag("allow_tf32", self.allow_tf32)
+        args.num_threads = _integer("num_threads", self.num_threads, -(2**31), 2**31 - 1)
+        for name, heads in (("q_descale", nheads), ("k_descale", nheads_k), ("v_descale", nheads_k)):
+            if (factors := getattr(self, name)) is not None:
+                view = _option(views, name, factors, ("float32",))
+                strides = _broadcast(name, view, (batch, heads), "batch, heads", least=0)
+                _put_strides(args, name, view.pointer, strides, ("batch", "head"))
+        if self.out_dtype is not None:
+            args.out_dtype = DTYPES[_dtype_name("out_dtype", self.out_dtype, DTYPES)]
+        if self.fast_accum is not False:
+            args.fast_accum = _flag("fast_accum", self.fast_accum)
+        _put_kernel(args, self.kernel)
+
+    def _put_scores(self, args: AttentionArgs, views: list[View], scores: tuple[int, ...], dtype: str) -> None:
+        """The part of `put` for the options that act on the scores, whose shape is (batch, nheads, seqlen_q,
+        seqlen_k)."""
+        batch, nheads, *_ = scores
+        if self.causal is not False:
+            args.causal = _flag("causal", self.causal)
+        if self.softmax_scale is not None:
+            args.softmax_scale, args.has_softmax_scale = _number("softmax_scale", self.softmax_scale), 1
+        args.softcap = cap = _number("softcap", self.softcap)
+        if 0 < abs(cap) < _LEAST_FLOAT:
+            raise BadArgument(f"softcap={_quoted(self.softcap)} is below the normal numbers of a float32")
+        if self.window_size is not _OPEN:
+            args.window_left, args.window_right = _window(self.window_size)
+            args.has_window = 1
+        if type(self.attention_chunk) is not int or self.attention_chunk:
+            args.attention_chunk = _integer("attention_chunk", self.attention_chunk, -(2**31), 2**31 - 1)
+        if self.alibi_slopes is not None:
+            view = _small_option(views, "alibi_slopes", self.alibi_slopes)
+            if tuple(view.shape) not in ((nheads,), (batch, nheads)):
+                raise BadArgument(
+                    f"alibi_slopes has shape {tuple(view.shape)}: expected ({nheads},) or ({batch}, {nheads})"
+                    f"{_flat('alibi_slopes', view, nheads)}"
+                )
+            _check_last_axis("alibi_slopes", view)
+            args.alibi_slopes = view.pointer
+            args.alibi_batch_stride = view.strides[0] if len(view.shape) == 2 else 0
+        if self.sinks is not None:
+            view = _small_option(views, "sinks", self.sinks)
+            if tuple(view.shape) != (nheads,):
+                raise BadArgument(
+                    f"sinks has shape {tuple(view.shape)}: expected ({nheads},){_flat('sinks', view, nheads)}"
+                )
+            _check_last_axis("sinks", view)
+            args.sinks = view.pointer
+        if self.top_left is not False:
+            args.top_left = _flag("top_left", self.top_left)
+        for name, dtypes in (("bias", (dtype, "float32")), ("mask", ("bool", "uint8"))):
+            if (array := getattr(self, name)) is None:
+                continue
+            view = _option(views, name, array, dtypes)
+            axes = "batch, nheads, seqlen_q, seqlen_k"
+            if args.cu_seqlens_q:
+                axes = "batch, nheads, max_seqlen_q, max_seqlen_k"
+            strides = _broadcast(name, view, scores, axes)
+            if strides[-1] != 1 and scores[-1] > 1 and 0 not in view.shape:
+                view = _columns(views, name, view, scores[-1])
+                strides = _broadcast(name, view, scores, axes)
+            _put_strides(args, name, view.pointer, strides, ("batch", "head", "row"))
+            if name == "bias":
+                args.bias_dtype = DTYPES[view.dtype]
+
+
+def _flat(name: str, view: View, heads: int) -> str:
+    """Advice for an array that has one entry for each head, but not the shape (heads,)."""
+    return f"; pass {name}.reshape({heads})" if math.prod(view.shape) == heads else ""
+
+
+_USUAL = Options._fields.index("alibi_slopes")
+_OTHERS = (
+    False,
+    False,
+    None,
+    False,
+    None,
+    False,
+    0,
+)  # the defaults that `numbers` leaves out, compared by identity: 0.0 equals False, but is not a legal flag
+
+
+class KeywordOptions(TypedDict, total=False):
+    """For type checkers: the options that flash_attn_func takes by keyword only."""
+
+    bias: AnyArray | None
+    mask: AnyArray | None
+    sinks: AnyArray | None
+    top_left: bool
+    dropout_seed: int | None
+    dropout_offset: int
+    kernel: str | None
+    allow_tf32: bool
+    num_threads: int
+    q_descale: AnyArray | None
+    k_descale: AnyArray | None
+    v_descale: AnyArray | None
+    out_dtype: DType | None
+    fast_accum: bool
+    attention_chunk: int
+
+
+class AttentionOptions(KeywordOptions, total=False):
+    """For type checkers: these and the options that flash_attn_func also takes by position."""
+
+    dropout_p: float
+    softmax_scale: float | None
+    causal: bool
+    window_size: tuple[int, int]
+    softcap: float
+    alibi_slopes: AnyArray | None
+    deterministic: bool
+
+
+def _options_of(function: str, given: dict[str, Any]) -> Options:
+    """The Options of a function's keyword arguments."""
+    if unknown := [name for name in given if name not in Options._fields]:
+        raise TypeError(f"{function}() got an unexpected keyword argument {unknown[0]!r}")
+    return Options(**given)
+
+
+def _put_kernel(args: Any, kernel: Any) -> None:
+    if kernel is not None:
+        if not isinstance(kernel, str) or not kernel.isascii() or "\0" in kernel:
+            raise BadArgument(f"kernel={_quoted(kernel)} is not the name of a kernel")
+        args.kernel = kernel.encode()
+
+
+def _prepare(q: Any, k: Any, v: Any, varlen: tuple | None, options: Options) -> tuple[AttentionArgs, list[View]]:
+    """Checks a call and fills its struct, except for the outputs and the workspace. varlen: None, or (cu_seqlens_q,
+    cu_seqlens_k, max_seqlen_q, max_seqlen_k). The views (q, k, v, then the optional ones) keep the memory alive."""
+    qv = _arrays.view(q, "q")
+    kv, vv = _arrays.view(k, "k", ("q", qv), ""), _arrays.view(v, "v", ("q", qv), "")
+    views = [qv, kv, vv]
+    rank = 4 if varlen is None else 3
+    for name, view in (("q", qv), ("k", kv), ("v", vv)):
+        if len(view.shape) != rank:
+            expected = "(batch, seqlen, nheads, headdim)" if rank == 4 else "(total, nheads, headdim)"
+            raise BadArgument(
+                f"{name} has shape {tuple(view.shape)}: expected {expected}{_regrouped(name, view, rank)}"
+            )
+        if view.strides[-1] != 1 and view.shape[-1] > 1:
+            _check_last_axis(name, view)
+    _check_same_place("k", kv, "q", qv)
+    _check_same_place("v", vv, "q", qv)
+    if kv.dtype != qv.dtype or vv.dtype != qv.dtype:
+        name, like = ("k" if kv.dtype != qv.dtype else "v", "q") if qv.dtype in DTYPES else ("q", "k")
+        advice = pass_cast(qv.door.name, name, f"{like}.dtype", {"q": qv, "k": kv, "v": vv}[name].dtype)
+        raise BadArgument(f"q is {qv.dtype}, k is {kv.dtype}, v is {vv.dtype}: they must be the same{advice}")
+    _check_dtype("q", qv)
+
+    *batch, seqlen_q, nheads, headdim = qv.shape
+    *batch_k, seqlen_k, nheads_k, headdim_k = kv.shape
+    if batch_k != batch or headdim_k != headdim:
+        must = "headdim" if varlen else "batch and headdim"
+        raise BadArgument(f"k has shape {tuple(kv.shape)}, but q has {tuple(qv.shape)}: {must} must agree")
+    if vv.shape[:-1] != kv.shape[:-1]:
+        raise BadArgument(f"v has shape {tuple(vv.shape)}, but k has {tuple(kv.shape)}: all but headdim must agree")
+    args = new(AttentionArgs)
+    args.device, args.dtype = qv.device, DTYPES[qv.dtype]
+    for name, view in (("q", qv), ("k", kv), ("v", vv)):
+        _put_tensor(args, name, view)
+    if varlen is not None:
+        args.total_q, args.total_k = seqlen_q, seqlen_k
+        batch[:], seqlen_q, seqlen_k = _sequences(args, views, *varlen)
+    if vv.shape[-1] < 1:  # 0 would mean "the same as headdim" to the library
+        raise BadArgument(f"v has shape {tuple(vv.shape)}: headdim_v=0 is outside 1 .. 512")
+    args.batch, args.seqlen_q, args.seqlen_k = batch[0], seqlen_q, seqlen_k
+    args.nheads, args.nheads_k, args.headdim, args.headdim_v = nheads, nheads_k, headdim, vv.shape[-1]
+    options.put(args, views)
+    return args, views
+
+
+def _regrouped(name: str, view: View, rank: int) -> str:
+    """Advice for an array with the right numbers and the wrong axes."""
+    shape, heads = tuple(view.shape), "nheads" if name == "q" else "nheads_k"
+    if rank == 3:
+        if len(shape) == 2:
+            return f"; if it is (total, {heads} * headdim), pass {name}.reshape({shape[0]}, {heads}, -1)"
+        if len(shape) == 4:
+            return f"; pass {name}[0]" if shape[0] == 1 else f"; pass {name}.reshape(-1, {shape[2]}, {shape[3]})"
+    elif len(shape) == 2:
+        return f"; if it is (seqlen, headdim), pass {name}[None, :, None]"
+    elif len(shape) == 3:
+        joined = (
+            f"if it is (batch, seqlen, {heads} * headdim), pass {name}.reshape({shape[0]}, {shape[1]}, {heads}, -1)"
+        )
+        return f"; {joined}; if it is one sequence (seqlen, {heads}, headdim), pass {name}[None]"
+    elif len(shape) == 5 and shape[2] == 3:
+        return f"; if it has q, k and v, pass {name}[:, :, 0], {name}[:, :, 1], {name}[:, :, 2]"
+    return ""
+
+
+def _lengths(what: str, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> tuple | None:
+    """The arguments that make a call or query a varlen one: all of them, or None if none is given."""
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    missing = [name for name, x in zip(names, lengths, strict=True) if x is None]
+    if 0 < len(missing) < 4:
+        raise BadArgument(f"{missing[0]} is None: a varlen {what} needs {', '.join(names[:3])} and {names[3]}")
+    return None if missing else lengths
+
+
+def _sequences(args: AttentionArgs, views: list[View], cu_q, cu_k, max_q, max_k) -> tuple[list[int], int, int]:
+    """Reads the arguments that only varlen calls have; returns [batch], seqlen_q, seqlen_k."""
+    cu_q = _option(views, "cu_seqlens_q", cu_q, ("int32",))
+    cu_k = _option(views, "cu_seqlens_k", cu_k, ("int32",))
+    for name, view in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
+        if len(view.shape) != 1 or view.shape[0] < 1:
+            raise BadArgument(f"{name} has shape {tuple(view.shape)}: expected (batch + 1,)")
+        _check_last_axis(name, view)
+    if cu_k.shape[0] != cu_q.shape[0]:
+        raise BadArgument(
+            f"cu_seqlens_k has {cu_k.shape[0]} entries, but cu_seqlens_q has {cu_q.shape[0]}: both have batch + 1"
+        )
+    args.cu_seqlens_q, args.cu_seqlens_k = cu_q.pointer, cu_k.pointer
+    seqlen_q, seqlen_k = _longest("q", max_q), _longest("k", max_k)
+    return [cu_q.shape[0] - 1], seqlen_q, seqlen_k
+
+
+def _longest(of: str, value: Any) -> int:
+    if value is None or math.prod(getattr(value, "shape", ())) != 1:  # PyTorch makes an integer of a tensor (1,)
+        starts = f"cu_seqlens_{of}"
+        raise BadArgument(
+            f"max_seqlen_{of}={_quoted(value)} is not an integer; pass int(({starts}[1:] - {starts}[:-1]).max())"
+        )
+    return _integer(f"max_seqlen_{of}", value, 0, 2**63 - 1)
+
+
+def _output(args: AttentionArgs, views: list[View], out: Any, shape: tuple[int, ...], zeroed: bool) -> View:
+    """The given output or a new one, put into args."""
+    qv = views[0]
+    dtype = _NAMES.get(args.out_dtype) or ("bfloat16" if qv.dtype == "float8_e4m3fn" else qv.dtype)
+    if out is None:
+        view = qv.door.full(qv, shape, dtype, 0) if zeroed else _empty(qv, shape, dtype)
+    else:
+        view = _destination("out", out, dict(zip("qkv", views, strict=False)), shape, dtype)
+    _put_tensor(args, "out", view)
+    return view
