@@ -9,13 +9,14 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, SEED
 
 FOLDER = ROOT / "docs/learn/exercises"
 if not FOLDER.is_dir() or not (ROOT / "docs/benchmarks/h200").is_dir():
     pytest.skip("docs/learn or the measurements are not beside the tests", allow_module_level=True)
 sys.path.insert(0, str(FOLDER))
 
+import broken  # noqa: E402
 import judging  # noqa: E402
 import kernels  # noqa: E402
 import simulator  # noqa: E402
@@ -236,6 +237,21 @@ MISTAKES = [
     ("19_wgmma_fragments", "place", twice_the_lanes, "place(0, 2) is (0, 8), expected (8, 0)"),
     ("19_wgmma_fragments", "owner", lambda row, column: (row, column), "owner(8, 0) is (8, 0), expected (0, 2)"),
     ("19_wgmma_fragments", "partners", lambda thread: list(range(thread % 4, 32, 4)), "of the 8 numbers of row 0"),
+    ("21_broken_kernels", "row_maximum", lambda: (np.eye(4), []), "row_maximum: the broken kernel is right there"),
+    ("21_broken_kernels", "two_stages", lambda: (np.eye(4), np.eye(4), ["producer"] * 8), "two_stages: the broken"),
+    ("21_broken_kernels", "visible_pairs", lambda: (100, 100),
+     "visible_pairs: the broken kernel is right there (7 of 8"),
+    ("21_broken_kernels", "visible_pairs", lambda: (0, 30), "does not promise anything for this input"),
+    ("21_broken_kernels", "fp8_sum", lambda: (np.ones(4096), np.sin(np.arange(4096))), "fp8_sum: the broken"),
+    ("21_broken_kernels", "fp8_sum", lambda: (np.full(9, 1.0), np.full(9, np.nan)),
+     "repaired kernel is wrong there too"),
+    ("21_broken_kernels", "persistent_block", lambda: ([4, 8, 4],), "persistent_block: the broken"),
+    ("21_broken_kernels", "persistent_block", lambda: [3, 3], "expected a tuple of arguments"),
+    ("21_broken_kernels", "element", lambda: ((8, 1 << 19, 8, 128), (7, 5, 0, 0)),
+     "element: the broken kernel is right"),
+    ("21_broken_kernels", "decode_steps", lambda: ([100, 100, 1000],),
+     "decode_steps: the broken kernel is right there"),
+    ("21_broken_kernels", "two_halves", lambda: (64, 100, 0, True), "two_halves: the broken kernel is right there"),
     ("20_phases", "counts", lambda consumers: (1, 1), "producer waits for parity 0 of empty[0]"),
     ("20_phases", "counts", lambda consumers: (consumers, consumers), "deadlock"),
     ("20_phases", "producer", waits_for_this_lap, "producer waits for parity 0 of empty[0] (phase 0, 1 of 1 arrivals"),
@@ -416,3 +432,49 @@ def test_a_phase_ends_with_the_last_arrival_and_the_last_byte():
     assert not barrier.done(0) and str(barrier) == "b (phase 0, 0 of 2 arrivals and 32 bytes missing)"
     barrier.land(32)
     assert barrier.done(0) and barrier.pending == 2
+
+
+# ---- broken kernels ----
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_broken_kernels_are_right_for_tame_inputs_and_repaired_ones_for_all(seed):
+    exercise = judging.load(FOLDER / "21_broken_kernels.py")
+    right, rng = exercise.repaired(), np.random.default_rng((SEED, seed))
+    n = int(rng.integers(1, 6))
+    tame = {
+        "row_maximum": (rng.standard_normal((1, 8)), rng.integers(0, 4, 20).tolist()),
+        "two_stages": (*rng.standard_normal((2, 2, 4)), []),
+        "visible_pairs": (16 * n, 16 * n),
+        "fp8_sum": (rng.random(1000), rng.standard_normal(1000)),
+        "persistent_block": ([4] * n,),
+        "element": ((2, 4096, 16, 64), (1, 4000 + n, 15, 63)),
+        "decode_steps": (np.sort(rng.integers(1, 5000, n)).tolist(),),
+        "two_halves": (7, 7 + n, n, True),
+    }
+    sides = ["producer", "consumer"]
+    wild = {
+        "row_maximum": (rng.standard_normal((6, 8)), rng.integers(0, 4, 60).tolist()),
+        "two_stages": (*rng.standard_normal((2, 9, 4)), [sides[i] for i in rng.integers(0, 2, 60)]),
+        "visible_pairs": tuple(rng.integers(1, 100, 2).tolist()),
+        "fp8_sum": (rng.random(9000), rng.random(9000)),
+        "persistent_block": (rng.integers(1, 9, 9).tolist(),),
+        "element": ((1, 1 << 20, 32, 128), (0, int(rng.integers(1 << 20)), 31, 5)),
+        "decode_steps": (rng.integers(1, 5000, 9).tolist(),),
+        "two_halves": (*rng.integers(1, 20, 2).tolist(), 0, bool(rng.integers(2))),
+    }
+    for name in exercise.TO_WRITE:
+        assert exercise.LIMITS[name](*tame[name]) and exercise.LIMITS[name](*wild[name]), name
+        assert exercise.fault(name, getattr(broken, name), tame[name]) == "", name
+        for arguments in (tame[name], wild[name]):
+            assert exercise.fault(name, right[name], arguments) == "", name
+
+
+def test_an_answer_shows_only_its_own_mistake():
+    exercise, answers = parts_of("21_broken_kernels")
+    said = judging.verdict(exercise.judge, {**vars_of(exercise), "element": answers["element"]})
+    assert said == "not written yet: row_maximum() -> scores, order (1 of 8 found: element)"
+
+
+def vars_of(exercise):
+    return {name: getattr(exercise, name) for name in exercise.TO_WRITE}
