@@ -35,6 +35,7 @@ BELOW = {
     "api/transformer": [
         *("api/common", "flash_attn_transformer.h", "transformer", "cpu/transformer", "cpu/common", "common")
     ],
+    "api/kernel_limits.cpp": ["api/attention", "api/transformer", "flash_attn_transformer.h"],
     "api/calls.cpp": [
         *("api/common", "flash_attn.h", "flash_attn_transformer.h", "flash_attn_distributed.h", "cpu/common")
     ],
