@@ -90,6 +90,22 @@ def test_every_file_includes_only_what_lies_below_it():
     assert not wrong, "\n".join(wrong)
 
 
+def test_what_others_include_is_there():
+    """The variants of the ladder and the native tests are not part of every build."""
+    missing = []
+    for file in [
+        *(ROOT / "ladder").rglob("*.[ch]*"),
+        *(ROOT / "tests/native").iterdir(),
+        *(ROOT / "examples").rglob("*.c"),
+    ]:
+        for name in re.findall(r'^\s*#\s*include "([^"]+)"', file.read_text(), re.MULTILINE):
+            if not any(
+                (place / name).is_file() for place in (file.parent, CUDA, ROOT, ROOT / "tests", ROOT / "tests/native")
+            ):
+                missing.append(f"{file.relative_to(ROOT)} includes {name}")
+    assert not missing, "\n".join(missing)
+
+
 def test_the_parts_have_no_circle():
     """The graph of BELOW has no cycle."""
 
