@@ -56,7 +56,7 @@ bool forward_wgmma_split_sm90_fits(const AttentionParams&, const DeviceInfo&);  
 bool forward_wgmma_split_sm90_wins(const AttentionParams&, const DeviceInfo&);         // the fastest for this call
 
 // fp16 and bf16, head dims 64 and 128, dense plain or causal calls, Hopper only; tensor maps must be able to describe q, k, v and out.
-// Built with FLASH_ATTN_CUTE.
+// ladder/cute_/cute_sm90.cu, built with FLASH_ATTN_CUTE.
 cudaError_t forward_cute_sm90(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
 
 // fp16 and bf16, headdim 576, headdim_v 512, over a cache whose values are the first 512 columns of its keys or lie in separate memory,

@@ -126,7 +126,7 @@ constexpr uint32_t kResults = kMaxScore | kKeySums;  // beside out and lse
 
 // Best first within a device; those of registry_decode.cpp come before these.
 constexpr Kernel kKernels[] = {
-    {.name = "mla_sm90",
+    {.name = "decode_mla_sm90",
      .summary = "Hopper: a cache of headdim 576 and 512, fastest where the values are the first columns of the keys; float16, bfloat16",
      .device = FA_CUDA,
      .limits = {.dtypes = k16Bits,
