@@ -298,6 +298,16 @@ FA_API const char* fa_dense_linear_kernel_name(int32_t index);
 FA_API const char* fa_dense_linear_kernel_summary(int32_t index);
 FA_API int32_t fa_dense_linear_kernel_device(int32_t index);
 
+/* What each kernel can serve, as text: a line for every kernel of all tables, also for those that this build lacks, with tabs between its
+ * fields:
+ *     table (forward, backward, linear, w4_linear, w4_linear_chain), name, 1 if this build has it, else 0, device
+ * and for kernels of attention
+ *     dtypes, head dims, what it refuses, what a call must have, pages of a multiple of how many keys, how rows must lie: empty, "rows"
+ *     (starts and lengths of whole 16 bytes) or "TMA" (also strides that the copy engine takes)
+ * Conditions on sizes are not listed: a query gives the reason against a call. Writes at most size bytes, the last a NUL, and returns the
+ * length of the whole text without the NUL. */
+FA_API size_t fa_kernel_limits(char* text, size_t size);
+
 /* ---- XLA ---- */
 
 /* An fa_call of flash_attn.h as a handler of XLA's foreign function interface (openxla.org/xla/custom_call), to be registered for the

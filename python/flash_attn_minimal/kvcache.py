@@ -488,7 +488,7 @@ def _new_rows(name: str, shape: tuple[int, ...], batch: int, cache: View) -> str
 
 
 def _advice(view: View) -> str:
-    functional = "flash_attn_minimal.integrations.jax.flash_attn_with_kvcache returns the new cache"
+    functional = "flash_attn_minimal.jax.flash_attn_with_kvcache returns the new cache"
     return f"; {functional}" if view.door.name == "JAX" else ""
 
 

@@ -8,8 +8,8 @@ import pytest
 
 import flash_attn_minimal as fa
 from flash_attn_minimal import _arrays, errors, kvcache
+from flash_attn_minimal._arrays.door import Door, View
 from flash_attn_minimal._core import forward, library, prepared, recordings, repeats, structs
-from flash_attn_minimal._door import Door, View
 
 WORKSPACE, STREAM = 256, 0x5EED
 

@@ -15,9 +15,13 @@ from flash_attn_minimal import distributed  # noqa: E402
 from flash_attn_minimal._core import repeats  # noqa: E402
 from flash_attn_minimal._core.structs import OPERATIONS, AttentionArgs, AttentionBackwardArgs, Call  # noqa: E402
 from flash_attn_minimal.distributed import calls  # noqa: E402
-from flash_attn_minimal.distributed.torch import context_parallel_attention  # noqa: E402
 from flash_attn_minimal.integrations import flash_attn as stand_in  # noqa: E402
-from flash_attn_minimal.integrations.torch import flex_attention, mods, sdpa  # noqa: E402
+from flash_attn_minimal.torch import (  # noqa: E402
+    context_parallel_attention,  # noqa: E402
+    flex_attention,
+    mods,
+    sdpa,
+)
 
 pytestmark = QUIET
 backward = sys.modules["flash_attn_minimal.backward"]  # fa.backward is the function

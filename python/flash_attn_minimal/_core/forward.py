@@ -1,5 +1,5 @@
 """The forward pass on arrays as they are, whatever their framework does around the call. flash_attn_func,
-flash_attn_varlen_func and the operators of autograd.py end here."""
+flash_attn_varlen_func and the operators of torch/ end here."""
 
 from __future__ import annotations
 

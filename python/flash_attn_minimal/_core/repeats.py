@@ -22,8 +22,8 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .. import _arrays, _modes
-from .._arrays import View
+from .. import _arrays
+from .._arrays import View, torch_modes
 from . import recordings
 from .checks import _OPEN
 from .launch import _scratch
@@ -39,7 +39,7 @@ def signature(arrays: tuple, values: tuple, window_size: Any, gradients: bool = 
     """All that a call depends on except the addresses, or None for a call that must take the long way. arrays: any but
     the first may be None; values: the other arguments that may differ, window_size among them; gradients: whether the
     function has gradients, so that PyTorch may record the call."""
-    if _modes.compiling() or recordings.current() is not None:
+    if torch_modes.compiling() or recordings.current() is not None:
         return None
     types = tuple(map(type, values))
     door = _are_plain(types, window_size) and _arrays._doors.get(type(arrays[0]))
@@ -106,7 +106,7 @@ class Repeats:
         None where the call must take the long way; the signature is for `remember`, and None where the call has none.
         arrays: those that are given, q first; given: their names in the structs; length: the one length of all
         sequences, if there is one. For the other arguments see `signature`."""
-        if _modes.compiling() or recordings.current() is not None:  # a recording must see every call
+        if torch_modes.compiling() or recordings.current() is not None:  # a recording must see every call
             return None, None
         types = tuple(map(type, values))
         kind = given, values, types

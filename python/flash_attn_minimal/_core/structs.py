@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes as ct
 from typing import Any, TypeVar
 
-from .._door import CPU, CUDA, DEVICES  # noqa: F401  (fa_device)
+from .._arrays.door import CPU, CUDA, DEVICES  # noqa: F401  (fa_device)
 from ..errors import BadArgument
 
 DTYPES = {"float32": 1, "float16": 2, "bfloat16": 3, "float8_e4m3fn": 4}

@@ -12,7 +12,8 @@ import jax
 import numpy as np
 
 from .. import _arrays
-from .._arrays import Door, View
+from .._arrays import View
+from .._arrays.door import Door
 from .._core.library import OK, failure, load
 from .._core.prepared import Image, pointers
 from .._core.structs import CPU, CUDA, OPERATIONS, AttentionPlan, new

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._door import Door
+from .._arrays.door import Door
 from ..errors import Unsupported
 from . import _cuts, _gradients
 from ._axes import vary
