@@ -169,7 +169,7 @@ def _differentiate(
     written = [*inputs.values(), *[one.view for one in made.values()]]
     if workspace := _launch_backward(call, args, views, written):
         made["workspace"] = Made(workspace)
-    _repeats.remember(sign, [args, call], arrays, (qv, kv, vv), made)
+    _repeats.remember(sign, call, arrays, (qv, kv, vv), made)
     return tuple(
         _summed(x, options.bias) if x is dbias else x.door.result(x) if isinstance(x, View) else x for x in results
     )
@@ -185,8 +185,7 @@ _repeats = Repeats(
     ),
     (
         AttentionBackwardArgs,
-        {f"{name}_data": name for name in ("dout", "dq", "dk", "dv", "dbias")}
-        | {"forward": "structs", "dlse": "dlse", "dsinks": "dsinks"},
+        {f"{name}_data": name for name in ("dout", "dq", "dk", "dv", "dbias")} | {"dlse": "dlse", "dsinks": "dsinks"},
     ),
 )
 

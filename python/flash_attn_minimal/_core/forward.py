@@ -85,7 +85,7 @@ def attend(
         made["workspace"] = Made(workspace)
     if sign:
         arrays = given_arrays(q, k, v, varlen, out, options)[1]
-        repeats.remember(sign, [args], arrays, views[:3], made, fits=fits, finish=finish, views=[out_view])
+        repeats.remember(sign, args, arrays, views[:3], made, fits=fits, finish=finish, views=[out_view])
     return _results(out, out_view, lse_view)
 
 
