@@ -57,7 +57,7 @@ def attend(
 ) -> Any:  # fmt: skip
     """flash_attn_func, or with varlen = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     flash_attn_varlen_func. If dropout_p is not 0, the seed comes from PyTorch's generators."""
-    transformed = _transforms()
+    transformed = dropout_p and _transforms()
     if not dropout_p or torch_modes.watcher() is None or (transformed and not torch_modes.mapped()):
         options |= draw_dropout(dropout_p, q.device)
         if varlen is None:
