@@ -11,9 +11,10 @@ import pytest
 
 from flash_attn_lab.bench import report
 from flash_attn_lab.fuzz import readers
+from flash_attn_lab.models import quality, quality_report
 from flash_attn_minimal import BadArgument
 from flash_attn_minimal._core import files
-from flash_attn_minimal.llama import quality, quality_report, w4
+from flash_attn_minimal.llama import w4
 from flash_attn_minimal.llama.config import Config, RopeScaling
 from flash_attn_minimal.llama.generate import find_tokenizer, main
 from flash_attn_minimal.llama.huggingface import JsonTokenizer, stop_ids

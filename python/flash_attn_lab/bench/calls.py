@@ -34,10 +34,10 @@ from flash_attn_minimal import (
     kvcache_query,
     quantize_fp8,
     query,
-    reference,
 )
 from flash_attn_minimal.errors import FlashAttnError
 
+from .. import reference
 from .check import FACTOR, FLOOR, GRADIENT_FLOOR, round_to, worst
 from .machine import DTYPES, SHORT, first_line
 from .systems import PACKAGES, Refused, allowing_tf32, backward_of, fa_function, only, varlen_options

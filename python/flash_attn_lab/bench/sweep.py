@@ -20,13 +20,13 @@ from statistics import geometric_mean as geometric
 from statistics import median
 from typing import Any
 
-from flash_attn_minimal._commands.command import interruptible, wait_for
-from flash_attn_minimal._commands.progress import Progress
 from flash_attn_minimal._commands.report import cores, plural
-from flash_attn_minimal._commands.report import table as markdown_table
 from flash_attn_minimal._core.files import parse_json, read_bytes
 from flash_attn_minimal._core.library import load
 
+from ..command import interruptible, wait_for
+from ..progress import Progress
+from ..report import table as markdown_table
 from .calls import FEW, OPTIONS, BadCall, Call, drawn
 from .child import Child, Lost
 from .figure import LINES, figure_of, plain_log, set_title

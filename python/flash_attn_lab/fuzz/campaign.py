@@ -32,13 +32,13 @@ from flash_attn_minimal._commands.command import (
     one_of,
     real,
 )
-from flash_attn_minimal._commands.progress import Progress, Silent
 from flash_attn_minimal._commands.report import cores
 from flash_attn_minimal._core.library import load
 from flash_attn_minimal.attention import query
 from flash_attn_minimal.errors import FlashAttnError
 
 from .. import PROGRAM
+from ..progress import Progress, Silent
 from . import readers, report
 from .arrays import without_ml_dtypes
 from .case import functions

@@ -27,15 +27,14 @@ from typing import Any
 
 import numpy as np
 
-from flash_attn_minimal._commands.command import Parser, any_seed, check_folder, command, integer, real, without
-from flash_attn_minimal._commands.report import commit, cpu_model, plural
+from flash_attn_minimal._commands.command import Parser, any_seed, check_folder, command, integer, real
+from flash_attn_minimal._commands.report import cpu_model, plural
 from flash_attn_minimal.errors import BadArgument
 from flash_attn_minimal.llama import w4
 from flash_attn_minimal.llama.checkpoint import Checkpoint
 from flash_attn_minimal.llama.config import Config, RopeScaling
 from flash_attn_minimal.llama.huggingface import JsonTokenizer, stop_ids
 from flash_attn_minimal.llama.llama2c import checkpoint_bytes
-from flash_attn_minimal.llama.quality import find_text
 from flash_attn_minimal.llama.synthetic import (
     RandomTensors,
     synthetic_vocabulary,
@@ -51,6 +50,9 @@ from flash_attn_minimal.transformer._safetensors import ALL, read_safetensors
 
 from .. import PROGRAM
 from ..bench import report as bench_report
+from ..command import without
+from ..models.quality import find_text
+from ..report import commit
 from .edits import (
     Random,
     edit_entries,
