@@ -8,6 +8,7 @@ import pytest
 from flash_attn_lab.models import compare
 from flash_attn_lab.models.compare import main
 from flash_attn_lab.models.standard import Host, on
+from flash_attn_lab.models.synthetic import RandomTensors
 from flash_attn_minimal import BadArgument, FlashAttnError
 from flash_attn_minimal.llama import host as host_module
 from flash_attn_minimal.llama.config import Config
@@ -15,7 +16,6 @@ from flash_attn_minimal.llama.engine import Engine
 from flash_attn_minimal.llama.generate import main as generate
 from flash_attn_minimal.llama.model import Llama
 from flash_attn_minimal.llama.sampling import Sampling
-from flash_attn_minimal.llama.synthetic import RandomTensors
 from flash_attn_minimal.llama.weights import Checkpoint
 
 CONFIG = Config(dim=48, hidden_dim=56, n_layers=3, n_heads=6, n_kv_heads=2, vocab_size=70, seq_len=60)

@@ -14,6 +14,7 @@ COMMANDS = {
     "experiment": ("flash_attn_lab.experiments", "one question, its measurement, and a page with the answer"),
     "fuzz": ("flash_attn_lab.fuzz", "random calls of every function, right and wrong ones, against float64"),
     "quality": ("flash_attn_lab.models.measure", "what 4-bit weights cost a model"),
+    "synthetic": ("flash_attn_lab.models.synthetic", "write a random model of a known shape"),
 }
 
 

@@ -14,13 +14,13 @@ from w4_models import CONFIG, KEPT, TOLERANCE, decoded, logits
 from w4_models import model as random_model
 
 from flash_attn_lab.models import standard
+from flash_attn_lab.models.synthetic import write_folder
 from flash_attn_minimal.llama import cuda as cuda_module
 from flash_attn_minimal.llama.config import Config
 from flash_attn_minimal.llama.engine import Engine
 from flash_attn_minimal.llama.huggingface import numpy_dtype
 from flash_attn_minimal.llama.model import Llama
 from flash_attn_minimal.llama.sampling import Sampling
-from flash_attn_minimal.llama.synthetic import write_folder
 from flash_attn_minimal.llama.weights import load_checkpoint
 
 

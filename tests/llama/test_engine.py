@@ -10,12 +10,12 @@ from real_models import model_file
 
 from flash_attn_lab.models.held import HeldEngine
 from flash_attn_lab.models.standard import Host
+from flash_attn_lab.models.synthetic import write_checkpoint
 from flash_attn_minimal import BadArgument, FlashAttnError
 from flash_attn_minimal.llama.config import Config
 from flash_attn_minimal.llama.engine import KEPT_STEPS, Engine
 from flash_attn_minimal.llama.model import Llama
 from flash_attn_minimal.llama.sampling import GREEDY, Sampler, Sampling
-from flash_attn_minimal.llama.synthetic import write_checkpoint
 from flash_attn_minimal.llama.weights import load_checkpoint
 
 CONFIG = Config(dim=48, hidden_dim=56, n_layers=3, n_heads=6, n_kv_heads=2, vocab_size=70, seq_len=40)

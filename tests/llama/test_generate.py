@@ -11,10 +11,10 @@ import pytest
 from real_models import MODELS
 
 import flash_attn_minimal
-from flash_attn_minimal.llama import synthetic
+from flash_attn_lab.models import synthetic
+from flash_attn_lab.models.synthetic import write_checkpoint, write_tokenizer
 from flash_attn_minimal.llama.config import Config
 from flash_attn_minimal.llama.generate import main
-from flash_attn_minimal.llama.synthetic import write_checkpoint, write_tokenizer
 from flash_attn_minimal.llama.weights import load_checkpoint
 
 CONFIG = Config(dim=32, hidden_dim=40, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=400, seq_len=48)

@@ -12,7 +12,9 @@ from w4_models import CONFIG, KEPT, TOLERANCE, decoded, logits, model
 
 from flash_attn_lab import reference_w4 as reference
 from flash_attn_lab.models import compare, measure, quality
+from flash_attn_lab.models.huggingface import save_folder
 from flash_attn_lab.models.standard import Host
+from flash_attn_lab.models.synthetic import RandomTensors, write_tokenizer
 from flash_attn_minimal import BadArgument
 from flash_attn_minimal.llama import cuda, quantize, w4
 from flash_attn_minimal.llama.cache import KVCache
@@ -21,9 +23,7 @@ from flash_attn_minimal.llama.config import Config
 from flash_attn_minimal.llama.engine import Engine
 from flash_attn_minimal.llama.generate import main as generate
 from flash_attn_minimal.llama.generate import open_device, with_weights
-from flash_attn_minimal.llama.huggingface import save_folder
 from flash_attn_minimal.llama.model import Llama, Rows
-from flash_attn_minimal.llama.synthetic import RandomTensors, write_tokenizer
 from flash_attn_minimal.llama.weights import DEFAULT_CHECKPOINT, find_tokenizer, load_checkpoint
 from flash_attn_minimal.transformer._safetensors import ALL, read_metadata, read_safetensors, write_safetensors
 from flash_attn_minimal.transformer.quantized import W4Weight

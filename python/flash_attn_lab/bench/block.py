@@ -19,11 +19,11 @@ from flash_attn_minimal.llama.cache import KVCache
 from flash_attn_minimal.llama.checkpoint import STACKED, Checkpoint
 from flash_attn_minimal.llama.host import Host
 from flash_attn_minimal.llama.model import Llama, Rows, blocks, load_layer
-from flash_attn_minimal.llama.synthetic import SHAPES, RandomTensors
 from flash_attn_minimal.llama.w4 import FORMATS, quantize
 from flash_attn_minimal.transformer.quantized import PackedW4
 
 from ..models.held import HeldEngine
+from ..models.synthetic import SHAPES, RandomTensors
 from ..report import table as markdown_table
 from .figure import MINE, figure_of, set_title
 from .llama import TOLERANCE, DeviceTensors, fill, logit_error, times

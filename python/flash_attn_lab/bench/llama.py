@@ -17,11 +17,11 @@ import numpy as np
 
 from flash_attn_minimal.llama.checkpoint import Checkpoint
 from flash_attn_minimal.llama.model import Llama
-from flash_attn_minimal.llama.synthetic import SHAPES, RandomTensors
 from flash_attn_minimal.llama.w4 import FORMATS, quantize
 
 from ..models.held import HeldEngine
 from ..models.standard import ATTENTIONS, Cuda, Host
+from ..models.synthetic import SHAPES, RandomTensors
 from ..report import table as markdown_table
 from .figure import LINES, figure_of, legend, set_title
 from .machine import SHORT, BenchError, library_has_cuda, load_average, open_machine

@@ -35,14 +35,6 @@ from flash_attn_minimal.llama.checkpoint import Checkpoint
 from flash_attn_minimal.llama.config import Config, RopeScaling
 from flash_attn_minimal.llama.huggingface import JsonTokenizer, stop_ids
 from flash_attn_minimal.llama.llama2c import checkpoint_bytes
-from flash_attn_minimal.llama.synthetic import (
-    RandomTensors,
-    synthetic_vocabulary,
-    write_checkpoint,
-    write_folder,
-    write_tokenizer,
-    write_tokenizer_json,
-)
 from flash_attn_minimal.llama.tokenizer import load_tokenizer
 from flash_attn_minimal.llama.weights import find_tokenizer, load_checkpoint
 from flash_attn_minimal.transformer import quantized
@@ -52,6 +44,14 @@ from .. import PROGRAM
 from ..bench import report as bench_report
 from ..command import without
 from ..models.quality import find_text
+from ..models.synthetic import (
+    RandomTensors,
+    synthetic_vocabulary,
+    write_checkpoint,
+    write_folder,
+    write_tokenizer,
+    write_tokenizer_json,
+)
 from ..report import commit
 from .edits import (
     Random,

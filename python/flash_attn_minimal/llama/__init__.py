@@ -17,7 +17,6 @@
     w4.py           models with 4-bit weights, and their file
     quantize.py     the command line of w4.py: python -m flash_attn_minimal quantize MODEL
     generate.py     the command line: python -m flash_attn_minimal generate CHECKPOINT
-    synthetic.py    random models of any shape in the real file formats
 
 Of the package, only the command line imports this one.
 """
