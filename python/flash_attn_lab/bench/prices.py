@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 
 from ..report import table as markdown_table
-from .calls import Arrays, BadCall, Call, Judge, ours
+from .calls.call import BadCall, Call
+from .calls.judge import Judge
+from .calls.make import Arrays, ours
 from .figure import LINES, figure_of, legend, set_title
 from .machine import SHORT, BenchError, load_average, open_machine
 from .rows import unit

@@ -37,10 +37,9 @@ from ...report import table as markdown_table
 from ..check import largest
 from ..child import Child, Lost
 from ..figure import LINES, figure_of, set_title
-from ..machine import BenchError, device_slug, load_average, open_machine
+from ..machine import BenchError, device_slug, gpus, load_average, open_machine
 from ..report import DEFAULT_FOLDER
 from ..suite import Outcome, Suite, register, rounded
-from ..sweep import gpus
 from .rows import ROWS
 
 ROUNDS = 4
