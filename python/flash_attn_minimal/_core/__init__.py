@@ -1,1 +1,1 @@
-"""What all functions share, from the arguments of a call to the shared library."""
+"""Shared by all functions, from the arguments of a call to the shared library."""
