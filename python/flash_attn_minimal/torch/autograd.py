@@ -23,7 +23,7 @@ from .._arrays.words import pass_array
 from .._core import statistics as _statistics
 from .._core.checks import _flag, _integer, _number, _window
 from .._core.forward import attend, find, given_arrays
-from .._core.options import Options
+from .._core.options import AttentionOptions, Options, hints_of
 from ..backward import _differentiate, find_gradients
 from ..errors import BadArgument, Unsupported
 
@@ -71,7 +71,7 @@ def _differentiable(
     else:
         q, k, v, *scores = map(_unwrapped, (q, k, v, *[given[name] for name in _OPTION_ARRAYS]))
         options = options._replace(**dict(zip(_OPTION_ARRAYS, scores, strict=True)))
-        given, arrays = given_arrays(q, k, v, varlen, None, options)
+        given, arrays = given_arrays(q, k, v, varlen, None, options, sign)
         recorder = _Recorder(given, options, varlen, bool(more or return_lse), arguments[len(_ARRAYS) :])
         if more:
             _refuse_tangents(tensors)
@@ -153,11 +153,12 @@ _SIGNED = ("dropout_seed", "dropout_offset")
 # The options that the operators take as numbers, in order, each with its type in PyTorch's schema language. A window is
 # two numbers, because vmap would map over a pair.
 _NUMBERS: dict[str, str] = {}
-for _name, _hint in Options.__annotations__.items():
+for _name, _hint in hints_of(AttentionOptions).items():
     if _name == "window_size":
         _NUMBERS |= {"window_left": "int", "window_right": "int"}
     elif _name not in (*_OPTION_ARRAYS, *_FLOAT8):
-        _NUMBERS[_name] = _hint.__forward_arg__.replace(" | None", "?")
+        _NUMBERS[_name] = _hint.replace(" | None", "?")
+_DROPOUT = 11 + list(_NUMBERS).index("dropout_p")  # its position among the operator's arguments
 
 
 def _packed(options: Options) -> list:
@@ -410,7 +411,7 @@ def _folded_broadcast(size: int, x, dim: int | None, batch: int, rank: int):
 def _fold(size: int, dims: tuple, arguments: tuple) -> tuple | None:
     """The arguments of the operator attention for all entries at once, or None where each needs its own call."""
     q, k, v, bias, mask, alibi_slopes, sinks, cu_q = arguments[:8]
-    if cu_q is not None or arguments[11] or dims[6] is not None:
+    if cu_q is not None or arguments[_DROPOUT] or dims[6] is not None:
         return None
     arrays = [_folded(size, x, dim) for x, dim in zip((q, k, v), dims, strict=False)]
     batch = arrays[0].shape[0] // size
