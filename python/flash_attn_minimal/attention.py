@@ -43,7 +43,7 @@ from ._core.options import (
 )
 from ._core.queries import Plan, kernel_table, plan_of
 from ._core.structs import DTYPES, MergeArgs, QuantizeArgs, new
-from ._trace import is_traced, traceable
+from ._core.tracers import is_traced, traceable
 from .errors import BadArgument, Unsupported
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from ._core.options import AnyArray, Array, Options, ScoreOptions, arrays_of, de
 from ._core.queries import Plan, plan_from
 from ._core.repeats import Made, Repeats
 from ._core.structs import CACHE_DTYPES, DTYPES, AttentionArgs, KVCacheArgs, new
-from ._trace import is_traced
+from ._core.tracers import is_traced
 from .errors import BadArgument
 
 if TYPE_CHECKING:

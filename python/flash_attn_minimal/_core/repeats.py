@@ -1,6 +1,6 @@
 """The shortcut for a call that repeats an earlier one.
 
-Most calls differ from an earlier one only in addresses. Everything that the long way (_forward.attend and similar
+Most calls differ from an earlier one only in addresses. Everything that the long way (forward.attend and similar
 functions) checks and derives follows from the call's signature. So a call that worked leaves its structs, and the next
 one of the same signature fills in the addresses, allocates and launches. A call that is not plain, or does not fit,
 takes the long way, which has the texts of errors.

@@ -42,7 +42,7 @@ def differentiable(
     more: _statistics.Results | None = None,
 ):  # fmt: skip
     """Runs a call that PyTorch must see. varlen: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k);
-    sign: the signature that _forward.find returned; more: the results of a call with statistics, which have no gradient
+    sign: the signature that Repeats.find returned; more: the results of a call with statistics, which have no gradient
     and no operator."""
     cu_q, cu_k, max_q, max_k = varlen or (None, None, 0, 0)
     given = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "out": out, **options._asdict()}
