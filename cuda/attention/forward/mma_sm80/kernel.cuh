@@ -175,7 +175,7 @@ struct ForwardWarp {
     Work work;
     Sequence s;
     int columns_v;  // of V, from this block's part on
-    const T *k, *v;
+    const T *q, *k, *v;
     int first_key, end_key, first_tile, last_tile;
     int lane, warp, warp_row;
     uint32_t q_lane, k_lane, v_lane;  // addresses of this lane's rows
@@ -196,6 +196,7 @@ struct ForwardWarp {
         : params(params), p(params.attention), smem(smem), places(places), work(work), s(s) {
         const int first_column = part_of(params, blockIdx.x) * kDv, row0 = work.query_tile * kBlockM;
         columns_v = p.headdim_v - first_column;
+        q = static_cast<const T*>(p.q.data) + s.q + work.head * p.q.head + row0 * p.q.row;
         k = static_cast<const T*>(p.k.data) + s.k + work.head / p.group * p.k.head;
         v = static_cast<const T*>(p.v.data) + s.v + work.head / p.group * p.v.head + first_column;
         first_key = key_range(p, s, row0).begin, end_key = key_range(p, s, min(row0 + kBlockM, s.seqlen_q) - 1).end;
@@ -251,7 +252,6 @@ struct ForwardWarp {
     // Q, and K and V of the last tile, which is the first one to be computed.
     __device__ __forceinline__ void load_first(Queries& Q) const {
         const int row0 = work.query_tile * kBlockM;
-        const T* q = static_cast<const T*>(p.q.data) + s.q + work.head * p.q.head + row0 * p.q.row;
         load_tile<kBlockM, kD, kThreads, kAnyAlignment>(smem.q, q, p.q.row, 0, s.seqlen_q - row0, p.headdim, params.aligned_q);
         find_rows(last_tile);
         load_k(last_tile, 0);
@@ -305,7 +305,14 @@ struct ForwardWarp {
             Scores S;
             if (sees) {
                 multiply_scores(Q, S);
-                transform_scores(S, key0, cut);
+                if (kGeneral) transform_scores(S, key0);
+                if constexpr (kFull) {
+                    if (const KeyRange now = smem.every[warp]; key0 < now.begin || key0 + kBlockN > now.end)
+                        apply_window(S, p, s, warp_row, key0, lane);
+                } else if (cut) {
+                    apply_window(S, p, s, warp_row, key0, lane);
+                }
+                if (kGeneral && hides) mark_visible(S, smem.visible, s.seqlen_q - warp_row, lane);
             }
             if (kStages == 1) {
                 cp_async_wait_all();
@@ -351,23 +358,13 @@ struct ForwardWarp {
         const int here = opaque(lane);  // values that few options need are computed where they are used
         return {work.b, work.head, warp_row + 16 * m + mma_row(here, 0), key0 + mma_column(here, 0), s.seqlen_q, s.seqlen_k, s.shift};
     }
-    // The options of the scores, and the window. cut: the window hides some pair of this tile.
-    __device__ __forceinline__ void transform_scores(Scores& S, int key0, bool cut) const {
-        if (kGeneral) {
+    __device__ __forceinline__ void transform_scores(Scores& S, int key0) const {
 #pragma unroll
-            for (int m = 0; m < kMmas; ++m) transform_fragment<T>(p, place(m, key0), flat(S[m]));
-            if (p.tree.rows) {
+        for (int m = 0; m < kMmas; ++m) transform_fragment<T>(p, place(m, key0), flat(S[m]));
+        if (p.tree.rows) {
 #pragma unroll
-                for (int m = 0; m < kMmas; ++m) hide_by_tree(p, place(m, key0), flat(S[m]));
-            }
+            for (int m = 0; m < kMmas; ++m) hide_by_tree(p, place(m, key0), flat(S[m]));
         }
-        if constexpr (kFull) {
-            if (const KeyRange now = smem.every[warp]; key0 < now.begin || key0 + kBlockN > now.end)
-                apply_window(S, p, s, warp_row, key0, lane);
-        } else if (cut) {
-            apply_window(S, p, s, warp_row, key0, lane);
-        }
-        if (kGeneral && hides) mark_visible(S, smem.visible, s.seqlen_q - warp_row, lane);
     }
     // A key that nobody sees has P = 0, but 0 x NaN is NaN: its V is zeroed. Keys past the window are zeros already.
     __device__ __forceinline__ void zero_unseen_values() const {
