@@ -28,15 +28,16 @@ class Shape(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int) for name in "batch seqlen_q seqlen_k heads heads_k headdim causal".split()]
 
 
-def compiled(sources: tuple[str, ...]) -> Path:
-    """Compiles some files of this folder into a shared library. The library is kept under a name that hashes sources,
-    compiler, flags and processor."""
+def compiled(sources: tuple[str, ...], *more: str) -> Path:
+    """Compiles some files of this folder, or of absolute paths, into a shared library; `more` are flags. The library is
+    kept under a name that hashes sources, compiler, flags and processor."""
     compiler = shutil.which(os.environ.get("CC") or "cc")
     if compiler is None:
         raise Unavailable(f"no C compiler: {os.environ.get('CC') or 'cc'} is not on the PATH")
     about = _output(compiler, "--version") + _output(compiler, "-march=native", "-dM", "-E", "-x", "c", os.devnull)
     files = _with_includes([ROOT / HERE / source for source in sources])
-    digest = hashlib.sha256(repr([about, FLAGS, sources, [path.read_bytes() for path in files]]).encode()).hexdigest()
+    content = [path.read_bytes() for path in files]
+    digest = hashlib.sha256(repr([about, FLAGS, more, sources, content]).encode()).hexdigest()
     folder = Path(os.environ.get(CACHE) or ROOT / "build" / "ladder")
     library = folder / f"c_{digest[:16]}.so"
     if not library.exists():
@@ -44,7 +45,7 @@ def compiled(sources: tuple[str, ...]) -> Path:
         with tempfile.TemporaryDirectory(dir=folder) as scratch:  # renamed when complete: processes may race
             made = Path(scratch) / library.name
             paths = [str(ROOT / HERE / source) for source in sources]
-            _output(compiler, *FLAGS, *paths, "-o", str(made), "-lm")
+            _output(compiler, *FLAGS, *more, *paths, "-o", str(made), "-lm")
             made.replace(library)
     return library
 
@@ -53,19 +54,22 @@ def _output(*command: str) -> str:
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
     except subprocess.CalledProcessError as error:
-        raise Unavailable(f"{' '.join(command[:2])}: {(error.stderr.strip().splitlines() or ['failed'])[0]}") from None
+        said = error.stderr.strip().splitlines() or ["failed"]
+        first = next((line for line in said if "error:" in line), said[0])
+        raise Unavailable(f"{' '.join(command[:2])}: {first}") from None
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Unavailable(f"{' '.join(command[:2])}: {error}") from None
 
 
 def _with_includes(paths: list[Path]) -> list[Path]:
-    """The files and all files of this folder that they include, sorted."""
+    """The files and all files beside them or of this folder that they include, sorted."""
     found: dict[Path, None] = {}
     while paths:
         path = paths.pop()
         if path not in found and path.is_file():
             found[path] = None
-            paths += [path.parent / name for name in re.findall(r'#include "(.+)"', path.read_text())]
+            names = re.findall(r'#include "(.+)"', path.read_text())
+            paths += [folder / name for name in names for folder in (path.parent, ROOT / HERE)]
     return sorted(found)
 
 

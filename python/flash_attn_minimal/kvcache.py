@@ -258,7 +258,7 @@ def flash_attn_with_kvcache(
         made = {"out": out_view} if out is None else {}
         made |= {name: view for name, view in (("lse", lse_view), ("workspace", workspace)) if view}
         made = {name: Made(view) for name, view in made.items()}
-        _repeats.remember(sign, [args, call], arrays, views[:1], made, keys, views=[*views, out_view])
+        _repeats.remember(sign, call, arrays, views[:1], made, keys, views=[*views, out_view])
     return _results(out, out_view, lse_view)
 
 
@@ -336,7 +336,7 @@ _repeats = Repeats(
     ),
     (
         KVCacheArgs,
-        {"attention": "structs", "k_new_data": "k", "v_new_data": "v", "k_scale_data": "k_scale"}
+        {"k_new_data": "k", "v_new_data": "v", "k_scale_data": "k_scale"}
         | {"v_scale_data": "v_scale", "tree_mask": "tree_mask"}
         | {name: name for name in ("cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table")}
         | {name: name for name in ("rotary_cos", "rotary_sin")},
@@ -402,7 +402,7 @@ def _prepare_step(step: _Step) -> tuple[KVCacheArgs, AttentionArgs, list[View], 
     _put_new(call, args, views, step.k, step.v)
     lengths = step.cache_seqlens
     if isinstance(lengths, (int, np.integer)) and not isinstance(lengths, bool):
-        _shorten(args, lengths, call.seqlen_new)
+        args.seqlen_k = _keys(room, lengths, call.seqlen_new)  # the cache ends there, so it needs no lengths
     elif isinstance(lengths, (bool, float)):
         raise BadArgument(f"cache_seqlens={lengths} is neither an integer nor an array of int32")
     elif lengths is not None:
@@ -437,16 +437,15 @@ def _per_sequence(views: list[View], name: str, array: Any, batch: int) -> int |
     return view.pointer
 
 
-def _shorten(args: AttentionArgs, length: int, seqlen_new: int) -> None:
-    """One length for all sequences: the cache of the struct ends after the appended keys, so it needs no lengths."""
+def _keys(room: int, length: int, seqlen_new: int) -> int:
+    """The number of keys after a call with one length for all sequences. room: the most that an entry holds."""
     length = _integer("cache_seqlens", length, 0, 2**63 - 1)
-    if length + seqlen_new > args.seqlen_k:
-        swapped = "; the order of arguments is q, k_cache, v_cache, k, v" if seqlen_new > args.seqlen_k else ""
+    if length + seqlen_new > room:
+        swapped = "; the order of arguments is q, k_cache, v_cache, k, v" if seqlen_new > room else ""
         raise BadArgument(
-            f"cache_seqlens={length} and {seqlen_new} new keys are more than the {args.seqlen_k} keys of a cache "
-            f"entry{swapped}"
+            f"cache_seqlens={length} and {seqlen_new} new keys are more than the {room} keys of a cache entry{swapped}"
         )
-    args.seqlen_k = length + seqlen_new
+    return length + seqlen_new
 
 
 def _put_new(call: KVCacheArgs, args: AttentionArgs, views: list[View], k: Any, v: Any) -> None:
@@ -489,7 +488,7 @@ def _new_rows(name: str, shape: tuple[int, ...], batch: int, cache: View) -> str
 
 
 def _advice(view: View) -> str:
-    functional = "flash_attn_minimal.integrations.jax.flash_attn_with_kvcache returns the new cache"
+    functional = "flash_attn_minimal.jax.flash_attn_with_kvcache returns the new cache"
     return f"; {functional}" if view.door.name == "JAX" else ""
 
 

@@ -1,43 +1,53 @@
 """The exercises of docs/learn: each judge accepts our solution, refuses mistakes, and names what is not written."""
 
 import os
+import re
 import runpy
+import shutil
 import subprocess
 import sys
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, SEED
 
 FOLDER = ROOT / "docs/learn/exercises"
 if not FOLDER.is_dir() or not (ROOT / "docs/benchmarks/h200").is_dir():
     pytest.skip("docs/learn or the measurements are not beside the tests", allow_module_level=True)
 sys.path.insert(0, str(FOLDER))
 
+import broken  # noqa: E402
 import judging  # noqa: E402
+import kernels  # noqa: E402
+import simulator  # noqa: E402
 
+SOLUTIONS = FOLDER.parent / "solutions"
 EXERCISES = sorted(path.stem for path in FOLDER.glob("[0-9]*.py"))
+KERNELS = {path.stem: path.name for path in sorted(FOLDER.glob("[0-9]*.c*"))}
+FUNCTIONS = [name for name in EXERCISES if name not in KERNELS]
 
 
 def parts_of(name):
     exercise = judging.load(FOLDER / f"{name}.py")
-    solution = judging.load(FOLDER.parent / f"solutions/{name}.py")
-    return exercise, {function: getattr(solution, function) for function in exercise.TO_WRITE}
+    return exercise, judging.parts(vars(exercise), FOLDER / f"{name}.py", solution=True)
 
 
 def test_exercises_and_solutions_belong_together():
-    assert EXERCISES == sorted(path.stem for path in (FOLDER.parent / "solutions").glob("*.py"))
+    assert EXERCISES == sorted(path.stem for path in SOLUTIONS.iterdir() if path.is_file())
     assert [int(name[:2]) for name in EXERCISES] == list(range(1, len(EXERCISES) + 1))
+    for name in EXERCISES:
+        steps, ideas = judging.hints(name)
+        assert len({*steps}) == 3 and ideas, name
 
 
-@pytest.mark.parametrize("name", EXERCISES)
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_judge_accepts_the_solution(name):
     exercise, functions = parts_of(name)
     exercise.judge(**functions)  # a mistake shows its own text
     assert judging.verdict(exercise.judge, functions) == "passed"
 
 
-@pytest.mark.parametrize("name", EXERCISES)
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_an_exercise_that_is_not_written_says_so(name, monkeypatch, capsys):
     path = str(FOLDER / f"{name}.py")
     monkeypatch.setattr(sys, "argv", [path])
@@ -45,6 +55,16 @@ def test_an_exercise_that_is_not_written_says_so(name, monkeypatch, capsys):
         runpy.run_path(path, run_name="__main__")
     assert ended.value.code == 1
     assert capsys.readouterr().out.startswith(f"{name}: not written yet: {parts_of(name)[0].TO_WRITE[0]}(")
+
+
+def test_the_command_gives_hints():
+    command = [sys.executable, str(FOLDER / "02_online_softmax.py")]
+    done = subprocess.run([*command, "--hint", "3"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout[:62]) == (0, "02_online_softmax, hint 3: base = where(new_max is -inf, 0, ne")
+    done = subprocess.run([*command, "--hint", "4"], capture_output=True, text=True, timeout=60)
+    assert (
+        done.returncode == 1 and done.stderr == "usage: python 02_online_softmax.py [--solution | --hint 1, 2 or 3]\n"
+    )
 
 
 def test_the_command_judges_the_solution():
@@ -155,6 +175,32 @@ def does_not_wait(tiles, slots, full, empty, put):
         yield
 
 
+def twice_the_lanes(thread, i):
+    return 16 * (thread // 32) + thread % 32 // 4, 2 * (thread % 4) + 8 * (i // 2) + i % 2
+
+
+def waits_for_this_lap(tiles, slots, full, empty, copy):
+    for tile in range(tiles):
+        yield empty[tile % slots], tile // slots % 2
+        full[tile % slots].arrive(expect=8192)
+        copy(tile, tile % slots, full[tile % slots])
+
+
+def announces_nothing(tiles, slots, full, empty, copy):
+    for tile in range(tiles):
+        yield empty[tile % slots], (tile // slots + 1) % 2
+        full[tile % slots].arrive()
+        copy(tile, tile % slots, full[tile % slots])
+
+
+def says_so_before_reading(tiles, slots, full, empty, read):
+    for tile in range(tiles):
+        yield full[tile % slots], tile // slots % 2
+        empty[tile % slots].arrive()
+        yield full[tile % slots], tile // slots % 2
+        read(tile % slots)
+
+
 def compares_the_maximum(out, exact, plain, floor=1e-6):
     return not np.abs(out - exact).max() > 2 * np.abs(plain - exact).max() + floor
 
@@ -182,6 +228,35 @@ MISTAKES = [
     ("05_roofline", "traffic", lambda b, i, j, h, hk, d, e: 4 * b * h * j * d * e, "traffic of one query"),
     ("12_zigzag", "tokens_of", lambda r, p, n, layout: list(range(r, n, p)), "got [0, 2, 4, 6]"),
     ("12_zigzag", "work_of", lambda r, p, n, layout: n * n // (2 * p), "work"),
+    ("18_swizzle", "offset", lambda row, piece, pieces: 16 * (row * pieces + piece),
+     "ldmatrix of piece 0 of rows 0 to 7 takes 8 times as long: lanes 0 and 1 want different words of bank 0"),
+    ("18_swizzle", "offset", lambda row, piece, pieces: 16 * (row * (pieces + 1) + piece), "outside of the 8192 bytes"),
+    ("18_swizzle", "offset", lambda row, piece, pieces: 16 * (row * pieces + (piece ^ row % min(pieces, 8))),
+     "rows of 64 bytes: ldmatrix of piece 0 of rows 0 to 7 takes 2 times as long"),
+    ("18_swizzle", "offset", lambda row, piece, pieces: 16 * (row * pieces + piece % 4), "where piece 0 of row 0 is"),
+    ("19_wgmma_fragments", "place", twice_the_lanes, "place(0, 2) is (0, 8), expected (8, 0)"),
+    ("19_wgmma_fragments", "owner", lambda row, column: (row, column), "owner(8, 0) is (8, 0), expected (0, 2)"),
+    ("19_wgmma_fragments", "partners", lambda thread: list(range(thread % 4, 32, 4)), "of the 8 numbers of row 0"),
+    ("21_broken_kernels", "row_maximum", lambda: (np.eye(4), []), "row_maximum: the broken kernel is right there"),
+    ("21_broken_kernels", "two_stages", lambda: (np.eye(4), np.eye(4), ["producer"] * 8), "two_stages: the broken"),
+    ("21_broken_kernels", "visible_pairs", lambda: (100, 100),
+     "visible_pairs: the broken kernel is right there (7 of 8"),
+    ("21_broken_kernels", "visible_pairs", lambda: (0, 30), "does not promise anything for this input"),
+    ("21_broken_kernels", "fp8_sum", lambda: (np.ones(4096), np.sin(np.arange(4096))), "fp8_sum: the broken"),
+    ("21_broken_kernels", "fp8_sum", lambda: (np.full(9, 1.0), np.full(9, np.nan)),
+     "repaired kernel is wrong there too"),
+    ("21_broken_kernels", "persistent_block", lambda: ([4, 8, 4],), "persistent_block: the broken"),
+    ("21_broken_kernels", "persistent_block", lambda: [3, 3], "expected a tuple of arguments"),
+    ("21_broken_kernels", "element", lambda: ((8, 1 << 19, 8, 128), (7, 5, 0, 0)),
+     "element: the broken kernel is right"),
+    ("21_broken_kernels", "decode_steps", lambda: ([100, 100, 1000],),
+     "decode_steps: the broken kernel is right there"),
+    ("21_broken_kernels", "two_halves", lambda: (64, 100, 0, True), "two_halves: the broken kernel is right there"),
+    ("20_phases", "counts", lambda consumers: (1, 1), "producer waits for parity 0 of empty[0]"),
+    ("20_phases", "counts", lambda consumers: (consumers, consumers), "deadlock"),
+    ("20_phases", "producer", waits_for_this_lap, "producer waits for parity 0 of empty[0] (phase 0, 1 of 1 arrivals"),
+    ("20_phases", "producer", announces_nothing, "before its tile has landed"),
+    ("20_phases", "consumer", says_so_before_reading, "overwrites slot"),
 ]  # fmt: skip
 
 
@@ -190,14 +265,14 @@ def test_the_judge_refuses_mistakes(name, function, mistake, said):
     exercise, functions = parts_of(name)
     with np.errstate(all="ignore"):
         text = judging.verdict(exercise.judge, {**functions, function: mistake})
-    assert text.startswith("wrong: ") and said in text
+    assert text.startswith("wrong: ") and said in text and "\n    idea: " in text
 
 
 def test_every_exercise_has_a_mistake_that_its_judge_refuses():
-    assert {mistake[0] for mistake in MISTAKES} == set(EXERCISES)
+    assert {mistake[0] for mistake in MISTAKES} | {mistake[0] for mistake in SLIPS} == set(EXERCISES)
 
 
-@pytest.mark.parametrize("name", EXERCISES)
+@pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("result", [None, 1, (), "x", np.zeros(3)], ids=repr)
 def test_a_result_that_is_of_no_use_is_a_verdict_and_no_traceback(name, result):
     exercise, functions = parts_of(name)
@@ -222,3 +297,184 @@ def test_an_error_of_the_readers_names_his_line_and_not_the_judges(tmp_path):
         "01_stable_softmax: wrong: softmax raised AttributeError: 'numpy.ndarray' object has no attribute 'softmax'\n"
         f"    line {line}: return scores.softmax()\n"
     )
+
+
+# ---- lines inside kernels ----
+
+needs_compiler = pytest.mark.skipif(shutil.which(os.environ.get("CC") or "cc") is None, reason="no C compiler")
+
+
+def judged(name, lines, monkeypatch, optimised=False):
+    """Returns what the judge says of lines in the reader's place; it asks for no speed, as tests may be slow."""
+    if not optimised:
+        monkeypatch.setattr(kernels.c, "FLAGS", ("-std=gnu11", "-O1", "-shared", "-fPIC", "-pthread"))
+    exercise = judging.load(FOLDER / f"{name}.py")
+    kernel = kernels.Kernel(FOLDER / KERNELS[name], lines)
+    kernel.strict = 0
+    return judging.verdict(exercise.judge, {"kernel": kernel}), kernel
+
+
+C_KERNELS = [name for name, file in KERNELS.items() if file.endswith(".c")]
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", C_KERNELS)
+def test_lines_of_the_solution_pass_and_stand_under_a_roof(name, monkeypatch):
+    said, kernel = judged(name, (SOLUTIONS / KERNELS[name]).read_text(), monkeypatch, optimised=True)
+    assert said == "passed"
+    found = re.search(
+        r"([\d.]+) GFLOP/s, ([\d.]+) times the slow lines.*roof: (\d+) GFLOP/s.*You reach (\d+) %", kernel.said
+    )
+    speed, _, roof, share = map(float, found.groups())
+    assert 0 < speed < roof and abs(100 * speed / roof - share) < 1
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", C_KERNELS)
+def test_a_kernel_without_the_readers_lines_says_so_and_its_slow_lines_are_right(name, monkeypatch):
+    assert (
+        judged(name, None, monkeypatch)[0] == f"not written yet: the lines between #else and #endif of {KERNELS[name]}"
+    )
+    kernel = kernels.Kernel(FOLDER / KERNELS[name])
+    call = kernel.attention
+    monkeypatch.setattr(kernel, "attention", lambda *arrays: call(*arrays, slow=True))
+    kernels.check(kernel)
+
+
+SLIPS = [  # exercise, what the solution has, what a reader writes first, what the judge says
+    ("14_one_pass", "sum *= factor;", ";", "maxima that rise (32 queries, 256 keys"),
+    ("14_one_pass", "out[d] *= factor", "out[d] *= 1", "lse is right everywhere; out[batch, row, head, dim]"),
+    ("14_one_pass", "float max = -INFINITY", "float max = 0", "scores far below 0"),
+    ("14_one_pass", "float new_max = max;", "float new_max = -INFINITY;", "maxima that fall"),
+    ("14_one_pass", "s[j] - new_max);", "s[j]); new_max = 0;", "scores beyond 88"),
+    ("14_one_pass", "seen - j0 < kPiece ? seen - j0 : kPiece", "kPiece", "one query, one key"),
+    ("14_one_pass", "scale, s);", "scale, s + j0 % 128);", "wrote past the end of its scratch memory"),
+    ("14_one_pass", "seen > 0 ? max + logf(sum)", "1 ? logf(sum)", "lse[batch, head, row]"),
+    ("15_tile_loops", "first + rows - 1", "first", "a causal mask (77 queries"),
+    ("15_tile_loops", "j0 < last", "j0 + kBlockN <= last", "one query, one key"),
+    ("15_tile_loops", "first + i) - j0", "first + i)", "a causal mask (77 queries"),
+    ("15_tile_loops", "a->seqlen_k - j0 < kBlockN ? a->seqlen_k - j0 : kBlockN", "kBlockN", "one query, one key"),
+    ("16_exponential", "y = y * r + 1.0f / 6,", "", "x from 0 to -1: e^"),
+    ("16_exponential", "n * 0.693145752f - n * 1.42860677e-6f", "n * 0.693147182f", "x from -1 to -20"),
+    ("16_exponential", "x < -87.0f ? 0.0f : y", "y", "the ends: e^-inf is"),
+    ("17_worker", "int item; (item = atomic_fetch_add(&w->next, 1)) < w->items;",
+     "int item = me->number * (w->items / 2), n = w->items / 2; n-- > 0; ++item", "was computed 0 times"),
+    ("17_worker", "(item = atomic_fetch_add(&w->next, 1)) < w->items;",
+     "(item = w->next) < w->items; w->next = item + 1", "was computed 2 times"),
+    ("17_worker", "(size_t)me->number * w->a->seqlen_k", "0", "are wrong, the first at"),
+    ("14_one_pass", "out[d] /= sum", "out[d] /= total", "it does not compile"),
+]  # fmt: skip
+
+
+@needs_compiler
+@pytest.mark.parametrize("name, old, new, said", SLIPS, ids=[f"{m[0]}-{i}" for i, m in enumerate(SLIPS)])
+def test_the_judge_refuses_wrong_lines(name, old, new, said, monkeypatch):
+    lines = (SOLUTIONS / KERNELS[name]).read_text()
+    assert old in lines
+    text, _ = judged(name, lines.replace(old, new), monkeypatch)
+    assert text.startswith("wrong: ") and said in text
+    assert "\n    idea: " in text or "compile" in text
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "lines, said",
+    [("out[1 << 28] = 0;", "ended the process by SIGSEGV"), ("for (volatile int i = 0;;) i = 0;", "no answer within")],
+)
+def test_a_kernel_that_crashes_or_never_ends_is_a_verdict(lines, said):
+    kernel = kernels.Kernel(FOLDER / "14_one_pass.c", lines)
+    assert said in judging.apart(lambda: str(kernels.check(kernel)), seconds=3)
+
+
+def test_slow_lines_are_named_with_their_place(monkeypatch):
+    class Same:
+        strict, said = 1, None
+
+        def call(self, *_):
+            pass
+
+    monkeypatch.setattr(kernels, "machine", lambda: {"operations": 1e11, "bytes": 1e10})
+    with pytest.raises(
+        judging.Wrong, match="right, but .* times as fast as the slow lines; 50 times is enough\n .*roof"
+    ):
+        kernels.race(Same(), (1, 8, 8, 1, 1, 16), False, 50, seconds=0.01)
+    assert "multiply-adds set the roof: 200 GFLOP/s on 2 cores" in kernels.report(
+        (1, 1024, 1024, 1, 1, 64), False, 2, 1, 2
+    )
+    assert "so memory set the roof: 20 GFLOP/s" in kernels.report((1, 1, 1024, 4, 1, 64), False, 2, 1, 2)
+
+
+# ---- the simulator ----
+
+
+@pytest.mark.parametrize(
+    "addresses, width, times",
+    [
+        ([4 * lane for lane in range(32)], 4, 1),
+        ([128 * lane for lane in range(32)], 4, 32),
+        ([0] * 32, 4, 1),  # one word for all
+        ([8 * lane for lane in range(32)], 4, 2),
+        ([8 * lane for lane in range(32)], 8, 1),
+        ([272 * lane for lane in range(8)], 16, 1),  # padding by a piece
+        ([256 * lane for lane in range(8)], 16, 8),
+    ],
+)
+def test_bank_conflicts_by_hand(addresses, width, times):
+    assert simulator.wavefronts(addresses, width)[0] == times
+
+
+def test_a_phase_ends_with_the_last_arrival_and_the_last_byte():
+    barrier = simulator.Mbarrier("b", 2)
+    assert barrier.done(1) and not barrier.done(0)
+    barrier.arrive(expect=64)
+    barrier.land(32)
+    barrier.arrive()
+    assert not barrier.done(0) and str(barrier) == "b (phase 0, 0 of 2 arrivals and 32 bytes missing)"
+    barrier.land(32)
+    assert barrier.done(0) and barrier.pending == 2
+
+
+# ---- broken kernels ----
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_broken_kernels_are_right_for_tame_inputs_and_repaired_ones_for_all(seed):
+    exercise = judging.load(FOLDER / "21_broken_kernels.py")
+    right, rng = exercise.repaired(), np.random.default_rng((SEED, seed))
+    n = int(rng.integers(1, 6))
+    tame = {
+        "row_maximum": (rng.standard_normal((1, 8)), rng.integers(0, 4, 20).tolist()),
+        "two_stages": (*rng.standard_normal((2, 2, 4)), []),
+        "visible_pairs": (16 * n, 16 * n),
+        "fp8_sum": (rng.random(1000), rng.standard_normal(1000)),
+        "persistent_block": ([4] * n,),
+        "element": ((2, 4096, 16, 64), (1, 4000 + n, 15, 63)),
+        "decode_steps": (np.sort(rng.integers(1, 5000, n)).tolist(),),
+        "two_halves": (7, 7 + n, n, True),
+    }
+    sides = ["producer", "consumer"]
+    wild = {
+        "row_maximum": (rng.standard_normal((6, 8)), rng.integers(0, 4, 60).tolist()),
+        "two_stages": (*rng.standard_normal((2, 9, 4)), [sides[i] for i in rng.integers(0, 2, 60)]),
+        "visible_pairs": tuple(rng.integers(1, 100, 2).tolist()),
+        "fp8_sum": (rng.random(9000), rng.random(9000)),
+        "persistent_block": (rng.integers(1, 9, 9).tolist(),),
+        "element": ((1, 1 << 20, 32, 128), (0, int(rng.integers(1 << 20)), 31, 5)),
+        "decode_steps": (rng.integers(1, 5000, 9).tolist(),),
+        "two_halves": (*rng.integers(1, 20, 2).tolist(), 0, bool(rng.integers(2))),
+    }
+    for name in exercise.TO_WRITE:
+        assert exercise.LIMITS[name](*tame[name]) and exercise.LIMITS[name](*wild[name]), name
+        assert exercise.fault(name, getattr(broken, name), tame[name]) == "", name
+        for arguments in (tame[name], wild[name]):
+            assert exercise.fault(name, right[name], arguments) == "", name
+
+
+def test_an_answer_shows_only_its_own_mistake():
+    exercise, answers = parts_of("21_broken_kernels")
+    said = judging.verdict(exercise.judge, {**vars_of(exercise), "element": answers["element"]})
+    assert said == "not written yet: row_maximum() -> scores, order (1 of 8 found: element)"
+
+
+def vars_of(exercise):
+    return {name: getattr(exercise, name) for name in exercise.TO_WRITE}

@@ -1,10 +1,17 @@
-"""Runs the judge of an exercise on the reader's function, or with --solution on ours, and says what came of it."""
+"""Runs the judge of an exercise on what the reader wrote, or with --solution on ours, and says what came of it. With
+--hint 1, 2 or 3 it gives a hint instead."""
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import importlib.util
+import inspect
 import linecache
+import os
+import re
+import select
+import signal
 import sys
 import traceback
 import types
@@ -16,6 +23,10 @@ import numpy as np
 
 class Wrong(AssertionError):
     """What the judge found. The text says which call, and what was expected."""
+
+
+class Unavailable(Exception):
+    """The exercise cannot be judged here. The text says what is missing."""
 
 
 def require(condition: bool, text: str):
@@ -46,8 +57,20 @@ def load(path: Path):
     return module
 
 
-def verdict(judge: Callable, functions: dict[str, Callable]) -> str:
-    """What the judge says of the functions that an exercise asks for; "passed" if nothing is wrong."""
+def parts(exercise: dict, path: Path, solution: bool = False) -> dict[str, object]:
+    """The functions that the judge of an exercise takes, or its kernel; the reader's, or ours."""
+    ours = path.parent.parent / "solutions"
+    if "KERNEL" in exercise:
+        from kernels import Kernel
+
+        file = exercise["KERNEL"]
+        return {"kernel": Kernel(path.parent / file, (ours / file).read_text() if solution else None)}
+    found = vars(load(ours / path.name)) if solution else exercise
+    return {name: found[name] for name in exercise["TO_WRITE"]}
+
+
+def verdict(judge: Callable, written: dict[str, object]) -> str:
+    """What the judge says of the parts that an exercise asks for; "passed" if nothing is wrong."""
     returned: dict[str, object] = {}  # by the last call of each
 
     def watched(name: str, function: Callable) -> Callable:
@@ -59,16 +82,18 @@ def verdict(judge: Callable, functions: dict[str, Callable]) -> str:
         return call
 
     try:
-        judge(**{name: watched(name, function) for name, function in functions.items()})
+        judge(**{name: watched(name, part) if inspect.isroutine(part) else part for name, part in written.items()})
     except NotImplementedError as error:
         return f"not written yet: {error}"
+    except Unavailable as error:
+        return f"skipped: {error}"
     except Wrong as error:
-        return f"wrong: {error}"
+        return f"wrong: {error}{_idea(judge, str(error))}"
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
         frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-        written = [getattr(function, "__code__", None) for function in functions.values()]
-        first = next((at for at, (code, _) in enumerate(frames) if code in written), None)
+        codes = [getattr(function, "__code__", None) for function in written.values()]
+        first = next((at for at, (code, _) in enumerate(frames) if code in codes), None)
         if first is not None:  # it was raised by a function of the reader's, or by what that called
             file = frames[first][0].co_filename
             code, line = [frame for frame in frames[first:] if frame[0].co_filename == file][-1]
@@ -80,6 +105,24 @@ def verdict(judge: Callable, functions: dict[str, Callable]) -> str:
     return "passed"
 
 
+def hints(name: str) -> tuple[list[str], dict[str, str]]:
+    """Of an exercise, from hints.md: its three hints, and ideas by the words of the findings that point to them."""
+    text = Path(__file__).with_name("hints.md").read_text()
+    sections = {part.split("\n", 1)[0]: part for part in text.split("\n## ")[1:]}
+    kernel = Path(__file__).with_name(f"{name}.c").exists()
+    own = re.split(r"\n(?=[123]\. |\* `)", sections[name] + sections["Every kernel"][12:] * kernel)
+    lines = [" ".join(line.split()) for line in own]
+    steps = [line[3:] for line in lines if line[0] in "123" and line[1:3] == ". "]
+    return steps, {line.split("`")[1]: line.split("` ", 1)[1] for line in lines if line.startswith("* `")}
+
+
+def _idea(judge: Callable, found: str) -> str:
+    """The idea that is probably missing: that of the first words of hints.md that stand in what the judge found."""
+    ideas = hints(Path(judge.__globals__["__file__"]).stem)[1]
+    idea = next((idea for words, idea in ideas.items() if words in found), None)
+    return f"\n    idea: {idea}" if idea else ""
+
+
 def _short(value: object) -> str:
     if isinstance(value, np.ndarray):
         return f"an array of shape {value.shape}"
@@ -88,13 +131,49 @@ def _short(value: object) -> str:
     return "a generator" if isinstance(value, types.GeneratorType) else repr(value)[:60]
 
 
+def apart(run: Callable[[], str], seconds: float = 240) -> str:
+    """The text that `run` returns, from a process that may crash or never end: compiled code may do both."""
+    out, into = os.pipe()
+    child = os.fork()
+    if child == 0:
+        faulthandler.disable()
+        text = "wrong: the judge itself failed"
+        try:
+            text = run()
+        except BaseException as error:
+            text += f": {error!r}"
+        finally:
+            os.write(into, text.encode())
+            os._exit(0)
+    os.close(into)
+    ready = select.select([out], [], [], seconds)[0]
+    if not ready:
+        os.kill(child, signal.SIGKILL)
+    said = os.read(out, 65536).decode() if ready else ""
+    status = os.waitpid(child, 0)[1]
+    os.close(out)
+    if not ready:
+        return f"wrong: no answer within {seconds:g} s: a loop that does not end, or threads that wait for each other"
+    name = signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else ""
+    return said or f"wrong: the kernel ended the process by {name}: it reads or writes far outside of its arrays"
+
+
 def main(names: dict):
     """The end of every exercise file: main(globals())."""
     path = Path(names["__file__"]).resolve()
-    if sys.argv[1:] == ["--solution"]:
-        names = {**names, **vars(load(path.parent.parent / "solutions" / path.name))}
-    elif sys.argv[1:]:
-        sys.exit(f"usage: python {path.name} [--solution]")
-    said = verdict(names["judge"], {name: names[name] for name in names["TO_WRITE"]})
+    words = sys.argv[1:]
+    if len(words) == 2 and words[0] == "--hint" and words[1] in ("1", "2", "3"):
+        print(f"{path.stem}, hint {words[1]}: {hints(path.stem)[0][int(words[1]) - 1]}")
+        return
+    if words not in ([], ["--solution"]):
+        sys.exit(f"usage: python {path.name} [--solution | --hint 1, 2 or 3]")
+    written = parts(names, path, bool(words))
+
+    def run() -> str:
+        said = verdict(names["judge"], written)
+        more = getattr(written.get("kernel"), "said", None)
+        return f"{said}\n    {more}" if said == "passed" and more else said
+
+    said = apart(run) if "KERNEL" in names else run()
     print(f"{path.stem}: {said}")
-    sys.exit(said != "passed")
+    sys.exit(not said.startswith("passed"))

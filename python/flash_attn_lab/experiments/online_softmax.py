@@ -5,7 +5,7 @@ A row of scores (in base 2, as in the kernels) is processed in tiles of keys. Po
 
     exact        m is the maximum of all tiles so far; O is multiplied by 2^(old m - new m) for every later tile
     skipped      like exact, but the product with 1 is left out if m moves in no row of a warp (a vote)
-    lazy         m moves only when a tile exceeds it by 2^8 (FlashAttention-4; kLazy in wgmma_sm90_plan.h)
+    lazy         m moves only when a tile exceeds it by 2^8 (FlashAttention-4; kLazy in wgmma_sm90/plan.h)
     speculative  m is the first tile's; no later maximum is computed. When the sum of a row's exponentials comes too
                  near to overflow, the warp does the tile again with its maximum (kSpeculative there)
 """
@@ -20,16 +20,16 @@ from typing import Any
 
 import numpy as np
 
-from flash_attn_minimal._commands.report import table as markdown_table
 from flash_attn_minimal.llama.cache import KVCache
 from flash_attn_minimal.llama.engine import Engine
-from flash_attn_minimal.llama.host import Host
 from flash_attn_minimal.llama.model import Llama, Rows
 from flash_attn_minimal.llama.sampling import Sampling
 from flash_attn_minimal.llama.weights import DEFAULT_CHECKPOINT, find_tokenizer, load_checkpoint
 
 from ..bench.check import round_to
 from ..bench.figure import COLOURS, MINE, figure_of
+from ..models.standard import Host, on
+from ..report import table as markdown_table
 from .experiment import Experiment, Run, register
 from .experiment import Rows as Table
 from .report import set_title
@@ -77,7 +77,7 @@ def activations(seed: int, length: int | None = None) -> Iterator[tuple[int, np.
     model = Llama(checkpoint, device)
     length = min(length or model.config.seq_len, model.config.seq_len)
     start = find_tokenizer(checkpoint).encode("")
-    writer = Engine(model.on(Host()), 1, context=length)
+    writer = Engine(on(model, Host()), 1, context=length)
     request = writer.add(start, length - len(start) + 1, Sampling(temperature=1.0, seed=seed))
     while writer.busy:
         writer.step()

@@ -1,0 +1,27 @@
+"""Exercise 17, in C. All cores: 17_worker.c.
+
+The queries of each head are cut into items of 32. The file starts threads, and every thread calls `worker`. Write it:
+every item once, by whichever thread is free, because under a causal mask later items take longer. A thread may write
+only into its part of the scratch memory: w->scratch + number * seqlen_k. The judge wants 1.3 times the speed, where
+there are at least two cores.
+
+    python docs/learn/exercises/17_worker.py
+"""
+
+import ctypes
+
+from judging import main
+from kernels import check, cores, race
+
+KERNEL = "17_worker.c"
+
+
+def judge(kernel):
+    for pause in (300, 0):  # first with pauses in the middle of an item, so that threads that share memory are seen
+        ctypes.c_int.in_dll(kernel.library(), "pause_us").value = pause
+        check(kernel)
+    race(kernel, (1, 512, 1024, 2, 2, 64), True, 1.3 if cores() > 1 else 0.8, threads=cores())
+
+
+if __name__ == "__main__":
+    main(globals())

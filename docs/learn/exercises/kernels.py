@@ -1,0 +1,224 @@
+"""The reader's lines inside a working kernel: compiled, checked against float64, timed in turns with the slow lines,
+and placed under the machine's roofline. An exercise of this kind is a file in C (or CUDA) with the slow lines in
+`#ifdef SLOW` and a place for the reader's in its `#else`, and a Python file of the same name with the judge."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import re
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from judging import Unavailable, Wrong, require
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.append(str(ROOT))
+
+from ladder import c  # noqa: E402
+from ladder import rung as ladder_rung  # noqa: E402
+
+HOLE = re.compile(r"(#else\n)((?:(?!#endif).)*?// yours(?:(?!#endif).)*)(?=#endif)", re.DOTALL)
+GUARD = 4096  # floats around every array, NaN
+FAULTS = {1: "reports that it has not enough memory", 78: "wrote past the end of its scratch memory"}
+
+
+class Kernel:
+    """The compiled file of an exercise. `lines`: what stands in the reader's place instead of what the file has."""
+
+    def __init__(self, path: Path, lines: str | None = None):
+        self.path, self.lines = path, lines
+        self.said: str | None = None  # where the reader's lines stand, once they are timed
+        self.strict = 1.0  # a factor of every speed that the judge asks for
+
+    @functools.cache  # noqa: B019
+    def library(self, slow: bool = False) -> ctypes.CDLL:
+        if shutil.which(os.environ.get("CC") or "cc") is None:
+            raise Unavailable("there is no C compiler")
+        path = self.path
+        if self.lines is not None and not slow:
+            text, count = HOLE.subn(lambda hole: f"{hole[1]}{self.lines}\n", path.read_text())
+            assert count == 1, f"{path.name} has {count} places for the reader's lines"
+            path = Path(os.environ.get(c.CACHE) or ROOT / "build/ladder") / f"{path.stem}_{hash(text) % 2**32:08x}.c"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        flags = (
+            f"-I{self.path.parent}",
+            f"-I{Path(__file__).parent}",
+            f"-I{ROOT / c.HERE}",
+            *(["-DSLOW"] if slow else []),
+        )
+        try:
+            return ctypes.CDLL(str(c.compiled((str(path),), *flags)))
+        except ladder_rung.Unavailable as error:
+            raise Wrong(f"it does not compile: {str(error).split(': ', 1)[1]}") from None
+
+    def attention(self, q, k, v, causal: bool, *, slow: bool = False):
+        """out and lse, in arrays that held NaN and lie between NaN; raises Wrong if anything else was written."""
+        arrays = [_between_nans(x) for x in (q, k, v)]
+        out, lse = (_between_nans(np.full(shape, np.nan)) for shape in (q.shape, (q.shape[0], q.shape[2], q.shape[1])))
+        before = [whole.tobytes() for whole, _ in arrays]
+        shape = c.Shape(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], causal)
+        self.call(slow, *(inner for _, inner in (*arrays, out, lse)), shape)
+        for name, (whole, _), old in zip("qkv", arrays, before, strict=True):
+            require(whole.tobytes() == old, f"it writes into {name}, or beside it")
+        for name, (whole, inner) in (("out", out), ("lse", lse)):
+            edges = np.concatenate([whole[:GUARD], whole[GUARD + inner.size :]])
+            require(np.isnan(edges).all(), f"it writes outside of {name}")
+        return out[1], lse[1]
+
+    def call(self, slow: bool, *arguments):
+        library = self.library(slow)
+        pointers = [ctypes.c_void_p(x.ctypes.data) if isinstance(x, np.ndarray) else ctypes.byref(x) for x in arguments]
+        code = library.attention_forward(*pointers)
+        if code == 77:
+            raise NotImplementedError(f"the lines between #else and #endif of {self.path.name}")
+        if code == 79:
+            item, count = (ctypes.c_int.in_dll(library, name).value for name in ("wrong_item", "wrong_count"))
+            raise Wrong(f"item {item} was computed {count} times")
+        require(code == 0, f"it {FAULTS.get(code, f'returned {code}')}")
+
+
+def _between_nans(x: np.ndarray):
+    whole = np.full(x.size + 2 * GUARD, np.nan, np.float32)
+    inner = whole[GUARD : GUARD + x.size].reshape(x.shape)
+    inner[...] = x
+    return whole, inner
+
+
+# ---- right ----
+
+
+def standard(q, k, v, causal: bool, dtype):
+    """The formula in one precision: out, lse."""
+    q, k, v = (x.astype(dtype).transpose(0, 2, 1, 3) for x in (q, k, v))
+    k, v = (np.repeat(x, q.shape[1] // k.shape[1], axis=1) for x in (k, v))
+    s = q @ k.swapaxes(2, 3) * dtype(q.shape[3] ** -0.5)
+    if causal:
+        i, j = np.indices(s.shape[2:])
+        s[..., j > i + s.shape[3] - s.shape[2]] = -np.inf
+    top = s.max(3, keepdims=True)
+    p = np.exp(s - np.where(np.isneginf(top), 0, top))
+    total = p.sum(3, keepdims=True)
+    with np.errstate(divide="ignore"):
+        lse = (np.where(np.isneginf(top), 0, top) + np.log(total))[..., 0]
+    return (p @ v / np.where(total == 0, 1, total)).transpose(0, 2, 1, 3), lse
+
+
+def inputs(batch, seqlen_q, seqlen_k, heads, heads_k, headdim, kind="random", seed=14):
+    rng = np.random.default_rng(seed)
+    q, k, v = (rng.standard_normal((batch, n, h, headdim)).astype(np.float32)
+               for n, h in ((seqlen_q, heads), (seqlen_k, heads_k), (seqlen_k, heads_k)))  # fmt: skip
+    if kind == "huge":
+        q *= 200
+    if kind in ("rising", "falling"):
+        q[...] = np.abs(q)
+        ramp = np.linspace(-1, 1, seqlen_k, dtype=np.float32) * (1 if kind == "rising" else -1)
+        k[...] = (1.5 if kind == "rising" else 60) * ramp[None, :, None, None]
+    if kind == "low":  # every score far below 0
+        q[...], k[...] = np.abs(q), -60 * np.abs(k)
+    return q, k, v
+
+
+CASES = (  # name, sizes, causal, kind of input; what tells one idea from another comes first
+    ("one tile of everything", (1, 32, 64, 1, 1, 32), False, "random"),
+    ("scores beyond 88", (1, 32, 64, 1, 1, 32), False, "huge"),
+    ("scores far below 0", (1, 32, 64, 1, 1, 32), False, "low"),
+    ("maxima that rise", (1, 32, 256, 1, 1, 32), False, "rising"),
+    ("maxima that fall", (1, 32, 256, 1, 1, 32), False, "falling"),
+    ("one query, one key", (1, 1, 1, 1, 1, 32), False, "random"),
+    ("ragged lengths", (1, 77, 203, 1, 1, 48), False, "random"),
+    ("grouped heads", (2, 33, 70, 4, 2, 32), False, "random"),
+    ("a causal mask", (1, 77, 203, 2, 1, 32), True, "random"),
+    ("a causal mask on a whole number of tiles", (1, 64, 128, 1, 1, 32), True, "random"),
+    ("rows that see no key", (1, 130, 35, 1, 1, 32), True, "random"),
+)
+
+
+def check(kernel: Kernel) -> None:
+    """Every case against float64, with a budget of four times what float32 by the formula is off; twice."""
+    kernel.library()
+    for name, sizes, causal, kind in CASES:
+        q, k, v = inputs(*sizes, kind)
+        try:
+            out, lse = kernel.attention(q, k, v, causal)
+            exact, plain = (standard(q, k, v, causal, dtype) for dtype in (np.float64, np.float32))
+            _compare("lse[batch, head, row]", lse, exact[1], plain[1])
+            _compare("out[batch, row, head, dim]", out, exact[0], plain[0], "lse is right everywhere; ")
+            again = kernel.attention(q, k, v, causal)
+            require(all(x.tobytes() == y.tobytes() for x, y in zip((out, lse), again, strict=True)),
+                    "a second call with the same inputs gives other bits")  # fmt: skip
+        except Wrong as error:
+            batch, rows, keys, heads, heads_k, headdim = sizes
+            shape = f"{rows} queries, {keys} keys, {heads}/{heads_k} heads of {headdim}, batch {batch}"
+            raise Wrong(f"{name} ({shape}): {error}") from None
+
+
+def _compare(what, got, exact, plain, before=""):
+    wrong = np.isnan(got) | (np.isneginf(got) != np.isneginf(exact))
+    known = ~wrong & np.isfinite(exact)
+    off = np.abs(np.where(known, got, 0) - np.where(known, exact, 0))
+    plain_off = np.abs(np.where(known, plain, 0) - np.where(known, exact, 0)).max(initial=0)
+    wrong |= off > 4 * plain_off + 2e-5
+    if wrong.any():
+        at = tuple(int(i) for i in np.argwhere(wrong)[0])
+        count = f"{int(wrong.sum())} of {wrong.size} are wrong"
+        raise Wrong(f"{before}{what}: {count}, the first at {at}: got {got[at]:.6g}, expected {exact[at]:.6g}")
+
+
+# ---- fast ----
+
+
+@functools.cache
+def machine() -> dict[str, float]:
+    """Of one core: multiply-adds a second times 2, and bytes a second from memory. Measured, in about 0.2 s."""
+    library = ctypes.CDLL(str(c.compiled((str(Path(__file__).with_name("machine.c")),))))
+    for name in ("operations_a_second", "bytes_a_second"):
+        getattr(library, name).restype = ctypes.c_double
+    return {"operations": library.operations_a_second(), "bytes": library.bytes_a_second()}
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def race(kernel: Kernel, sizes, causal: bool, least: float, threads: int = 1, seconds: float = 3.0) -> None:
+    """Times the slow lines and the reader's in turns until the reader's are `least` times as fast, or time is up."""
+    arrays = [*inputs(*sizes)]
+    arrays += [np.empty(arrays[0].shape, np.float32), np.empty((sizes[0], sizes[3], sizes[1]), np.float32)]
+    shape = c.Shape(*sizes, causal)
+    least *= kernel.strict
+    best = {True: np.inf, False: np.inf}
+    end = time.monotonic() + seconds
+    turns = 0
+    while turns < 3 or (best[True] < least * best[False] and time.monotonic() < end):
+        for slow in (True, False):
+            start = time.perf_counter()
+            kernel.call(slow, *arrays, shape)
+            best[slow] = min(best[slow], time.perf_counter() - start)
+        turns += 1
+    kernel.said = report(sizes, causal, best[True], best[False], threads)
+    ratio = best[True] / best[False]
+    said = f"right, but {ratio:.2f} times as fast as the slow lines; {least:g} times is enough\n    {kernel.said}"
+    busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0
+    if busy > cores() - 0.5:
+        said += f"\n    The machine is busy: a load of {busy:.1f} on {cores()} cores. Try again when it is not."
+    require(ratio >= least, said)
+
+
+def report(sizes, causal: bool, slow: float, yours: float, threads: int) -> str:
+    batch, rows, keys, heads, heads_k, headdim = sizes
+    operations = 4 * batch * heads * rows * keys * headdim / (2 if causal else 1)
+    moved = 4 * batch * headdim * (2 * heads * rows + 2 * heads_k * keys)
+    peak, bandwidth = threads * machine()["operations"], machine()["bytes"]
+    roof = min(peak, operations / moved * bandwidth)
+    what = "multiply-adds" if roof == peak else "memory"
+    return (
+        f"{operations / yours / 1e9:.1f} GFLOP/s, {slow / yours:.2f} times the slow lines; "
+        f"{operations / moved:.0f} operations a byte, so {what} set the roof: {roof / 1e9:.0f} GFLOP/s on "
+        f"{threads} core{'s' * (threads > 1)}. You reach {100 * operations / yours / roof:.0f} %"
+    )

@@ -1,0 +1,132 @@
+"""flash_attn_with_kvcache as operators of PyTorch, which graphs can hold: one that reads the cache, one that also
+writes keys and values, and one that also writes the factors of an 8-bit cache."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from .. import kvcache
+from .._arrays import torch_modes
+from .._core.checks import _flag, _integer, _number, _wants_lse, _window
+from ..errors import BadArgument, Unsupported
+
+_ARRAYS = kvcache._Step._fields[: kvcache._LENGTHS + 1]
+# The other arguments, each with its type in PyTorch's schema language. `length` is one length for all sequences.
+_NUMBERS = {
+    "length": "SymInt?", "softmax_scale": "float?", "causal": "bool", "window_left": "int", "window_right": "int",
+    "softcap": "float", "rotary_interleaved": "bool", "num_splits": "int", "attention_chunk": "int",
+    "tree_keys": "int", "batch_invariant": "bool", "programmatic": "bool", "kernel": "str?", "num_threads": "int",
+    "return_lse": "bool",
+}  # fmt: skip
+ARGUMENTS = (*_ARRAYS, *_NUMBERS)
+
+
+@functools.wraps(kvcache.flash_attn_with_kvcache)
+def flash_attn_with_kvcache(
+    q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None,
+    cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+    rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False, *, return_lse=False,
+    attention_chunk=0, sinks=None, k_scale=None, v_scale=None, tree_mask=None, tree_keys=0, batch_invariant=False,
+    programmatic=False, kernel=None, out=None, num_threads=0,
+):  # fmt: skip
+    if return_softmax_lse is not False:
+        return_lse = _wants_lse(return_lse, return_softmax_lse)
+    step = kvcache._Step(
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table, alibi_slopes,
+        sinks, k_scale, v_scale, tree_mask, cache_seqlens, softmax_scale, causal, window_size, softcap,
+        rotary_interleaved, num_splits, attention_chunk, tree_keys, batch_invariant, programmatic, kernel, num_threads,
+    )  # fmt: skip
+    given = {name: x for name, x in (step._asdict() | {"out": out}).items() if isinstance(x, torch.Tensor)}
+    if not (torch_modes.active() or not all(map(torch_modes.is_plain, given.values()))):
+        return kvcache.flash_attn_with_kvcache(**step._asdict(), return_lse=return_lse, out=out)
+    if torch_modes.records():
+        for name, x in given.items():
+            if x.requires_grad:
+                raise Unsupported(f"{name} requires a gradient, which a cache has not: call it under torch.no_grad()")
+    if out is not None:
+        raise Unsupported("out is given, which flash_attn_with_kvcache does not take where PyTorch traces it")
+    if torch_modes.transforms():
+        raise Unsupported("flash_attn_with_kvcache is not served under a transform of torch.func")
+    arguments = _packed(step, bool(_flag("return_lse", return_lse)))  # first: it checks what _operator reads
+    found, lse = _operator(step)(*arguments)
+    return (found, lse) if return_lse else found
+
+
+def _operator(step: kvcache._Step) -> Any:
+    if step.k is None:
+        return torch.ops.flash_attn_minimal.kvcache_attention
+    rows = step.k_cache.shape[1]
+    for scale in (step.k_scale, step.v_scale):
+        if scale is not None and scale.dim() == 3 and scale.shape[1] == rows:  # factors of tokens, not of heads
+            return torch.ops.flash_attn_minimal.kvcache_append_scaled
+    return torch.ops.flash_attn_minimal.kvcache_append
+
+
+def _packed(step: kvcache._Step, return_lse: bool) -> list:
+    """The arguments of the operators."""
+    lengths = step.cache_seqlens
+    by_array = isinstance(lengths, torch.Tensor)
+    arrays = [*step[: kvcache._LENGTHS], lengths if by_array else None]
+    for name, array in zip(_ARRAYS, arrays, strict=True):
+        if array is not None and not isinstance(array, torch.Tensor):
+            raise BadArgument(f"{name} is a {type(array).__name__}: where q is a tensor, it must be one too")
+    _check_axes(step.q, step.k_cache, step.v_cache)
+    if not by_array and lengths is not None and not isinstance(lengths, (int, torch.SymInt)):
+        raise BadArgument(f"cache_seqlens is a {type(lengths).__name__}: expected a tensor or an integer")
+    left, right = _window(step.window_size)
+    return [
+        *arrays, None if by_array else lengths, None if step.softmax_scale is None else float(step.softmax_scale),
+        bool(_flag("causal", step.causal)), left, right, float(_number("softcap", step.softcap)),
+        bool(_flag("rotary_interleaved", step.rotary_interleaved)),
+        *(_integer(name, getattr(step, name), -(2**31), 2**31 - 1) for name in _COUNTS),
+        bool(_flag("batch_invariant", step.batch_invariant)), bool(_flag("programmatic", step.programmatic)),
+        step.kernel, _integer("num_threads", step.num_threads, -(2**31), 2**31 - 1), return_lse,
+    ]  # fmt: skip
+
+
+_COUNTS = ("num_splits", "attention_chunk", "tree_keys")
+
+
+def _run(*arguments):
+    given = dict(zip(ARGUMENTS, arguments, strict=True))
+    given["window_size"] = given.pop("window_left"), given.pop("window_right")
+    length, return_lse = given.pop("length"), given.pop("return_lse")
+    if length is not None:
+        given["cache_seqlens"] = length
+    with torch.no_grad(), torch_modes.unwatched():
+        results = kvcache.flash_attn_with_kvcache(**given, return_lse=return_lse)
+    return results if return_lse else (results, results.new_empty(0, dtype=torch.float32))
+
+
+def _check_axes(q, k_cache, v_cache) -> None:
+    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        if x.dim() != 4:
+            raise BadArgument(f"{name} has shape {tuple(x.shape)}: expected 4 axes")
+
+
+def _fake(q, k_cache, v_cache, *rest):
+    _check_axes(q, k_cache, v_cache)
+    batch, seqlen_q, nheads, _ = q.shape
+    lse = q.new_empty((batch, nheads, seqlen_q) if rest[-1] else 0, dtype=torch.float32)
+    return q.new_empty((batch, seqlen_q, nheads, v_cache.shape[-1])), lse
+
+
+def _define(name: str, written: tuple[str, ...]) -> None:
+    """Defines an operator that writes to the arrays `written`."""
+    kinds = []
+    for array in _ARRAYS:
+        alias = f"({chr(ord('a') + written.index(array))}!)" if array in written else ""
+        kinds.append(f"Tensor{alias}{'' if array in _ARRAYS[:3] else '?'} {array}")
+    kinds += [f"{kind} {number}" for number, kind in _NUMBERS.items()]
+    name = f"flash_attn_minimal::{name}"
+    torch.library.define(name, f"({', '.join(kinds)}) -> (Tensor, Tensor)")
+    torch.library.impl(name, ("cpu", "cuda"), _run)
+    torch.library.register_fake(name, _fake)
+
+
+_define("kvcache_attention", ())
+_define("kvcache_append", ("k_cache", "v_cache"))
+_define("kvcache_append_scaled", ("k_cache", "v_cache", "k_scale", "v_scale"))
