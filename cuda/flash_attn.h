@@ -336,6 +336,71 @@ typedef struct fa_quantize_args {
 
 FA_API fa_status fa_quantize_fp8(const fa_quantize_args* args, void* stream);
 
+/* ---- calls as data ----
+ *
+ * A call whose structs are filled once, and which is made any number of times: at other addresses, through its holes, or on the same
+ * arrays with other contents. Several such calls are a recording: a program makes a whole step of a model by one fa_run_calls. */
+
+/* The function of a call. Each takes one struct and a stream. */
+typedef enum fa_operation {
+    FA_OP_ATTENTION_FORWARD = 1,     /* const fa_attention_args*, as fa_attention_forward */
+    FA_OP_ATTENTION_BACKWARD = 2,    /* const fa_attention_backward_args* */
+    FA_OP_KVCACHE_ATTENTION = 3,     /* const fa_kvcache_args* */
+    FA_OP_ATTENTION_MERGE = 4,       /* const fa_merge_args* */
+    FA_OP_QUANTIZE_FP8 = 5,          /* const fa_quantize_args* */
+    FA_OP_RMS_NORM = 6,              /* from here on, of flash_attn_transformer.h: const fa_rms_norm_args* */
+    FA_OP_ROPE = 7,                  /* const fa_rope_args* */
+    FA_OP_SWIGLU = 8,                /* const fa_swiglu_args* */
+    FA_OP_SAMPLE = 9,                /* const fa_sample_args* */
+    FA_OP_LINEAR = 10,               /* const fa_linear_args* */
+    FA_OP_W4_QUANTIZE = 11,          /* const fa_w4_quantize_args* */
+    FA_OP_W4_DEQUANTIZE = 12,        /* const fa_w4_dequantize_args* */
+    FA_OP_W4_PACK = 13,              /* const fa_w4_pack_args* */
+    FA_OP_W4_LINEAR = 14,            /* const fa_w4_linear_args* */
+    FA_OP_W4_LINEAR_CHAIN = 15,      /* const fa_w4_linear_chain_args* */
+    FA_OP_DISTRIBUTED_FORWARD = 16,  /* from here on, of flash_attn_distributed.h: const fa_group_call* */
+    FA_OP_DISTRIBUTED_BACKWARD = 17, /* const fa_group_call* */
+    FA_OP_DISTRIBUTED_DECODE = 18,   /* const fa_group_call* */
+    FA_OP_DISTRIBUTED_MERGE = 19     /* const fa_group_call* */
+} fa_operation;
+
+/* A field that gets its value when the call is made. */
+typedef struct fa_hole {
+    int32_t byte;  /* where the field begins in the image */
+    int32_t bytes; /* its size: 8 (an address, a 64-bit number) or 4 (an int32_t, from the low half of its value) */
+    int32_t value; /* n >= 0: values[n]. Below 0: the address of byte -1 - n of the image, for a struct that points to another one */
+} fa_hole;
+
+typedef struct fa_call {
+    int32_t operation; /* fa_operation */
+    int32_t reserved;
+    /* The operation's struct, followed by the structs and strings that its holes point to. A call with holes works on a copy, so threads
+     * may make one call at the same time. A call without holes reads the struct where it is; the fields below are then 0. */
+    const void* image;
+    size_t image_bytes;
+    const fa_hole* holes;
+    int32_t hole_count;
+    int32_t value_count; /* the length of `values`: holes name no others */
+} fa_call;
+
+/* Makes a call, as its own function would: the same checks, kernels, results, errors and, on a GPU, launches on `stream`. values may be
+ * NULL when no hole has one. */
+FA_API fa_status fa_run_call(const fa_call* call, const uint64_t* values, void* stream);
+
+/* The query of the operation for this very call: `plan` is what its query function fills, an fa_attention_plan or fa_distributed_plan.
+ * The size of a workspace may follow from addresses (by their alignment) and from the environment, so an earlier call's size is no
+ * answer. An operation without a query needs no workspace, and is refused here. */
+FA_API fa_status fa_query_call(const fa_call* call, const uint64_t* values, void* plan);
+
+/* Makes calls in order; all have the same values. They may be on different devices; nothing waits for a GPU between them. The first call
+ * that fails ends the list: the calls before it have been made, and neither it nor any later call has touched anything. Its status is
+ * returned, its index is in *failed_index, and fa_last_error says "calls[index] (its function): the reason". *failed_index is -1 when no
+ * call failed, or when the list itself is invalid. On the CPU all calls use one set of threads. calls may be NULL when count is 0;
+ * failed_index may be NULL. */
+FA_API fa_status fa_run_calls(const fa_call* calls, int32_t count, const uint64_t* values, int32_t* failed_index, void* stream);
+
+/* ---- the library ---- */
+
 /* The forward kernels in this build, best first for each device: index 0 .. fa_kernel_count() - 1. For any other index, name and summary
  * are NULL and device is 0. */
 FA_API int32_t fa_kernel_count(void);

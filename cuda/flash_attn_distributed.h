@@ -188,6 +188,19 @@ FA_API fa_status fa_distributed_merge_query(const fa_distributed_merge_args* arg
                                             fa_distributed_plan* plan);
 FA_API fa_status fa_distributed_merge(fa_group* group, const fa_distributed_merge_args* args, void* stream);
 
+/* ---- calls as data ---- */
+
+/* The struct of an fa_call whose operation is FA_OP_DISTRIBUTED_*: the arguments of its function, and those of its query. */
+typedef struct fa_group_call {
+    size_t struct_size;
+    fa_group* group;  /* not read by a query */
+    const void* args; /* the struct of the function: fa_distributed_args, ... */
+    int32_t kind;     /* this and the two below: read by a query alone */
+    int32_t rank;
+    int32_t size;
+    int32_t reserved;
+} fa_group_call;
+
 #ifdef __cplusplus
 }
 #endif

@@ -221,7 +221,7 @@ cudaError_t launch(const AttentionParams& p, cudaStream_t stream) {
 
 }  // namespace
 
-cudaError_t forward_minimal(const AttentionParams& p, cudaStream_t stream) {
+cudaError_t forward_minimal(const AttentionParams& p, const DeviceInfo&, cudaStream_t stream) {
     return with_dtype(p.dtype, [&](auto zero) {
         using T = decltype(zero);
         return p.headdim_v <= kFewChunks * kTile ? launch<T, kFewChunks>(p, stream) : launch<T, kMaxChunks>(p, stream);

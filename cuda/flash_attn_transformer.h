@@ -298,49 +298,21 @@ FA_API const char* fa_dense_linear_kernel_name(int32_t index);
 FA_API const char* fa_dense_linear_kernel_summary(int32_t index);
 FA_API int32_t fa_dense_linear_kernel_device(int32_t index);
 
-/* ---- several calls as one ----
- *
- * One call for a whole step of a model: a program that repeats the same calls on the same arrays (only their contents change, such as
- * lengths and tokens) fills the structs once and keeps the list. */
-
-/* The function that an fa_call names: each takes one struct and a stream. */
-typedef enum fa_operation {
-    FA_OP_ATTENTION_FORWARD = 1,  /* const fa_attention_args*, as fa_attention_forward */
-    FA_OP_ATTENTION_BACKWARD = 2, /* const fa_attention_backward_args* */
-    FA_OP_KVCACHE_ATTENTION = 3,  /* const fa_kvcache_args* */
-    FA_OP_ATTENTION_MERGE = 4,    /* const fa_merge_args* */
-    FA_OP_QUANTIZE_FP8 = 5,       /* const fa_quantize_args* */
-    FA_OP_RMS_NORM = 6,           /* const fa_rms_norm_args* */
-    FA_OP_ROPE = 7,               /* const fa_rope_args* */
-    FA_OP_SWIGLU = 8,             /* const fa_swiglu_args* */
-    FA_OP_SAMPLE = 9,             /* const fa_sample_args* */
-    FA_OP_LINEAR = 10,            /* const fa_linear_args* */
-    FA_OP_W4_QUANTIZE = 11,       /* const fa_w4_quantize_args* */
-    FA_OP_W4_DEQUANTIZE = 12,     /* const fa_w4_dequantize_args* */
-    FA_OP_W4_PACK = 13,           /* const fa_w4_pack_args* */
-    FA_OP_W4_LINEAR = 14,         /* const fa_w4_linear_args* */
-    FA_OP_W4_LINEAR_CHAIN = 15    /* const fa_w4_linear_chain_args* */
-} fa_operation;
-
-typedef struct fa_call {
-    int32_t operation; /* fa_operation */
-    int32_t reserved;
-    const void* args; /* the operation's struct */
-} fa_call;
-
-/* Makes the calls in order, each exactly as its own function would: the same checks, kernels, results and, on a GPU, launches on
- * `stream`. The calls may be on different devices; nothing waits for a GPU between them. The first call that fails ends the list: the
- * calls before it have been made, and neither it nor any later call has touched anything. Its status is returned, its index is in
- * *failed_index, and fa_last_error says "calls[index] (its function): the reason". *failed_index is -1 when no call failed, or when the
- * list itself is invalid. On the CPU all calls use one set of threads. calls may be NULL when count is 0; failed_index may be NULL. */
-FA_API fa_status fa_run_calls(const fa_call* calls, int32_t count, int32_t* failed_index, void* stream);
+/* What each kernel can serve, as text: a line for every kernel of all tables, also for those that this build lacks, with tabs between its
+ * fields:
+ *     table (forward, backward, linear, w4_linear, w4_linear_chain), name, 1 if this build has it, else 0, device
+ * and for kernels of attention
+ *     dtypes, head dims, what it refuses, what a call must have, pages of a multiple of how many keys, how rows must lie: empty, "rows"
+ *     (starts and lengths of whole 16 bytes) or "TMA" (also strides that the copy engine takes)
+ * Conditions on sizes are not listed: a query gives the reason against a call. Writes at most size bytes, the last a NUL, and returns the
+ * length of the whole text without the NUL. */
+FA_API size_t fa_kernel_limits(char* text, size_t size);
 
 /* ---- XLA ---- */
 
-/* Any operation of fa_operation as a handler of XLA's foreign function interface (openxla.org/xla/custom_call), to be registered for
- * the platforms cpu and CUDA. A handler takes an XLA_FFI_CallFrame* and returns NULL, or an XLA_FFI_Error* with the text of
- * fa_last_error. On a GPU it may be captured into a command buffer. The top of api/xla_ffi.cpp describes how the attributes of the call
- * encode its arguments. */
+/* An fa_call of flash_attn.h as a handler of XLA's foreign function interface (openxla.org/xla/custom_call), to be registered for the
+ * platforms cpu and CUDA. A handler takes an XLA_FFI_CallFrame* and returns NULL, or an XLA_FFI_Error* with the text of fa_last_error.
+ * On a GPU it may be captured into a command buffer. The top of api/xla_ffi.cpp describes the attributes. */
 FA_API void* fa_xla_call_cpu(void* call_frame);
 FA_API void* fa_xla_call_cuda(void* call_frame);
 

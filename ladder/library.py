@@ -68,6 +68,6 @@ RUNGS = (
           unit=FORWARD + "fp8_sm90/entry.cu"),
     _rung("fp8_fast_sm90", "8 bits, the sums left to the tensor cores", FP8, "cuda", EIGHT,
           options={"fast_accum": True}),
-    _rung("cute_sm90", "the loop of wgmma_sm90 from Layouts, a TiledMMA and TMA atoms", (FORWARD + "cute_sm90.cu",),
-          "cuda", SIXTEEN, language="CuTe C++", unit=FORWARD + "cute_sm90.cu"),
+    _rung("cute_sm90", "the loop of wgmma_sm90 from Layouts, a TiledMMA and TMA atoms", ("ladder/cute_/cute_sm90.cu",),
+          "cuda", SIXTEEN, language="CuTe C++", unit="ladder/cute_/cute_sm90.cu"),
 )  # fmt: skip

@@ -25,16 +25,37 @@ def report(name: str) -> dict:
     return json.loads((PAGE.parent / f"reliability/{name}.json").read_text())
 
 
+def campaigns() -> list[dict]:
+    """The campaigns of single calls on the GPU, in the order of their dates."""
+    files = [json.loads(path.read_text()) for path in (PAGE.parent / "reliability").glob("fuzz_cuda*.json")]
+    found = [campaign for data in files for campaign in data.get("campaigns", [data])]
+    return sorted(found, key=lambda campaign: campaign["date"])
+
+
+def key(row: dict) -> tuple[str, str]:
+    """(table, kernel or operation)"""
+    table = TABLES.get(row["function"], "operation")
+    return table, row["function"] if table == "operation" else row["kernel"]
+
+
 def outcomes() -> dict[tuple[str, str], Counter]:
     """(table, kernel or operation) -> the number of its cases on the GPU with each outcome."""
     found: dict[tuple[str, str], Counter] = {}
-    for campaign in (report("fuzz_cuda"), *report("fuzz_cuda_changed_kernels")["campaigns"]):
+    for campaign in campaigns():
         for row in campaign["counts"]:
-            table = TABLES.get(row["function"], "operation")
-            name = row["function"] if table == "operation" else row["kernel"]
-            if name:
-                found.setdefault((table, name), Counter())[row["outcome"]] += row["cases"]
+            if key(row)[1]:
+                found.setdefault(key(row), Counter())[row["outcome"]] += row["cases"]
     return found
+
+
+def last_commits() -> dict[tuple[str, str], str]:
+    """(table, kernel or operation) -> the commit of the last campaign with right results of it."""
+    return {
+        key(row): campaign["commit"][:7]
+        for campaign in campaigns()
+        for row in campaign["counts"]
+        if key(row)[1] and row["outcome"] == "passed"
+    }
 
 
 def rows(name: str, *key: str) -> list[dict]:
@@ -56,14 +77,15 @@ def table() -> str:
     first, again, load = rows("first_calls", "call"), report("repeats")["rows"], rows("load", "call")
     tools = rows("sanitizers", "call", "tool")
     lines = [
-        "| table | kernel | right | refused by name | wrong calls refused | first calls | 1000 times | under load | "
-        + " | ".join(TOOLS)
-        + " |",
-        "|" + "---|" * (8 + len(TOOLS)),
+        "| table | kernel | last campaign | right | refused by name | wrong calls refused | first calls | 1000 times "
+        "| under load | " + " | ".join(TOOLS) + " |",
+        "|" + "---|" * (9 + len(TOOLS)),
     ]
+    commits = last_commits()
     for (kind, name), found in sorted(outcomes().items()):
         of = lambda rows, name=name: [row["outcome"] for row in rows if row["call"] == name]  # noqa: E731
-        cells = [kind, f"`{name}`", *(str(found[key]) for key in ("passed", "refused", "rejected"))]
+        cells = [kind, f"`{name}`", commits.get((kind, name), "-")]
+        cells += [str(found[outcome]) for outcome in ("passed", "refused", "rejected")]
         cells += [marks(of(first)), marks(of(again)), marks(of(load))]
         for tool in TOOLS:
             errors = [row["errors"] for row in tools if row["call"] == name and row["tool"] == tool]

@@ -248,7 +248,7 @@ def cuda_items(names: list[str] | None = None) -> Makers:
         partial(_cache, "decode_split_sm80", half, MANY, 400, 8, 4, 128),
         partial(_cache, "decode_split_sm80", half, MANY, 400, 8, 4, 128, cache="int8"),
         partial(_cache, "decode_lanes_sm80", "float32", MANY, 400, 8, 4, 64),
-        partial(_cache, "mla_sm90", half, MANY, 400, 64, 1, 576, 512),
+        partial(_cache, "decode_mla_sm90", half, MANY, 400, 64, 1, 576, 512),
         *(
             partial(_backward, name, half, (70, 150, 260, 4, 2, headdim), deterministic)
             for name, headdim in (("wgmma_sm90", 64), ("wgmma_sm90", 128), ("wgmma_pair_sm90", 256))
@@ -324,10 +324,10 @@ def _cuda_makers() -> Makers:
         partial(_cache, "wgmma_split_sm90", half, LONG, 400, 6, 2, 128, new=3),
         partial(_float8, "fp8_sm90"),
         partial(_float8, "fp8_fast_sm90"),
-        partial(_cache, "mla_sm90", half, (700, 1000, 3), 1000, 16, 1, 576, 512),
-        partial(_cache, "mla_sm90", half, (700, 3), 720, 128, 1, 576, 512),  # pairs of blocks
-        partial(_cache, "mla_sm90", half, (700, 3), 720, 16, 1, 576, 512, splits=1),  # many tiles of a block
-        partial(_cache, "mla_sm90", half, (700, 3), 720, 128, 1, 576, 512, splits=1),
+        partial(_cache, "decode_mla_sm90", half, (700, 1000, 3), 1000, 16, 1, 576, 512),
+        partial(_cache, "decode_mla_sm90", half, (700, 3), 720, 128, 1, 576, 512),  # pairs of blocks
+        partial(_cache, "decode_mla_sm90", half, (700, 3), 720, 16, 1, 576, 512, splits=1),  # many tiles of a block
+        partial(_cache, "decode_mla_sm90", half, (700, 3), 720, 128, 1, 576, 512, splits=1),
         partial(_cache, "decode_lanes_cluster_sm90", half, (150, 70, 0), 160, 4, 4, 64, new=1),
         partial(_cache, "decode_lanes_cluster_sm90", half, (150, 70, 0), 160, 4, 4, 64, cache="int8"),
         partial(_cache, "decode_cluster_sm90", half, (700, 300, 0), 1000, 8, 2, 128),

@@ -1,17 +1,17 @@
-// xla_ffi.cpp: the operations of fa_call as custom calls of XLA. JAX calls the library through them (python/flash_attn_minimal/jax), so no
-// Python runs during a step.
+// xla_ffi.cpp: fa_call as a custom call of XLA. JAX calls the library through it (python/flash_attn_minimal/jax), so no Python runs during
+// a step.
 //
-// A call is described by its attributes, which are arrays of int64. A byte means an offset in the image:
-//   "call"     the fa_operation, and the byte of the workspace field (a pointer, then a size), -1 = no workspace. Then triples (argument,
-//              result, bytes): the call writes this argument, which has `bytes` bytes, and this result is its new value
-//   "image"    the structs of the call byte for byte, the operation's own struct first, and the strings that they point to
-//   "links"    pairs (byte, target): at this byte store the address of buffer `target` or, for target < 0, the address of byte -1 - target
-//              of the image. Buffers count arguments first, then results
-//   "devices"  the bytes of the fields that hold a device
+// The attributes of a custom call are those of an fa_call:
+//   "call"     int64: the fa_operation; whether it has a workspace (0 or 1). Then triples (argument, result, bytes): the call writes this
+//              argument, which has `bytes` bytes, and this result is its new value
+//   "image"    int64: the image, byte for byte
+//   "holes"    int32: three for each fa_hole
+// The values are the device, the address of the workspace, its size, and the addresses of the arguments and of the results.
+//
 // Usually a written argument and its result are one buffer. XLA may separate them: it forgets that they alias when it merges a call with
 // the slices around it in a loop. So the struct points to the result, and the argument's bytes are copied there if it is another buffer.
-// On a GPU the workspace is a result: memory of XLA that belongs to this call as long as a captured graph is replayed. On the CPU it is
-// allocated here.
+// On a GPU the workspace is the last result: memory of XLA that belongs to this call as long as a captured graph is replayed. On the CPU
+// it is allocated here, in the size of this call's plan.
 #include "api/xla_ffi.h"
 
 #include <cstdlib>
@@ -19,8 +19,8 @@
 #include <memory>
 #include <new>
 
-#include "api/calls.h"
 #include "api/common/status.h"
+#include "flash_attn_transformer.h"
 
 #if FA_WITH_CUDA
 #include <cuda_runtime_api.h>
@@ -44,57 +44,69 @@ fa_status copy_on_gpu([[maybe_unused]] void* to, [[maybe_unused]] const void* fr
 
 using xla::CallFrame;
 
-struct Words {
-    const int64_t* data;
+template <typename Number>
+struct Numbers {
+    const Number* data;
     int64_t size;
 };
 
-fa_status find_words(const CallFrame& frame, const char* name, Words* words) {
+template <typename Number>
+fa_status find_numbers(const CallFrame& frame, const char* name, Numbers<Number>* numbers) {
+    constexpr int32_t kType = sizeof(Number) == 8 ? xla::kInt64 : xla::kInt32;
     const xla::Attributes& attributes = frame.attributes;
     for (int64_t i = 0; i < attributes.size; ++i) {
         const xla::ByteSpan& found = *attributes.names[i];
         if (found.length != std::strlen(name) || std::memcmp(found.text, name, found.length)) continue;
         const auto* array = static_cast<const xla::Array*>(attributes.values[i]);
-        if (attributes.types[i] != xla::kArrayAttribute || array->dtype != xla::kInt64) break;
-        *words = {static_cast<const int64_t*>(array->data), int64_t(array->size)};
+        if (attributes.types[i] != xla::kArrayAttribute || array->dtype != kType) break;
+        *numbers = {static_cast<const Number*>(array->data), int64_t(array->size)};
         return FA_OK;
     }
-    return fail(FA_BAD_ARGUMENT, "attribute %s is not an array of int64: the program was made for another release of the library", name);
+    return fail(FA_BAD_ARGUMENT, "attribute %s is not an array of int%d: the program was made for another release of the library", name,
+                int(8 * sizeof(Number)));
 }
 
-// The structs of a call, with the addresses of its buffers filled in.
-class CallImage {
+// The call of a frame, and its values.
+class FrameCall {
 public:
     fa_status read(const CallFrame& frame, fa_device device) {
-        Words call, image, links, devices;
-        fa_status status = find_words(frame, "call", &call);
-        if (status == FA_OK) status = find_words(frame, "image", &image);
-        if (status == FA_OK) status = find_words(frame, "links", &links);
-        if (status == FA_OK) status = find_words(frame, "devices", &devices);
+        Numbers<int64_t> words{}, image{};
+        Numbers<int32_t> holes{};
+        fa_status status = find_numbers(frame, "call", &words);
+        if (status == FA_OK) status = find_numbers(frame, "image", &image);
+        if (status == FA_OK) status = find_numbers(frame, "holes", &holes);
         if (status != FA_OK) return status;
-        operation_ = call.size >= 2 ? find_operation(call.data[0]) : nullptr;
-        if (!operation_) return fail(FA_BAD_ARGUMENT, "attribute call names no operation of this release of the library");
-        bytes_ = image.size * int64_t(sizeof(int64_t));
-        image_.reset(new (std::nothrow) int64_t[size_t(image.size)]);
-        if (!image_) return fail(FA_OUT_OF_MEMORY, "no host memory left for the %lld bytes of a call", static_cast<long long>(bytes_));
-        std::memcpy(image_.get(), image.data, size_t(bytes_));
-        written_ = {call.data + 2, call.size - 2};
-        if (written_.size % 3) return fail(FA_BAD_ARGUMENT, "attribute call has %lld numbers", static_cast<long long>(call.size));
-        for (int64_t i = 0; i < written_.size; i += 3)
-            if (written_.data[i] < 0 || written_.data[i] >= frame.arguments.size || written_.data[i + 1] < 0 ||
-                written_.data[i + 1] >= frame.results.size)
-                return fail(FA_BAD_ARGUMENT, "argument %lld becomes result %lld in a call of %lld and %lld",
-                            static_cast<long long>(written_.data[i]), static_cast<long long>(written_.data[i + 1]),
-                            static_cast<long long>(frame.arguments.size), static_cast<long long>(frame.results.size));
-        for (int64_t i = 0; i + 1 < links.size; i += 2) {
-            void* address = nullptr;
-            if (status = find(frame, links.data[i + 1], &address); status != FA_OK) return status;
-            if (status = put(links.data[i], address); status != FA_OK) return status;
+        if (words.size < 2 || words.size % 3 != 2 || holes.size % 3)
+            return fail(FA_BAD_ARGUMENT, "attributes call and holes have %lld and %lld numbers", static_cast<long long>(words.size),
+                        static_cast<long long>(holes.size));
+        const int64_t arguments = frame.arguments.size, results = frame.results.size, buffers = arguments + results;
+        values_.reset(new (std::nothrow) uint64_t[size_t(kOfTheCall + buffers)]{uint64_t(device)});
+        if (!values_) return fail(FA_OUT_OF_MEMORY, "no host memory left for a call of %lld buffers", static_cast<long long>(buffers));
+        uint64_t* const addresses = values_.get() + kOfTheCall;
+        for (int64_t i = 0; i < buffers; ++i)
+            addresses[i] = address(i < arguments ? frame.arguments.items[i] : frame.results.items[i - arguments]);
+        written_ = {words.data + 2, words.size - 2};
+        for (int64_t i = 0; i < written_.size; i += 3) {
+            const int64_t from = written_.data[i], to = written_.data[i + 1];
+            if (from < 0 || from >= arguments || to < 0 || to >= results)
+                return fail(FA_BAD_ARGUMENT, "argument %lld becomes result %lld in a call of %lld and %lld", static_cast<long long>(from),
+                            static_cast<long long>(to), static_cast<long long>(arguments), static_cast<long long>(results));
+            addresses[from] = addresses[arguments + to];
         }
-        for (int64_t i = 0; i < devices.size; ++i)
-            if (status = put(devices.data[i], int32_t(device)); status != FA_OK) return status;
-        workspace_ = call.data[1];
-        return device == FA_CPU && workspace_ >= 0 && operation_->query ? allocate() : FA_OK;
+        static_assert(sizeof(fa_hole) == 3 * sizeof(int32_t), "the attribute is an array of fa_hole");
+        call_ = {int32_t(words.data[0]),
+                 0,
+                 image.data,
+                 size_t(image.size) * sizeof(int64_t),
+                 reinterpret_cast<const fa_hole*>(holes.data),
+                 int32_t(holes.size / 3),
+                 kOfTheCall + int32_t(buffers)};
+        if (!words.data[1]) return FA_OK;
+        if (device == FA_CPU) return allocate();
+        const xla::Buffer* const last = results ? frame.results.items[results - 1] : nullptr;
+        if (!last || last->rank != 1) return fail(FA_BAD_ARGUMENT, "the last result is not a workspace");
+        put_workspace(address(last), uint64_t(last->dims[0]));
+        return FA_OK;
     }
     // Copies written arguments to their results where these are other buffers.
     fa_status copy_written(const CallFrame& frame, fa_device device, void* stream) const {
@@ -108,47 +120,29 @@ public:
         }
         return FA_OK;
     }
-    fa_status launch(void* stream) const { return operation_->run(image_.get(), stream); }
+    fa_status launch(void* stream) const { return fa_run_call(&call_, values_.get(), stream); }
 
 private:
-    fa_status find(const CallFrame& frame, int64_t target, void** address) const {
-        const int64_t arguments = frame.arguments.size, buffers = arguments + frame.results.size;
-        if (target >= buffers || (target < 0 && -1 - target >= bytes_))
-            return fail(FA_BAD_ARGUMENT, "a link to %lld in a call of %lld buffers and %lld bytes", static_cast<long long>(target),
-                        static_cast<long long>(buffers), static_cast<long long>(bytes_));
-        if (target < 0) *address = base() + (-1 - target);
-        else *address = (target < arguments ? frame.arguments.items[target] : frame.results.items[target - arguments])->data;
-        for (int64_t i = 0; i < written_.size; i += 3)
-            if (written_.data[i] == target) *address = frame.results.items[written_.data[i + 1]]->data;
-        return FA_OK;
-    }
+    static uint64_t address(const xla::Buffer* buffer) { return reinterpret_cast<uintptr_t>(buffer->data); }
 
-    template <typename T>
-    fa_status put(int64_t byte, T value) {
-        if (byte < 0 || byte + int64_t(sizeof value) > bytes_)
-            return fail(FA_BAD_ARGUMENT, "byte %lld is outside a call of %lld bytes", static_cast<long long>(byte),
-                        static_cast<long long>(bytes_));
-        std::memcpy(base() + byte, &value, sizeof value);
-        return FA_OK;
-    }
+    void put_workspace(uint64_t at, uint64_t bytes) { values_[1] = at, values_[2] = bytes; }
 
     fa_status allocate() {
         fa_attention_plan plan;
         plan.struct_size = sizeof plan;
-        if (const fa_status status = operation_->query(image_.get(), &plan); status != FA_OK) return status;
+        if (const fa_status status = fa_query_call(&call_, values_.get(), &plan); status != FA_OK) return status;
         scratch_.reset(std::malloc(plan.workspace_bytes));
         if (!scratch_ && plan.workspace_bytes)
             return fail(FA_OUT_OF_MEMORY, "no host memory left for a workspace of %zu bytes", plan.workspace_bytes);
-        const fa_status status = put(workspace_, scratch_.get());
-        return status == FA_OK ? put(workspace_ + int64_t(sizeof(void*)), plan.workspace_bytes) : status;
+        put_workspace(reinterpret_cast<uintptr_t>(scratch_.get()), plan.workspace_bytes);
+        return FA_OK;
     }
 
-    char* base() const { return reinterpret_cast<char*>(image_.get()); }
+    static constexpr int32_t kOfTheCall = 3;  // values before the addresses
 
-    const Operation* operation_ = nullptr;
-    Words written_{nullptr, 0};  // the triples of "call"
-    std::unique_ptr<int64_t[]> image_;
-    int64_t bytes_ = 0, workspace_ = -1;
+    fa_call call_{};
+    std::unique_ptr<uint64_t[]> values_;
+    Numbers<int64_t> written_{nullptr, 0};  // the triples of "call"
     std::unique_ptr<void, decltype(&std::free)> scratch_{nullptr, std::free};
 };
 
@@ -178,7 +172,7 @@ xla::Error* handle(CallFrame* frame) {
             return nullptr;
         }
     if (frame->stage != xla::kExecuteStage) return nullptr;
-    CallImage call;
+    FrameCall call;
     if (const fa_status status = call.read(*frame, device); status != FA_OK) return answer(*frame, status);
     if (device == FA_CPU) {
         const fa_status status = call.copy_written(*frame, device, nullptr);

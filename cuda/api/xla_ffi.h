@@ -61,7 +61,7 @@ struct Api {
     Error* (*stream_get)(StreamGetArgs*);
 };
 
-constexpr int32_t kInt64 = 5;  // an XLA_FFI_DataType
+constexpr int32_t kInt32 = 4, kInt64 = 5;  // of XLA_FFI_DataType
 
 struct Buffer {  // dense, row-major
     size_t struct_size;

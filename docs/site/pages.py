@@ -18,7 +18,13 @@ from sphinx.util import logging
 # The sidebar: below each page its groups, (caption, patterns of page names). A page that no pattern names comes last.
 CONTENTS = {
     "docs/api/index": [
-        ("", [f"docs/api/{name}" for name in ("attention", "backward", "kvcache", "transformer", "distributed")]),
+        (
+            "",
+            [
+                f"docs/api/{name}"
+                for name in ("attention", "backward", "kvcache", "transformer", "distributed", "torch", "jax")
+            ],
+        ),
         ("", ["docs/api/[!c]*", "docs/api/c/flash_attn", "docs/api/c/*"]),
     ],
     "docs/learn/index": [("", ["docs/learn/*"])],

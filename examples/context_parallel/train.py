@@ -33,7 +33,7 @@ except ImportError as error:
     raise SystemExit(f"{error} (pip install torch rich)") from None
 
 from flash_attn_minimal.distributed import positions, shard
-from flash_attn_minimal.distributed.torch import close_groups, context_parallel_attention
+from flash_attn_minimal.torch import close_groups, context_parallel_attention
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from story_grammar import story  # noqa: E402

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from . import _arrays, _modes
+from . import _arrays
+from ._arrays import torch_modes
+from ._arrays.words import pass_cast
 from ._core import recordings, statistics
 from ._core.checks import (
     _OPEN,
@@ -43,7 +45,6 @@ from ._core.options import (
 from ._core.queries import Plan, kernel_table, plan_of
 from ._core.structs import DTYPES, MergeArgs, QuantizeArgs, new
 from ._trace import is_traced, traceable
-from ._words import pass_cast
 from .errors import BadArgument, Unsupported
 
 if TYPE_CHECKING:
@@ -52,13 +53,13 @@ if TYPE_CHECKING:
 
 def _is_pytorch_s(*arrays: Any) -> bool:
     """Whether PyTorch must see the call: a mode is active, or a tensor requires a gradient or is not a plain one."""
-    if _modes.active():
-        return any(isinstance(x, _modes.Tensor) for x in arrays)
-    tensors = [x for x in arrays if isinstance(x, _modes.Tensor)]
+    if torch_modes.active():
+        return any(isinstance(x, torch_modes.Tensor) for x in arrays)
+    tensors = [x for x in arrays if isinstance(x, torch_modes.Tensor)]
     if not tensors:
         return False
-    graded = _modes.records()
-    return any(graded and x.requires_grad or not _modes.is_plain(x) for x in tensors)
+    graded = torch_modes.records()
+    return any(graded and x.requires_grad or not torch_modes.is_plain(x) for x in tensors)
 
 
 @overload
@@ -163,7 +164,7 @@ def flash_attn_func(
     Arrays come from NumPy, PyTorch, CuPy, JAX, Numba, or anything with DLPack or __cuda_array_interface__; those of one
     call come from one framework and lie on one device. The result is of the caller's own type; on a GPU the work goes
     to the caller's current stream. (With JAX the call waits for its inputs and for its result.) PyTorch tensors that
-    require a gradient get one (autograd.py), and so do JAX arrays under grad and jit (jax/); other callers use
+    require a gradient get one (torch/), and so do JAX arrays under grad and jit (jax/); other callers use
     `backward`.
 
     Arguments:
@@ -462,9 +463,9 @@ def _route(
     """Runs the call as its framework requires: as an operator of PyTorch, as a part of a traced JAX program, or
     directly. more: the results of a call with statistics, else None."""
     if _is_pytorch_s(q, k, v, options.bias, options.mask, options.alibi_slopes, options.sinks):
-        from . import autograd
+        from . import torch
 
-        return autograd._differentiable(q, k, v, varlen, out, return_lse, options, sign, more)
+        return torch.autograd._differentiable(q, k, v, varlen, out, return_lse, options, sign, more)
     if is_traced(q, k, v, *(varlen or ()), *options):
         from . import jax
 

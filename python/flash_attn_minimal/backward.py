@@ -1,7 +1,7 @@
 """The gradients of attention: backward, backward_query, backward_kernels.
 
 The probabilities are computed again from q, k and lse, tile by tile, instead of being kept (Dao et al. 2022, section
-3.1 and appendix B.2), so memory is O(seqlen). The backward passes of autograd.py (PyTorch) and jax/ use this module.
+3.1 and appendix B.2), so memory is O(seqlen). The backward passes of torch/ and jax/ use this module.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import ctypes as ct
 from typing import TYPE_CHECKING, Any
 
-from . import _arrays, _modes
-from ._arrays import View
+from . import _arrays
+from ._arrays import View, torch_modes
 from ._core import recordings
 from ._core.checks import _check_contiguous, _check_last_axis, _flag
 from ._core.fields import _destination, _option, _put_dense, _put_strides, _put_tensor
@@ -117,7 +117,7 @@ def _differentiate(
     max_seqlen_k); given: the caller's dq, dk and dv, each may be None; sign: what find_gradients returned for
     `arrays`."""
     args, views = _prepare(q, k, v, lengths, options)
-    if _modes.deterministic(q):
+    if torch_modes.deterministic(q):
         args.deterministic = 1
     qv, kv, vv = views[:3]
     out_shape = (*qv.shape[:-1], vv.shape[-1])
@@ -169,7 +169,7 @@ def _differentiate(
     written = [*inputs.values(), *[one.view for one in made.values()]]
     if workspace := _launch_backward(call, args, views, written):
         made["workspace"] = Made(workspace)
-    _repeats.remember(sign, [args, call], arrays, (qv, kv, vv), made)
+    _repeats.remember(sign, call, arrays, (qv, kv, vv), made)
     return tuple(
         _summed(x, options.bias) if x is dbias else x.door.result(x) if isinstance(x, View) else x for x in results
     )
@@ -185,8 +185,7 @@ _repeats = Repeats(
     ),
     (
         AttentionBackwardArgs,
-        {f"{name}_data": name for name in ("dout", "dq", "dk", "dv", "dbias")}
-        | {"forward": "structs", "dlse": "dlse", "dsinks": "dsinks"},
+        {f"{name}_data": name for name in ("dout", "dq", "dk", "dv", "dbias")} | {"dlse": "dlse", "dsinks": "dsinks"},
     ),
 )
 
@@ -232,7 +231,7 @@ def backward_query(
     """
     lengths = _lengths("query", cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     args, views = _prepare(q, k, v, lengths, _options_of("backward_query", options))
-    if _modes.deterministic(q):
+    if torch_modes.deterministic(q):
         args.deterministic = 1
     call = new(AttentionBackwardArgs)
     call.forward = ct.pointer(args)

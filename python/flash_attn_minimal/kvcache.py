@@ -258,7 +258,7 @@ def flash_attn_with_kvcache(
         made = {"out": out_view} if out is None else {}
         made |= {name: view for name, view in (("lse", lse_view), ("workspace", workspace)) if view}
         made = {name: Made(view) for name, view in made.items()}
-        _repeats.remember(sign, [args, call], arrays, views[:1], made, keys, views=[*views, out_view])
+        _repeats.remember(sign, call, arrays, views[:1], made, keys, views=[*views, out_view])
     return _results(out, out_view, lse_view)
 
 
@@ -336,7 +336,7 @@ _repeats = Repeats(
     ),
     (
         KVCacheArgs,
-        {"attention": "structs", "k_new_data": "k", "v_new_data": "v", "k_scale_data": "k_scale"}
+        {"k_new_data": "k", "v_new_data": "v", "k_scale_data": "k_scale"}
         | {"v_scale_data": "v_scale", "tree_mask": "tree_mask"}
         | {name: name for name in ("cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table")}
         | {name: name for name in ("rotary_cos", "rotary_sin")},
@@ -489,7 +489,7 @@ def _new_rows(name: str, shape: tuple[int, ...], batch: int, cache: View) -> str
 
 
 def _advice(view: View) -> str:
-    functional = "flash_attn_minimal.integrations.jax.flash_attn_with_kvcache returns the new cache"
+    functional = "flash_attn_minimal.jax.flash_attn_with_kvcache returns the new cache"
     return f"; {functional}" if view.door.name == "JAX" else ""
 
 

@@ -9,8 +9,8 @@ from conftest import CUDA_DEVICES
 torch = pytest.importorskip("torch")
 
 import flash_attn_minimal as fa  # noqa: E402
-from flash_attn_minimal import autograd  # noqa: E402  (before the first compiled call: see its text)
 from flash_attn_minimal._core.options import Options  # noqa: E402
+from flash_attn_minimal.torch import autograd  # noqa: E402  (before the first compiled call: see its text)
 
 DEVICES = [
     "cpu",

@@ -11,7 +11,7 @@ from accuracy import Case
 from conftest import NO_CUDA, cupy, jax, ml_dtypes, torch
 
 import flash_attn_minimal as fa
-from flash_attn_minimal import _foreign
+from flash_attn_minimal._arrays import cuda_array, dlpack
 from flash_attn_minimal._core import forward, structs
 
 needs_torch = pytest.mark.skipif(torch is None, reason="PyTorch is not installed")
@@ -357,8 +357,9 @@ def launched(monkeypatch):
         def fa_attention_forward(self, args, stream):
             seen.append("launch")
 
-    monkeypatch.setattr(_foreign, "_device_of", lambda pointer: 0)
-    monkeypatch.setattr(_foreign, "_synchronize", lambda index, stream: seen.append(stream))
+    monkeypatch.setattr(cuda_array, "device_of", lambda pointer: 0)
+    for module in (cuda_array, dlpack):
+        monkeypatch.setattr(module, "synchronize", lambda index, stream: seen.append(stream))
     monkeypatch.setattr(forward, "load", Library)
     return seen
 
@@ -385,7 +386,7 @@ def test_streams_of_dlpack(launched, monkeypatch):
     q, k, v, out = (Producer(np.zeros((1, 5, 2, 8), np.float32)) for _ in range(4))
     fa.flash_attn_func(q, k, v, out=out)
     assert launched == ["launch"]
-    monkeypatch.setitem(_foreign.DLPackDoor._devices, 1, structs.CUDA)
+    monkeypatch.setitem(dlpack.DLPackDoor._devices, 1, structs.CUDA)
     fa.flash_attn_func(q, k, v, out=out)
     assert launched[1:] == ["launch", None]
 

@@ -116,13 +116,13 @@ WRAPS = {"plain": lambda f: f, "jit": jax.jit, "checkpoint": jax.checkpoint, "vm
 def test_a_loss_of_out_alone_has_no_dlse(place, wrap, monkeypatch):
     """The custom call of the gradient gets dlse only if the loss depends on lse."""
     q, k, v = _inputs(place)
-    described, real = [], fa_jax.Call._describe_backward
+    described, real = [], fa_jax._attention.Call._describe_backward
 
     def describe(self, through_lse):
         described.append(through_lse)
         return real(self, through_lse)
 
-    monkeypatch.setattr(fa_jax.Call, "_describe_backward", describe)
+    monkeypatch.setattr(fa_jax._attention.Call, "_describe_backward", describe)
 
     def gradient(loss):
         attend = WRAPS[wrap](lambda q: fa.flash_attn_func(q[None], k[:1], v[:1], return_lse=True))

@@ -485,9 +485,9 @@ try:
     f(q)
 except Exception as error:
     said = str(error).replace(chr(10), " ")
-import flash_attn_minimal.autograd
+import flash_attn_minimal.torch
 torch._dynamo.reset()
 print(said, tuple(f(q).shape))
 """)
-    assert "imported before PyTorch" in said and "import torch first, or flash_attn_minimal.autograd before" in said
+    assert "imported before PyTorch" in said and "import torch first, or flash_attn_minimal.torch before" in said
     assert said.endswith("(1, 4, 2, 8)")

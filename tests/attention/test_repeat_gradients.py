@@ -14,6 +14,7 @@ from torch_cases import DEVICES, OPTIONS, QUIET, close, compiled, options_of, qk
 
 import flash_attn_minimal as fa  # noqa: E402
 from flash_attn_minimal import _arrays  # noqa: E402
+from flash_attn_minimal._arrays import torch as torch_door  # noqa: E402
 from flash_attn_minimal._core import repeats  # noqa: E402
 from flash_attn_minimal._core.forward import repeats as forward_repeats  # noqa: E402
 from flash_attn_minimal.backward import _repeats as backward_repeats  # noqa: E402
@@ -40,7 +41,7 @@ def forget():
 def guarded(request, monkeypatch):
     """Runs a test with PyTorch's TensorGuards, and as in a PyTorch without them."""
     if request.param == "descriptions":
-        monkeypatch.setattr(_arrays, "_guards_hold", lambda torch: False)
+        monkeypatch.setattr(torch_door, "_guards_hold", lambda torch: False)
 
 
 @pytest.fixture
@@ -325,7 +326,7 @@ def test_threads_of_different_wishes(device):
 def test_guards_are_there(device, shortcuts):
     """This PyTorch has TensorGuards, and they are used: no description of the arrays is made. Only a tensor that is
     given twice is an exception."""
-    assert _arrays._guards_hold(torch)
+    assert torch_door._guards_hold(torch)
     inputs = inputs_of(device)
     for arrays in (inputs, [inputs[0], inputs[1], inputs[1]]):
         for _ in range(4):

@@ -2,13 +2,14 @@
 framework that is made up here, and a stand-in for the library records its arguments."""
 
 import ctypes as ct
+import struct
 
 import pytest
 
 import flash_attn_minimal as fa
 from flash_attn_minimal import _arrays, errors, kvcache
-from flash_attn_minimal._core import forward, library, recordings, repeats, structs
-from flash_attn_minimal._door import Door, View
+from flash_attn_minimal._arrays.door import Door, View
+from flash_attn_minimal._core import forward, library, prepared, recordings, repeats, structs
 
 WORKSPACE, STREAM = 256, 0x5EED
 
@@ -52,37 +53,62 @@ class FakeDoor(Door):
         return STREAM
 
 
+class Handed(list):
+    """The calls of the library, and the sizes of workspace that it asks for: the last one counts."""
+
+
+def filled(call, values):
+    """The image of a call with its holes filled, in memory of its own."""
+    memory = ct.create_string_buffer(ct.string_at(call.image, call.image_bytes), call.image_bytes)
+    for hole in (structs.Hole * call.hole_count).from_address(call.holes):
+        value = ct.addressof(memory) - 1 - hole.value if hole.value < 0 else numbers(values)[hole.value]
+        memory[hole.byte : hole.byte + hole.bytes] = (value % 256**hole.bytes).to_bytes(hole.bytes, "little")
+    alive.append(memory)
+    return memory
+
+
+def numbers(values):
+    return struct.unpack(f"={len(values) // 8}Q", values)
+
+
+alive = []  # the images of the calls, whose strings the tests read
+
+
 @pytest.fixture
 def handed(monkeypatch):
     """The calls of the library as (function, bytes of the structs, stream). They need workspace."""
-    calls = []
+    calls, sizes = Handed(), [WORKSPACE]
+    calls.sizes = sizes
 
     def run(lib, name, args, stream, views):
         attention = args.attention.contents if name == "kvcache_attention" else args
-        if attention.workspace_bytes < WORKSPACE:
+        if attention.workspace_bytes < sizes[-1]:
             raise errors.WorkspaceTooSmall("more")
         calls.append((name, bytes(attention), bytes(args) if attention is not args else b"", stream))
 
-    def packed(name, bytes_of_it):
-        def launch(args, stream):
-            if bytes_of_it:
-                calls.append((name, args, b"", stream))
-            else:
-                call = structs.KVCacheArgs.from_address(args)
-                calls.append((name, bytes(call.attention.contents), bytes(call), stream))
-            return library.OK
+    def launch(address, values, stream):
+        call = structs.Call.from_address(address)
+        name, memory = structs.OPERATIONS[call.operation - 1], filled(call, values)
+        if name == "kvcache_attention":
+            args = structs.KVCacheArgs.from_buffer(memory)
+            calls.append((name, bytes(args.attention.contents), bytes(args), stream))
+        else:
+            calls.append((name, bytes(structs.AttentionArgs.from_buffer(memory)), b"", stream))
+        return library.OK
 
-        return launch
+    def planned(self, values, kind=structs.AttentionPlan):
+        return structs.AttentionPlan(workspace_bytes=sizes[-1])
 
     def query(args, plan):
-        plan.workspace_bytes = WORKSPACE
+        plan.workspace_bytes = sizes[-1]
         return library.OK
 
     class Library:
         fa_attention_query = fa_kvcache_query = staticmethod(query)
 
     monkeypatch.setattr(recordings, "run", run)
-    monkeypatch.setattr(repeats, "load_packed", packed)
+    monkeypatch.setattr(repeats, "runner", lambda: launch)
+    monkeypatch.setattr(prepared.Prepared, "plan", planned)
     tables = forward.repeats, kvcache._repeats
     for module, table in zip((forward, kvcache), tables, strict=True):
         monkeypatch.setattr(module, "load", Library)
@@ -93,15 +119,15 @@ def handed(monkeypatch):
         table.clear()
 
 
-def addresses(struct, data):
+def addresses(kind, data):
     """(fields that hold an address, with their values; the remaining bytes)."""
-    filled = struct.from_buffer_copy(data)
-    found = {name: getattr(filled, name) for name, kind in struct._fields_ if kind in (ct.c_void_p, ct.c_char_p)}
+    args = kind.from_buffer_copy(data)
+    found = {name: getattr(args, name) for name, of in kind._fields_ if of in (ct.c_void_p, ct.c_char_p)}
     for name in found:
-        setattr(filled, name, None)
-    if struct is structs.KVCacheArgs:
-        filled.attention = None
-    return found, bytes(filled)
+        setattr(args, name, None)
+    if kind is structs.KVCacheArgs:
+        args.attention = None
+    return found, bytes(args)
 
 
 def same(handed, arrays):
@@ -110,9 +136,9 @@ def same(handed, arrays):
     (_, *long, long_stream), (_, *short, short_stream) = handed[-2:]
     assert long_stream == short_stream == STREAM
     places = {}
-    for struct, before, after in zip((structs.AttentionArgs, structs.KVCacheArgs), long, short, strict=False):
+    for kind, before, after in zip((structs.AttentionArgs, structs.KVCacheArgs), long, short, strict=False):
         if before or after:
-            (old, old_rest), (new, new_rest) = addresses(struct, before), addresses(struct, after)
+            (old, old_rest), (new, new_rest) = addresses(kind, before), addresses(kind, after)
             assert old_rest == new_rest
             assert {name for name, place in old.items() if place} == {name for name, place in new.items() if place}
             places |= new
@@ -176,3 +202,14 @@ def test_keys_follow_the_length(handed):
     assert any(kvcache._repeats.known.values())
     with pytest.raises(fa.BadArgument, match="cache_seqlens=64 and 1 new keys are more than the 64 keys"):
         fa.flash_attn_with_kvcache(q, cache, cache, new, new, cache_seqlens=64)
+
+
+def test_the_workspace_has_the_size_of_this_very_call(handed):
+    """The size follows from addresses and the environment, too, so a call gets what its own plan says: neither less
+    nor more than that."""
+    sizes = [256, 256, 256, 4096, 4096, 512, 512, 512]
+    for size in sizes:
+        handed.sizes.append(size)
+        fa.flash_attn_func(Fake(2, 5, 4, 8), Fake(2, 7, 2, 8), Fake(2, 7, 2, 8))
+    told = [structs.AttentionArgs.from_buffer_copy(data).workspace_bytes for _, data, *_ in handed]
+    assert told == sizes and any(forward.repeats.known.values())

@@ -445,7 +445,7 @@ def test_scratch_lives_until_the_launch_is_over(way, monkeypatch):
     options = {"num_threads": 2, "return_lse": way == "with lse"}
     monkeypatch.setattr(_launch, "_scratch", _launch._Scratch())
     monkeypatch.setattr(_repeat, "_scratch", _launch._scratch)
-    expected, alive, run = host(fa.flash_attn_func(q, k, v, **options)), [], _repeat.load_packed
+    expected, alive, run = host(fa.flash_attn_func(q, k, v, **options)), [], _repeat.runner()
     repeats.clear()
     assert _launch._scratch.place[0] is not None, "this call needs scratch"
 
@@ -460,27 +460,12 @@ def test_scratch_lives_until_the_launch_is_over(way, monkeypatch):
         launch = recordings.run
         monkeypatch.setattr(recordings, "run", lambda *a: (grow(), launch(*a)))
     else:
-        monkeypatch.setattr(
-            _repeat, "load_packed", lambda *about: lambda *a: (grow(), run(*about)(*a))[1]
-        )  # fmt: skip
+        monkeypatch.setattr(_repeat, "runner", lambda: lambda *a: (grow(), run(*a))[1])
     for _ in range(5):
         results = host(fa.flash_attn_func(q, k, v, **options))
         for got, want in zip(results, expected, strict=True):
             np.testing.assert_array_equal(got, want)
     assert alive and all(alive)
-
-
-@pytest.mark.parametrize("table", [repeats, gradients, kvcache._repeats], ids=["forward", "backward", "kvcache"])
-def test_fields_between_the_addresses(table):
-    """The packed structs equal the structs, for any set of fields and any order of the values."""
-    raw = np.random.default_rng(0).integers(0, 256, table.size, np.uint8).tobytes()
-    offsets = list(table.offsets.values())
-    layout, gaps, order = _repeat._packing(offsets, table.size)
-    values = [int.from_bytes(raw[offset : offset + 8], "little") for offset in offsets]
-    values = order(values) if order else values
-    parts = [raw[gap] for gap in gaps]
-    woven = [x for pair in zip(parts, values, strict=False) for x in pair] + parts[len(values) :]
-    assert layout.pack(*woven) == raw
 
 
 @pytest.mark.parametrize("table,kinds,constant", [
@@ -494,11 +479,11 @@ def test_fields_between_the_addresses(table):
 ], ids=["forward", "backward", "kvcache"])  # fmt: skip
 def test_every_address_is_filled_in(table, kinds, constant):
     """All fields that hold addresses are filled in, except the kernel's name and fields that no repeated call has."""
-    pointers = (ct.c_void_p, ct.c_char_p, ct.POINTER(structs.AttentionArgs))
-    start, wanted, constant = 0, [], re.compile(constant)
-    for kind in kinds:
-        names = [name for name, field in kind._fields_ if field in pointers or name == "workspace_bytes"]
-        names = [name for name in names if not constant.search(name) or name == "workspace_bytes"]
-        wanted += [start + getattr(kind, name).offset for name in names]
-        start += ct.sizeof(kind)
-    assert wanted == sorted(set(table.offsets.values()) - {structs.AttentionArgs.seqlen_k.offset})
+    pointers, constant = (ct.c_void_p, ct.c_char_p), re.compile(constant)
+    wanted = {
+        (kind, name)
+        for kind in kinds
+        for name, of in kind._fields_
+        if of in pointers and not constant.search(name) or name == "workspace_bytes"
+    }
+    assert wanted == set(table.fields.values()) - {(structs.AttentionArgs, "seqlen_k")}

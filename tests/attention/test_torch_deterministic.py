@@ -1,6 +1,7 @@
 """torch.use_deterministic_algorithms makes every backward pass of PyTorch's tensors deterministic, if it is set when
 the pass runs."""
 
+import ctypes as ct
 import sys
 
 import pytest
@@ -12,11 +13,15 @@ from torch_cases import NO_CUDA, QUIET, normal, qkv  # noqa: E402
 import flash_attn_minimal as fa  # noqa: E402
 from flash_attn_minimal import distributed  # noqa: E402
 from flash_attn_minimal._core import repeats  # noqa: E402
-from flash_attn_minimal._core.structs import AttentionBackwardArgs  # noqa: E402
+from flash_attn_minimal._core.structs import OPERATIONS, AttentionArgs, AttentionBackwardArgs, Call  # noqa: E402
 from flash_attn_minimal.distributed import calls  # noqa: E402
-from flash_attn_minimal.distributed.torch import context_parallel_attention  # noqa: E402
 from flash_attn_minimal.integrations import flash_attn as stand_in  # noqa: E402
-from flash_attn_minimal.integrations.torch import flex_attention, mods, sdpa  # noqa: E402
+from flash_attn_minimal.torch import (  # noqa: E402
+    context_parallel_attention,  # noqa: E402
+    flex_attention,
+    mods,
+    sdpa,
+)
 
 pytestmark = QUIET
 backward = sys.modules["flash_attn_minimal.backward"]  # fa.backward is the function
@@ -33,25 +38,22 @@ def restored():
 @pytest.fixture
 def asked(monkeypatch):
     """For each backward pass that reached the library, whether it was asked to be deterministic."""
-    seen, launch, load_packed = [], backward._launch_backward, repeats.load_packed
+    seen, launch, run = [], backward._launch_backward, repeats.runner()
 
     def launched(call, args, *views):
         seen.append(bool(args.deterministic))
         return launch(call, args, *views)
 
-    def packed(name, alone):
-        function = load_packed(name, alone)
-        if name != "attention_backward":
-            return function
-
-        def call(address, stream):
-            seen.append(bool(AttentionBackwardArgs.from_address(address).forward.contents.deterministic))
-            return function(address, stream)
-
-        return call
+    def running(address, values, stream):
+        call = Call.from_address(address)
+        if OPERATIONS[call.operation - 1] == "attention_backward":
+            image = ct.string_at(call.image, call.image_bytes)
+            begin = ct.sizeof(AttentionBackwardArgs)  # behind it are the arguments of the forward call
+            seen.append(bool(AttentionArgs.from_buffer_copy(image, begin).deterministic))
+        return run(address, values, stream)
 
     monkeypatch.setattr(backward, "_launch_backward", launched)
-    monkeypatch.setattr(repeats, "load_packed", packed)
+    monkeypatch.setattr(repeats, "runner", lambda: running)
     return seen
 
 

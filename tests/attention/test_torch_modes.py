@@ -31,8 +31,8 @@ from torch_cases import (  # noqa: E402
 )
 
 import flash_attn_minimal as fa  # noqa: E402
-from flash_attn_minimal import autograd  # noqa: E402
 from flash_attn_minimal._core.options import Options  # noqa: E402
+from flash_attn_minimal.torch import autograd  # noqa: E402
 from flash_attn_minimal.transformer import ops, quantized  # noqa: E402
 
 pytestmark = QUIET

@@ -28,7 +28,7 @@ from torch_cases import (  # noqa: E402
 )
 
 import flash_attn_minimal as fa  # noqa: E402
-from flash_attn_minimal import autograd  # noqa: E402, F401  (before the first compiled call: see its text)
+from flash_attn_minimal.torch import autograd  # noqa: E402, F401  (before the first compiled call: see its text)
 
 pytestmark = QUIET
 

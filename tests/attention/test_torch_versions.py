@@ -8,9 +8,10 @@ torch = pytest.importorskip("torch")
 from torch_cases import DEVICES, HEADS, HEADS_K, QUIET, normal, qkv  # noqa: E402
 
 import flash_attn_minimal as fa  # noqa: E402
-from flash_attn_minimal import _arrays, distributed  # noqa: E402
+from flash_attn_minimal import distributed  # noqa: E402
+from flash_attn_minimal import torch as integration  # noqa: E402
+from flash_attn_minimal._arrays import torch as torch_door  # noqa: E402
 from flash_attn_minimal._core.recordings import Recording  # noqa: E402
-from flash_attn_minimal.integrations import torch as integration  # noqa: E402
 from flash_attn_minimal.transformer import ops, quantized  # noqa: E402
 
 pytestmark = QUIET
@@ -27,7 +28,7 @@ def device(request):
 def guarded(request, monkeypatch):
     """Runs a test with PyTorch's TensorGuards, and as in a PyTorch without them."""
     if request.param == "descriptions":
-        monkeypatch.setattr(_arrays, "_guards_hold", lambda torch: False)
+        monkeypatch.setattr(torch_door, "_guards_hold", lambda torch: False)
 
 
 def check(write, *written, untouched=()):
@@ -154,7 +155,7 @@ def test_releases_that_count_one_tensor_at_a_time(monkeypatch):
     with torch.inference_mode():
         without = torch.zeros(1)
     x = torch.zeros(1)
-    _arrays._version_counter(torch)([x, without, x])
+    torch_door._version_counter(torch)([x, without, x])
     assert len(counted) == 2 and all(y is x for y in counted)
 
 

@@ -67,6 +67,7 @@ NUMBERS = {
     "kResourceExhausted": "XLA_FFI_Error_Code_RESOURCE_EXHAUSTED",
     "kUnimplemented": "XLA_FFI_Error_Code_UNIMPLEMENTED",
     "kInternal": "XLA_FFI_Error_Code_INTERNAL",
+    "kInt32": "XLA_FFI_DataType_S32",
     "kInt64": "XLA_FFI_DataType_S64",
     "kArrayAttribute": "XLA_FFI_AttrType_ARRAY",
     "kExecuteStage": "XLA_FFI_ExecutionStage_EXECUTE",
@@ -134,20 +135,28 @@ def test_a_call_described_for_another_library_is_refused(platform):
     jax.jit(lambda q: fa.flash_attn_func(q, q, q))(q)  # registers the handlers
     call = ffi.ffi_call("flash_attn_minimal_call", [jax.ShapeDtypeStruct(q.shape, q.dtype)])
     size = ctypes.sizeof(AttentionArgs)
+    place = AttentionArgs.q_data.offset
     good = {
-        "call": np.array([1, -1]), "image": np.frombuffer(bytes(AttentionArgs(struct_size=size)), np.int64),
-        "links": np.array([AttentionArgs.q_data.offset, 0]), "devices": np.array([AttentionArgs.device.offset]),
+        "call": np.array([1, 0]), "image": np.frombuffer(bytes(AttentionArgs(struct_size=size)), np.int64),
+        "holes": np.array([place, 8, 3, AttentionArgs.device.offset, 4, 0], np.int32),
     }  # fmt: skip
+
+    def holes(*numbers):
+        return {"holes": np.array(numbers, np.int32)}
+
     for wrong, text in (
         ({"call": None}, "attribute call is not an array of int64"),
-        ({"links": "words"}, "attribute links is not an array of int64"),
+        ({"holes": "words"}, "attribute holes is not an array of int32"),
+        ({"holes": good["holes"].astype(np.int64)}, "attribute holes is not an array of int32"),
         ({"image": good["image"].astype(np.int32)}, "attribute image is not an array of int64"),
-        ({"call": np.array([99, -1])}, "attribute call names no operation"),
-        ({"call": np.array([1])}, "attribute call names no operation"),
-        ({"links": np.array([8, 2])}, f"a link to 2 in a call of 2 buffers and {size} bytes"),
-        ({"links": np.array([8, -1 - size])}, f"a link to {-1 - size} in a call of 2 buffers"),
-        ({"links": np.array([size - 7, 0])}, f"byte {size - 7} is outside a call of {size} bytes"),
-        ({"devices": np.array([-1])}, f"byte -1 is outside a call of {size} bytes"),
+        ({"call": np.array([99, 0])}, r"operation=99 is not an fa_operation \(1 \.\. "),
+        ({"call": np.array([1])}, "attributes call and holes have 1 and 6 numbers"),
+        (holes(8, 8), "attributes call and holes have 2 and 2 numbers"),
+        (holes(8, 8, 5), rf"holes\[0\].value=5 in a call of 5 values and {size} bytes"),
+        (holes(8, 8, 0, 8, 8, -1 - size), rf"holes\[1\].value={-1 - size} in a call of 5 values and {size} bytes"),
+        (holes(size - 7, 8, 0), rf"holes\[0\] is 8 bytes at byte {size - 7}: expected 4 or 8 of the image's {size}"),
+        (holes(-1, 4, 0), r"holes\[0\] is 4 bytes at byte -1"),
+        (holes(8, 2, 0), r"holes\[0\] is 2 bytes at byte 8"),
         ({"image": np.zeros(size // 8, np.int64)}, "struct_size"),
     ):
         words = {name: x for name, x in {**good, **wrong}.items() if x is not None}

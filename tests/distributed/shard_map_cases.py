@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 import flash_attn_minimal as fa
-from flash_attn_minimal.distributed.jax import context_parallel_attention, shard_tokens, unshard_tokens
+from flash_attn_minimal.jax import context_parallel_attention, shard_tokens, unshard_tokens
 
 TOKENS = PartitionSpec(None, "context")
 AXES = {"q": 1, "k": 1, "v": 1, "out": 1, "lse": 2, "bias": 2, "mask": 2}  # the axis of tokens

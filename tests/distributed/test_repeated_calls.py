@@ -11,7 +11,7 @@ from ranks import new_groups, watchdog
 
 import flash_attn_minimal as fa
 from flash_attn_minimal import distributed as fad
-from flash_attn_minimal._door import NUMPY
+from flash_attn_minimal._arrays import NUMPY
 from flash_attn_minimal.distributed import _prepared
 
 needs_cuda = pytest.mark.skipif(bool(NO_CUDA) or torch is None, reason=NO_CUDA or "needs PyTorch")

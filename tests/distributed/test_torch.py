@@ -20,7 +20,7 @@ from torch_crew import Crew  # noqa: E402
 
 import flash_attn_minimal as fa  # noqa: E402
 from flash_attn_minimal import distributed  # noqa: E402
-from flash_attn_minimal.distributed import torch as across  # noqa: E402
+from flash_attn_minimal.torch import context_parallel as across  # noqa: E402
 
 RANKS, HEADS, HEADS_K, DIM = 4, 6, 3, 8
 LENGTHS = [0, 17, 17, 45, 46]  # one sequence is empty, one is a token
@@ -440,7 +440,7 @@ def test_ranks_that_are_threads_of_one_gpu():
 
 ENDS = """
 import sys, torch, torch.distributed as dist
-from flash_attn_minimal.distributed.torch import context_parallel_attention
+from flash_attn_minimal.torch import context_parallel_attention
 
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)

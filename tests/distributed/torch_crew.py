@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from flash_attn_minimal.distributed import torch as across
+from flash_attn_minimal.torch import context_parallel as across
 
 _PATIENCE = 120  # seconds that a function may take
 

@@ -223,7 +223,7 @@ def test_a_replay_of_what_was_refused():
     """The call was refused under the variables of the recording, so there is nothing to replay under the new ones."""
     spec = {"function": "flash_attn_func", "dtype": "bfloat16", "headdim": 64, "seed": 1}
     program = [
-        {"env": {"FLASH_ATTN_KERNEL": "mla_sm90"}},
+        {"env": {"FLASH_ATTN_KERNEL": "decode_mla_sm90"}},
         {"spec": spec, "keep": 0},
         {"env": {"FLASH_ATTN_KERNEL": None}},
     ]

@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flash_attn_minimal as fa
-from flash_attn_minimal.integrations.jax import dot_product_attention, flash_attn_with_kvcache
+from flash_attn_minimal.jax import dot_product_attention, flash_attn_with_kvcache
 from flash_attn_minimal.transformer import ops
 
 BATCH, ROWS, KEYS, HEADS, DIM = 4, 9, 13, 8, 16

@@ -201,7 +201,7 @@ def test_checkpointing_drops_the_same(device):
 @pytest.mark.parametrize("dropout_p", [0.0, 0.25])
 def test_compiled(device, dropout_p):
     """torch.compile traces a call into one graph; with dropout, around the draw of the seed, into several."""
-    pytest.importorskip("flash_attn_minimal.autograd")
+    pytest.importorskip("flash_attn_minimal.torch")
     qkv = normal(device, 2, 23, 3, HEADS, DIM)
     compiled = torch.compile(fa2.flash_attn_qkvpacked_func, fullgraph=not dropout_p, backend="aot_eager")
     for seed in (0, 1):

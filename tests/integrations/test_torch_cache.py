@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 import flash_attn_minimal as fa  # noqa: E402
-from flash_attn_minimal.integrations.torch import flash_attn_with_kvcache as attend  # noqa: E402
+from flash_attn_minimal.torch import flash_attn_with_kvcache as attend  # noqa: E402
 
 HAS_CUDA = CUDA_DEVICES and torch.cuda.is_available()
 NO_CUDA = pytest.mark.skipif(not HAS_CUDA, reason="no CUDA device for the library and PyTorch")

@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import (  # noqa: E402
 from torch.nn.attention.flex_attention import flex_attention as theirs  # noqa: E402
 
 import flash_attn_minimal as fa  # noqa: E402
-from flash_attn_minimal.integrations.torch import Form, flex_attention, mods, recognise  # noqa: E402
+from flash_attn_minimal.torch import Form, flex_attention, mods, recognise  # noqa: E402
 
 HAS_CUDA = CUDA_DEVICES and torch.cuda.is_available()
 NO_CUDA = pytest.mark.skipif(not HAS_CUDA, reason="no CUDA device for the library and PyTorch")

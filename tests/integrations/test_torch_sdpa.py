@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 from torch.utils import flop_counter  # noqa: E402
 
 import flash_attn_minimal as fa  # noqa: E402
-from flash_attn_minimal.integrations.torch import sdpa  # noqa: E402
+from flash_attn_minimal.torch import sdpa  # noqa: E402
 
 HAS_CUDA = CUDA_DEVICES and torch.cuda.is_available()
 NO_CUDA = pytest.mark.skipif(not HAS_CUDA, reason="no CUDA device for the library and PyTorch")
@@ -269,8 +269,8 @@ def test_checkpointing_drops_the_same(device):
 
 
 def test_opcheck_of_the_operator_with_a_seed():
-    from flash_attn_minimal import autograd
     from flash_attn_minimal._core.options import Options
+    from flash_attn_minimal.torch import autograd
 
     inputs = [normal("cpu", BATCH, ROWS, HEADS, DIM) for _ in range(3)]
     rest = (*[None] * 6, 0, 0, *autograd._packed(Options(dropout_p=0.5)))

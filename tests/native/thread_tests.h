@@ -90,9 +90,9 @@ struct Step {
     Step& operator=(const Step&) = delete;
 
     void run(bool as_list) {
-        if (as_list) expect_ok(fa_run_calls(calls.data(), int32_t(calls.size()), nullptr, nullptr), "fa_run_calls");
+        if (as_list) expect_ok(fa_run_calls(calls.data(), int32_t(calls.size()), nullptr, nullptr, nullptr), "fa_run_calls");
         else
-            for (const fa_call& call : calls) expect_ok(fa_run_calls(&call, 1, nullptr, nullptr), "a call");
+            for (const fa_call& call : calls) expect_ok(fa_run_call(&call, nullptr, nullptr), "a call");
     }
     bool same(const Step& other) const {
         const auto equal = [](const auto& a, const auto& b) { return !std::memcmp(a.data(), b.data(), a.size() * sizeof a[0]); };

@@ -28,7 +28,6 @@ DOCUMENTS = (
     "docs/reliability.md",
     "docs/testing.md",
 )
-PLACES = ("docs", "cuda", "ladder", "examples")
 
 
 def blocks(language):
@@ -122,23 +121,6 @@ def test_c_block_compiles_and_runs(code, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "served the call" in done.stdout
-
-
-def test_documents_name_files_that_exist():
-    """In code, and in commands; the history of development names what was there once, and `docs` may be elsewhere."""
-    pages = [page for page in sorted(ROOT.rglob("*.md")) if page.relative_to(ROOT).parts[0] in PLACES]
-    pages += [ROOT / name for name in DOCUMENTS]
-    assert len(pages) > 60
-    missing = set()
-    for page in pages:
-        if page.name != "history.md":
-            text = page.read_text()
-            named = re.findall(r"`((?:cuda|python|tests|docs|ladder|examples)/[\w./]+\.\w+)`", text)
-            named += re.findall(
-                r"^(?:PYTHONPATH=\S+ )?python ((?:tests|docs|ladder|examples)/\S+\.py)", text, re.MULTILINE
-            )
-            missing |= {f"{page.relative_to(ROOT)}: {path}" for path in named if not (ROOT / path).exists()}
-    assert not missing, f"documents name files that are not there: {sorted(missing)}"
 
 
 def test_every_function_that_the_quick_reference_recommends_is_there():

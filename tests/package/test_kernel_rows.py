@@ -32,8 +32,7 @@ ROWS = {
     "attention/forward/fp8_sm90/kernel.cuh": {"forward": ["fp8_sm90", "fp8_fast_sm90"]},
     "attention/decode/lanes/kernel.cuh": {"forward": ["decode_lanes_sm80", "decode_lanes_cluster_sm90"]},
     "attention/decode/combine.cu": {"forward": ["decode_split_sm80", "decode_ring_sm90", "decode_lanes_sm80"]},
-    "attention/decode/mla_sm90/kernel.cu": {"forward": ["mla_sm90"]},
-    "attention/decode/mla_sm90/merge.cuh": {"forward": ["mla_sm90"]},
+    "attention/decode/mla_sm90/merge.cuh": {"forward": ["decode_mla_sm90"]},
     "attention/backward/mma_sm80/side.cuh": {"backward": ["mma_sm80"]},
     "attention/backward/wgmma_sm90/rows.cu": {"backward": ["wgmma_sm90", "wgmma_pair_sm90"]},
     "attention/backward/delta.cu": {"backward": ["simple", "mma_wide_sm80"]},
@@ -73,15 +72,21 @@ def room_and_name(file: str) -> tuple[str, str]:
     return str(kernel.parent), kernel.name
 
 
-def rows_of(table: str) -> set[str]:
+def rows_of(table: str, files: set[str] = FILES) -> set[str]:
     """The kernels of one table that have a file with __global__ functions."""
-    found = {name for place in ROWS.values() if isinstance(place, dict) for name in place.get(table, ())}
-    for file in FILES - set(ROWS):
+    places = [ROWS[file] for file in files & set(ROWS)]
+    found = {name for place in places if isinstance(place, dict) for name in place.get(table, ())}
+    for file in files - set(ROWS):
         room, name = room_and_name(file)
         its_table, prefix = TABLES.get(room, ("", ""))
         if its_table == table:
             found.add(prefix + name)
     return found
+
+
+def kernels_of(file: str) -> list[tuple[str, str]]:
+    """(table, name) of the kernels that a file with __global__ functions belongs to."""
+    return [(table, name) for table in fa.kernel_tables() for name in rows_of(table, {file})]
 
 
 def gpu_kernels(table: str) -> set[str]:

@@ -11,7 +11,7 @@ KERNELS = ["common", "device"]
 # Part -> the parts below it, which it may include. The longest prefix of a file's path is its part.
 BELOW = {
     "device": [],  # instructions and launches: nothing of attention
-    "common": ["device"],
+    "common": [],
     "attention/common": KERNELS,
     "attention/kernels.h": ["attention/common", *KERNELS],
     "attention/forward": ["attention/common", "attention/kernels.h", *KERNELS],
@@ -35,14 +35,24 @@ BELOW = {
     "api/transformer": [
         *("api/common", "flash_attn_transformer.h", "transformer", "cpu/transformer", "cpu/common", "common")
     ],
-    "api/calls.h": ["flash_attn_transformer.h"],
-    "api/calls.cpp": ["api/calls.h", "api/common", "flash_attn_transformer.h", "cpu/common"],
+    "api/calls.cpp": [
+        *("api/common", "flash_attn.h", "flash_attn_transformer.h", "flash_attn_distributed.h", "cpu/common")
+    ],
     "api/xla_ffi.h": [],
-    "api/xla_ffi.cpp": ["api/xla_ffi.h", "api/calls.h", "api/common", "flash_attn_transformer.h"],
+    "api/xla_ffi.cpp": ["api/xla_ffi.h", "api/common", "flash_attn_transformer.h"],
+    "tvm_ffi": ["flash_attn.h"],
     "flash_attn_distributed.h": ["flash_attn.h"],
     "distributed": ["api/common", "flash_attn_distributed.h", "flash_attn.h", "cpu/common", *KERNELS],
     "test_flash_attn.cu": ["flash_attn.h", "flash_attn_distributed.h"],
 }
+# A kernel's folder is its own. A kernel that is built on another one includes from that one's folder, too.
+BUILT_ON = {
+    "attention/forward/wgmma_wide_sm90.cu": "attention/forward/wgmma_sm90",
+    "attention/split/wgmma_split_sm90": "attention/forward/wgmma_sm90",
+    "attention/decode/cluster_sm90": "attention/decode/lanes",
+    "attention/backward/wgmma_pair_sm90": "attention/backward/wgmma_sm90",
+}
+ROOMS = ("attention/forward", "attention/decode", "attention/split", "attention/backward", "transformer/w4")
 FILES = sorted(str(file.relative_to(CUDA)) for file in CUDA.rglob("*") if file.suffix in (".h", ".cuh", ".cu", ".cpp"))
 
 
@@ -54,13 +64,23 @@ def part_of(file):
     return max((part for part in BELOW if inside(file, part)), key=len, default=None)
 
 
+def included(file):
+    return re.findall(r'^\s*#\s*include "([^"]+)"', (CUDA / file).read_text(), re.MULTILINE)
+
+
+def folder_of(file):
+    """The folder of a kernel of several files: ROOM/KERNEL."""
+    path = file.split("/")
+    return "/".join(path[:3]) if "/".join(path[:2]) in ROOMS and len(path) > 3 and path[2] != "common" else None
+
+
 @pytest.mark.skipif(not FILES, reason="the sources are not beside the tests")
 def test_every_file_includes_only_what_lies_below_it():
     wrong = []
     for file in FILES:
         part = part_of(file)
         assert part, f"cuda/{file} belongs to no part"
-        for name in re.findall(r'^\s*#\s*include "([^"]+)"', (CUDA / file).read_text(), re.MULTILINE):
+        for name in included(file):
             if file == "test_flash_attn.cu" and name.startswith("native/"):
                 continue  # the tests' own folder
             allowed = [part, *BELOW[part]]
@@ -79,3 +99,42 @@ def test_the_parts_have_no_circle():
 
     for part in BELOW:
         below(part)
+
+
+def test_a_kernel_includes_its_own_files():
+    """No kernel includes from another kernel's folder, unless it is built on that kernel. cuda/api reads plans, which
+    are headers for the host."""
+    wrong = []
+    for file in FILES:
+        for name in included(file):
+            owner = folder_of(name)
+            at_home = owner is None or inside(file, owner) or BUILT_ON.get(folder_of(file) or file) == owner
+            if not at_home and not (file.startswith("api/") and name.endswith(".h")):
+                wrong.append(f"cuda/{file} includes {name}, a part of the kernel in cuda/{owner}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_folder_of_a_room_is_a_kernel():
+    folders = {folder for folder in map(folder_of, FILES) if folder}
+    assert len(folders) > 10
+    for folder in folders:
+        assert {f"{folder}/kernel.cu", f"{folder}/kernel.cuh"} & set(FILES), (
+            f"cuda/{folder} has no kernel.cu or kernel.cuh"
+        )
+    assert set(BUILT_ON.values()) <= folders
+
+
+def test_the_map_says_what_the_checks_allow():
+    """The table of ARCHITECTURE.md has the rooms of cuda/, and for each the rooms that BELOW allows."""
+    room = lambda path: path.split("/")[0]  # noqa: E731
+    allowed = {room(part): set() for part in BELOW}
+    for part, below in BELOW.items():
+        allowed[room(part)] |= {room(other) for other in below}
+    rows = re.findall(r"^\| (`cuda/[^|]+) \| ([^|]+) \|", (ROOT / "ARCHITECTURE.md").read_text(), re.MULTILINE)
+    seen = []
+    for names, may_include in rows:
+        rooms = re.findall(r"`cuda/([^`]+)`", names)
+        seen += rooms
+        wanted = set().union(*(allowed[name] for name in rooms)) - set(rooms)
+        assert set(re.findall(r"`([^`]+)`", may_include)) == wanted, names
+    assert sorted(seen) == sorted(allowed)

@@ -85,7 +85,7 @@ def test_a_page_of_the_reference_begins_with_what_is_on_it(site):
     assert links[:2] == ["flash_attn_minimal.flash_attn_func", "flash_attn_minimal.flash_attn_varlen_func"]
     assert "flash_attn_minimal.Plan" in links and page.index("overview") < page.index('class="sig ')
     distributed_page = (site / "docs/api/distributed.html").read_text()
-    assert "flash_attn_minimal.distributed.torch.context_parallel_attention" in re.findall(
+    assert "flash_attn_minimal.torch.context_parallel.context_parallel_attention" in re.findall(
         r'href="#(flash_attn_minimal[^"]*)"', distributed_page[: distributed_page.index('class="sig ')]
     )
 

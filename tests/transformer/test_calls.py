@@ -1,8 +1,9 @@
-"""fa_run_calls: a list of calls does the same as its calls one by one, including errors; and recordings, which use
-it."""
+"""Calls as data: fa_run_call fills the holes of one, and a list of fa_run_calls does the same as its calls one by one,
+including errors. And recordings, which use the list."""
 
 import ctypes as ct
 import re
+import struct
 import subprocess
 import sys
 
@@ -13,6 +14,9 @@ from conftest import CUDA_DEVICES, NO_CUDA, ROOT, cupy, torch
 import flash_attn_minimal as fa
 from flash_attn_minimal._core import library, recordings
 from flash_attn_minimal._core import structs as _structs
+from flash_attn_minimal._core.prepared import Prepared
+from flash_attn_minimal._core.queries import plan_of
+from flash_attn_minimal.distributed import _structs as distributed
 from flash_attn_minimal.transformer import _library as transformer
 from flash_attn_minimal.transformer import ops
 from flash_attn_minimal.transformer.quantized import W4Weight
@@ -55,9 +59,9 @@ def run_calls(calls, count=None, failed=None):
     """Calls fa_run_calls with a list of (operation, struct) or (operation, struct, reserved)."""
     table = (_structs.Call * max(len(calls), 1))()
     for call, (operation, args, *reserved) in zip(table, calls, strict=False):
-        call.operation, call.args = operation, ct.addressof(args) if args is not None else None
+        call.operation, call.image = operation, ct.addressof(args) if args is not None else None
         call.reserved = reserved[0] if reserved else 0
-    library.load().fa_run_calls(table, len(calls) if count is None else count, failed, None)
+    library.load().fa_run_calls(table, len(calls) if count is None else count, None, failed, None)
 
 
 def a_chain(count=4):
@@ -87,7 +91,7 @@ def test_a_list_is_its_calls_in_order():
 def test_an_empty_list():
     failed = ct.c_int32(7)
     run_calls([], failed=failed)
-    library.load().fa_run_calls(None, 0, None, None)
+    library.load().fa_run_calls(None, 0, None, None, None)
     assert failed.value == -1
 
 
@@ -119,17 +123,17 @@ def test_the_first_failure_ends_the_list(index, field, value, error, reason):
 
 
 @pytest.mark.parametrize("index", [0, 2])
-@pytest.mark.parametrize("operation", [0, -1, 16, 2**31 - 1])
+@pytest.mark.parametrize("operation", [0, -1, 20, 2**31 - 1])
 def test_an_unknown_operation(index, operation):
     weight, arrays, structs = a_chain(3)
     calls = [(LINEAR, args) for args in structs]
     calls[index] = operation, structs[index]
-    with pytest.raises(fa.BadArgument, match=rf"calls\[{index}\]\.operation={operation} is not an fa_operation \(1 "):
+    with pytest.raises(fa.BadArgument, match=rf"calls\[{index}\]: operation={operation} is not an fa_operation \(1 "):
         run_calls(calls)
     assert [bool(np.isnan(array).all()) for array in arrays[1:]] == [i >= index for i in range(3)]
 
 
-@pytest.mark.parametrize("name", _structs.OPERATIONS)
+@pytest.mark.parametrize("name", STRUCTS)
 def test_every_operation_is_the_function_of_its_name(name):
     """With an empty struct, or none, the list gives the same error as the function."""
     number, lib = 1 + _structs.OPERATIONS.index(name), transformer.load()
@@ -142,7 +146,7 @@ def test_every_operation_is_the_function_of_its_name(name):
 
 
 def test_numbers_are_those_of_the_header():
-    header = ROOT / "cuda" / "flash_attn_transformer.h"
+    header = ROOT / "cuda" / "flash_attn.h"
     if not header.is_file():
         pytest.skip("the headers are not beside the tests")
     text = header.read_text()
@@ -151,9 +155,22 @@ def test_numbers_are_those_of_the_header():
     assert len(re.findall(r"\bFA_OP_\w+ = ", text)) == len(_structs.OPERATIONS)
 
 
+@pytest.mark.parametrize("name", ["forward", "backward", "decode", "merge"])
+def test_operations_of_groups_are_the_functions_of_their_names(name):
+    number, args = 1 + _structs.OPERATIONS.index(f"distributed_{name}"), _structs.new(distributed.GROUP_CALLS[name])
+    function = getattr(distributed.load(), f"fa_distributed_{name}")
+    with pytest.raises(fa.BadArgument) as alone:
+        function(None, None, None)
+    with pytest.raises(fa.BadArgument) as caught:
+        run_calls([(number, args)])
+    assert str(caught.value) == f"calls[0] (fa_distributed_{name}): {alone.value}"
+    with pytest.raises(fa.BadArgument, match=r"fa_group_call.struct_size=0"):
+        run_calls([(number, distributed.GROUP_CALLS[name]())])
+
+
 @pytest.mark.parametrize("arguments, message", [
     (([], -1), "count=-1 is negative"),
-    (([(LINEAR, None, 5)],), r"calls\[0\].reserved=5 must be 0"),
+    (([(LINEAR, None, 5)],), r"calls\[0\] \(fa_linear\): fa_call.reserved=5 must be 0"),
 ])  # fmt: skip
 def test_a_bad_list(arguments, message):
     failed = ct.c_int32(7)
@@ -161,7 +178,7 @@ def test_a_bad_list(arguments, message):
         run_calls(*arguments, failed=failed)
     assert failed.value == (-1 if "count" in message else 0)
     with pytest.raises(fa.BadArgument, match="calls is NULL with count=2"):
-        library.load().fa_run_calls(None, 2, None, None)
+        library.load().fa_run_calls(None, 2, None, None, None)
 
 
 @pytest.mark.skipif(CUDA_DEVICES > 0, reason="host memory is refused there, see below")
@@ -201,6 +218,102 @@ def test_a_long_reason_is_cut():
     structs[0].kernel = b"k" * 5000
     with pytest.raises(fa.BadArgument, match=r"^calls\[0\] \(fa_linear\): kernel=kkkk"):
         run_calls([(LINEAR, structs[0])])
+
+
+# ---- holes ----
+
+
+def with_holes(args, places, values, **changed):
+    """A call of fa_linear with holes at these places, (byte, bytes, value); `values` are integers."""
+    table = (_structs.Hole * len(places))(*places)
+    call = _structs.Call(
+        LINEAR, 0, ct.addressof(args), ct.sizeof(args), ct.addressof(table), len(places), len(values)
+    )  # fmt: skip
+    for name, value in changed.items():
+        setattr(call, name, value)
+    packed = struct.pack(f"={len(values)}Q", *values)
+    if status := library.load().fa_run_call(ct.addressof(call), packed, None):
+        raise library.failure(status)
+
+
+def at(name):
+    return getattr(transformer.LinearArgs, name).offset
+
+
+def test_a_call_with_holes_is_made_on_other_arrays():
+    """Addresses, 64-bit and 32-bit numbers, and the address of a string in the image; the image stays as it is."""
+
+    class Named(ct.Structure):
+        _fields_ = [("args", transformer.LinearArgs), ("kernel", ct.c_char * 16)]
+
+    weight, (x, out), (args,) = a_chain(1)
+    image = Named(args, b"cpu_dense")
+    image.args.x_data = image.args.weight_data = image.args.out_data = None
+    image.args.rows = image.args.device = 0
+    before = bytes(image)
+    holes = [(at("weight_data"), 8, 0), (at("x_data"), 8, 1), (at("out_data"), 8, 2), (at("rows"), 8, 3)]
+    holes += [(at("device"), 4, 4), (at("kernel"), 8, -1 - Named.kernel.offset)]
+    kernels = [row["name"] for row in fa.kernel_tables()["linear"] if row["device"] == "cpu"]
+    image.kernel = kernels[0].encode()
+    before = bytes(image)
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        x, out = rng.standard_normal((2, 8), dtype=np.float32), np.full((2, 8), np.nan, np.float32)
+        values = [weight.ctypes.data, x.ctypes.data, out.ctypes.data, 2, (7 << 32) + 1]
+        with_holes(image, holes, values, image_bytes=ct.sizeof(image))
+        np.testing.assert_array_equal(out, ops.linear(x, weight))
+        assert bytes(image) == before
+    image.kernel = b"nothing"
+    with pytest.raises(fa.BadArgument, match="kernel=nothing is not a kernel"):
+        with_holes(image, holes, values, image_bytes=ct.sizeof(image))
+
+
+@pytest.mark.parametrize("hole, changed, message", [
+    ((-1, 4, 0), {}, r"holes\[0\] is 4 bytes at byte -1: expected 4 or 8 of the image's"),
+    ((8, 2, 0), {}, r"holes\[0\] is 2 bytes at byte 8"),
+    ((8, 8, 1), {}, r"holes\[0\].value=1 in a call of 1 values"),
+    ((8, 8, -1 - (1 << 20)), {}, r"holes\[0\].value=-1048577 in a call"),
+    ((at("rows"), 8, 0), {"hole_count": -1}, "hole_count=-1 is negative"),
+    ((at("rows"), 8, 0), {"image": None}, "image is NULL with hole_count=1"),
+    ((at("rows"), 8, 0), {"holes": None}, "holes is NULL with hole_count=1"),
+    ((8, 8, 0), {"image_bytes": 64}, "image_bytes=64 with a struct of "),
+    ((at("rows"), 8, 0), {"reserved": 1}, "fa_call.reserved=1 must be 0"),
+    ((at("rows"), 8, 0), {"operation": 77}, r"operation=77 is not an fa_operation"),
+])  # fmt: skip
+def test_a_bad_hole(hole, changed, message):
+    _, (_, out), (args,) = a_chain(1)
+    with pytest.raises(fa.BadArgument, match=message):
+        with_holes(args, [hole], [2], **changed)
+    assert np.isnan(out).all()
+
+
+def test_a_call_larger_than_most():
+    """An image beyond the memory that a call has at hand."""
+    weight, (x, out), (args,) = a_chain(1)
+
+    class Padded(ct.Structure):
+        _fields_ = [("args", transformer.LinearArgs), ("more", ct.c_char * 100_000)]
+
+    with_holes(Padded(args), [(at("rows"), 8, 0)], [2], image_bytes=ct.sizeof(Padded))
+    np.testing.assert_array_equal(out, ops.linear(x, weight))
+
+
+def test_the_plan_is_that_of_the_values():
+    """fa_query_call answers for the kernel and the lengths of these very values, and refuses operations without one."""
+    args = _structs.new(_structs.AttentionArgs)
+    args.device = args.dtype = args.batch = args.nheads = args.nheads_k = 1
+    args.headdim, args.seqlen_q = 64, 100
+    for name in ("q", "k", "v", "out"):
+        setattr(args, f"{name}_row_stride", 64)
+    fields = [(_structs.AttentionArgs, "seqlen_k"), (_structs.AttentionArgs, "num_threads")]
+    call = Prepared("attention_forward", args, fields)
+    for keys in (100, 3000, 100):
+        for threads in (1, 3):
+            args.seqlen_k, args.num_threads = keys, threads
+            assert call.plan(call.pack(keys, threads)).workspace_bytes == plan_of(args).workspace_bytes
+    rows = Prepared("linear", a_chain(1)[2][0], [])
+    with pytest.raises(fa.Unsupported, match="fa_linear has no query: it needs no workspace"):
+        rows.plan(b"")
 
 
 # ---- threads ----

@@ -16,11 +16,11 @@ namespace {
 
 fa_status choose_for(const fa_attention_args& args, const AttentionParams& params, const DeviceInfo& device, const Kernel** kernel,
                      Lines* why_not) {
-    return choose(args.kernel, args.device, params, device, kernel_at, "FLASH_ATTN_KERNEL", kernel, why_not);
+    return choose(args.kernel, args.device, params, device, forward_kernels(), "FLASH_ATTN_KERNEL", kernel, why_not);
 }
 fa_status choose_for(const fa_attention_args& args, const BackwardParams& params, const DeviceInfo& device, const BackwardKernel** kernel,
                      Lines* why_not) {
-    return choose(args.kernel, args.device, params, device, backward_kernel_at, "FLASH_ATTN_BACKWARD_KERNEL", kernel, why_not);
+    return choose(args.kernel, args.device, params, device, backward_kernels(), "FLASH_ATTN_BACKWARD_KERNEL", kernel, why_not);
 }
 
 // The pointer whose device runs the call; NULL if q has no elements, because an empty array may lie anywhere.
@@ -44,7 +44,7 @@ struct Call {
         return choose_for(forward, params, device, &kernel, why_not);
     }
 
-    size_t workspace() const { return kernel->workspace(params, device); }
+    size_t workspace() const { return workspace_of(*kernel, params, device); }
 
     fa_status check_workspace(size_t bytes) const {
         if (!bytes) return FA_OK;
@@ -58,7 +58,7 @@ struct Call {
         const cpu::GivenThreads threads(device.index < 0 && threads_are_given(forward.num_threads));
         const CurrentDevice scope(device.index);
         if (scope.status() != FA_OK) return scope.status();
-        return kernel->launch(params, device, stream);
+        return fa::launch(*kernel, params, device, stream);
     }
 };
 
@@ -87,19 +87,44 @@ struct ForwardCall : Call<Kernel, AttentionParams> {
             p.lse = static_cast<float*>(align_up(p.workspace, alignof(float)));
             p.workspace = static_cast<char*>(p.workspace) + lse_bytes();
         }
-        if (kernel->gives_key_sums) return kernel->launch(p, device, stream);
+        if (kernel->limits.sums_keys) return fa::launch(*kernel, p, device, stream);
         void* const statistics = align_up(p.workspace, 2 * alignof(float));
         p.workspace = static_cast<char*>(p.workspace) + statistics_bytes();
-        const fa_status status = kernel->launch(p, device, stream);
+        const fa_status status = fa::launch(*kernel, p, device, stream);
         p.workspace = statistics;
         return status == FA_OK ? launch_key_sums(p, device, stream) : status;
     }
 
 private:
     size_t lse_bytes() const { return params.key_sums && !params.lse ? rows() * sizeof(float) + 128 : 0; }
-    size_t statistics_bytes() const { return params.key_sums && !kernel->gives_key_sums ? 3 * rows() * sizeof(float) + 128 : 0; }
+    size_t statistics_bytes() const { return params.key_sums && !kernel->limits.sums_keys ? 3 * rows() * sizeof(float) + 128 : 0; }
     size_t rows() const {
         return (params.cu_seqlens_q ? size_t(params.total_q) : size_t(params.batch) * size_t(params.seqlen_q)) * size_t(params.nheads);
+    }
+};
+
+// Gradients. A kernel of a GPU is followed by the one that gives dbias and dsinks, whose workspace follows its own.
+struct BackwardCall : Call<BackwardKernel, BackwardParams> {
+    using Base = Call<BackwardKernel, BackwardParams>;
+
+    fa_status prepare(const fa_attention_backward_args* args, Pointers pointers, Lines* why_not) {
+        if (const fa_status status = Base::prepare(args, pointers, why_not); status != FA_OK) return status;
+        char text[256];
+        const char* const reason = scores_refuse(params, device, text, sizeof text);
+        return reason ? fail(FA_UNSUPPORTED, "%s", reason) : FA_OK;
+    }
+
+    size_t workspace() const { return Base::workspace() + scores_workspace(params, device); }
+
+    fa_status launch(void* stream) const {
+        if (const fa_status status = check_workspace(workspace()); status != FA_OK) return status;
+        const cpu::GivenThreads threads(device.index < 0 && threads_are_given(forward.num_threads));
+        const CurrentDevice scope(device.index);
+        if (scope.status() != FA_OK) return scope.status();
+        if (const fa_status status = fa::launch(*kernel, params, device, stream); status != FA_OK) return status;
+        BackwardParams b = params;
+        b.forward.workspace = static_cast<char*>(b.forward.workspace) + Base::workspace();
+        return launch_scores(b, device, stream);
     }
 };
 
@@ -124,12 +149,12 @@ struct CachedCall {
             if (params.q.data) params.workspace = static_cast<char*>(params.q.data) + rotated_bytes() - kAlign;
         }
         if (const fa_status status = choose_for(forward, params, device, &kernel, why_not); status != FA_OK) return status;
-        whole = append.seqlen_new > 0 && kernel->appends && kernel->appends(append, device);
+        whole = append.seqlen_new > 0 && appends(*kernel, append);
         if (whole) params = append.attention;
         return FA_OK;
     }
 
-    size_t workspace() const { return (whole ? 0 : rotated_bytes()) + kernel->workspace(params, device); }
+    size_t workspace() const { return (whole ? 0 : rotated_bytes()) + workspace_of(*kernel, params, device); }
 
     fa_status launch(void* stream) const {
         if (const size_t bytes = workspace(); bytes > forward.workspace_bytes || (bytes && !forward.workspace))
@@ -140,10 +165,10 @@ struct CachedCall {
         const cpu::GivenThreads threads(device.index < 0 && threads_are_given(forward.num_threads));
         const CurrentDevice scope(device.index);
         if (scope.status() != FA_OK) return scope.status();
-        if (whole && params.seqlen_q > 0) return kernel->launch_whole(append, device, stream);
+        if (whole && params.seqlen_q > 0) return launch_whole(append, device, stream);
         if (append_rows(append) > 0)
             if (const fa_status status = launch_append(append, device, stream); status != FA_OK) return status;
-        return params.seqlen_q > 0 ? kernel->launch(params, device, stream) : FA_OK;
+        return params.seqlen_q > 0 ? fa::launch(*kernel, params, device, stream) : FA_OK;
     }
 
 private:
@@ -174,13 +199,13 @@ fa_status fa_attention_query(const fa_attention_args* args, fa_attention_plan* p
 
 fa_status fa_attention_backward(const fa_attention_backward_args* args, void* stream) {
     const fa::cpu::FloatMode mode;
-    fa::Call<fa::BackwardKernel, fa::BackwardParams> call;
+    fa::BackwardCall call;
     if (const fa_status status = call.prepare(args, fa::Pointers::kRequired, nullptr); status != FA_OK) return status;
     return call.launch(stream);  // a call without queries, or without keys, still has gradients to set to zero
 }
 
 fa_status fa_attention_backward_query(const fa_attention_backward_args* args, fa_attention_plan* plan) {
-    return fa::query<fa::Call<fa::BackwardKernel, fa::BackwardParams>>(args, plan);
+    return fa::query<fa::BackwardCall>(args, plan);
 }
 
 fa_status fa_kvcache_attention(const fa_kvcache_args* args, void* stream) {
@@ -208,15 +233,8 @@ fa_status fa_quantize_fp8(const fa_quantize_args* args, void* stream) {
     return fa::launch_quantize(params, fa_device(args->device), stream);
 }
 
-int32_t fa_kernel_count(void) { return fa::kernel_count(); }
-const char* fa_kernel_name(int32_t index) { return fa::kernel_at(index) ? fa::kernel_at(index)->name : nullptr; }
-const char* fa_kernel_summary(int32_t index) { return fa::kernel_at(index) ? fa::kernel_at(index)->summary : nullptr; }
-int32_t fa_kernel_device(int32_t index) { return fa::kernel_at(index) ? fa::kernel_at(index)->device : 0; }
-
-int32_t fa_backward_kernel_count(void) { return fa::backward_kernel_count(); }
-const char* fa_backward_kernel_name(int32_t i) { return fa::backward_kernel_at(i) ? fa::backward_kernel_at(i)->name : nullptr; }
-const char* fa_backward_kernel_summary(int32_t i) { return fa::backward_kernel_at(i) ? fa::backward_kernel_at(i)->summary : nullptr; }
-int32_t fa_backward_kernel_device(int32_t i) { return fa::backward_kernel_at(i) ? fa::backward_kernel_at(i)->device : 0; }
+FA_KERNEL_TABLE(fa_kernel, fa::forward_kernels())
+FA_KERNEL_TABLE(fa_backward_kernel, fa::backward_kernels())
 
 const char* fa_status_name(fa_status status) {
     switch (status) {

@@ -12,7 +12,7 @@ namespace fa {
 const char* key_sums_refuses([[maybe_unused]] const AttentionParams& p, [[maybe_unused]] const DeviceInfo& device,
                              [[maybe_unused]] char* text, [[maybe_unused]] size_t size) {
 #if FA_WITH_CUDA
-    if (device.index >= 0 && key_sums_blocks(p) > kMaxGrid)
+    if (device.index >= 0 && key_sums_blocks(p) > kMostBlocks)
         return say(text, size, "key_sums of batch=%d x nheads=%d x seqlen_k=%d needs more blocks than a grid has", p.batch, p.nheads,
                    p.seqlen_k);
 #endif
@@ -24,9 +24,9 @@ fa_status launch_key_sums(const AttentionParams& p, [[maybe_unused]] const Devic
 #if FA_WITH_CUDA
 #if FA_WITH_MMA_SM80
     if (device.compute >= 80 && p.dtype != DType::kFloat32 && p.headdim <= 256)
-        return launched("key_sums_sm80", key_sums_sm80(p, static_cast<cudaStream_t>(stream)));
+        return launched("key_sums_sm80", key_sums_sm80(p, device, static_cast<cudaStream_t>(stream)));
 #endif
-    return launched("key_sums", key_sums(p, static_cast<cudaStream_t>(stream)));
+    return launched("key_sums", key_sums(p, device, static_cast<cudaStream_t>(stream)));
 #else
     return FA_UNSUPPORTED;
 #endif
@@ -50,13 +50,41 @@ fa_status clear_statistics(const AttentionParams& p, const DeviceInfo& device, [
 #endif
 }
 
+const char* scores_refuse([[maybe_unused]] const BackwardParams& b, [[maybe_unused]] const DeviceInfo& device, [[maybe_unused]] char* text,
+                          [[maybe_unused]] size_t size) {
+#if FA_WITH_CUDA
+    if (device.index < 0) return nullptr;
+    const AttentionParams& p = b.forward;
+    if (backward_scores_blocks(b) > kMostBlocks)
+        return say(text, size, "dbias of batch=%d x nheads=%d x %d x %d needs more blocks than a grid has", p.batch, p.nheads, p.seqlen_q,
+                   p.seqlen_k);
+    if (backward_delta_blocks(p) > kMostBlocks) return Limits::too_large(p, text, size);
+#endif
+    return nullptr;
+}
+
+size_t scores_workspace([[maybe_unused]] const BackwardParams& b, [[maybe_unused]] const DeviceInfo& device) {
+#if FA_WITH_CUDA
+    if (device.index >= 0) return backward_scores_workspace(b, device);
+#endif
+    return 0;
+}
+
+fa_status launch_scores([[maybe_unused]] const BackwardParams& b, [[maybe_unused]] const DeviceInfo& device,
+                        [[maybe_unused]] void* stream) {
+#if FA_WITH_CUDA
+    if (device.index >= 0) return launched("backward_scores", backward_scores(b, device, static_cast<cudaStream_t>(stream)));
+#endif
+    return FA_OK;
+}
+
 fa_status launch_append(const AppendParams& params, const DeviceInfo& device, [[maybe_unused]] void* stream) {
     if (device.index < 0) return on_host([&] { cpu::kvcache_append(params); });
 #if FA_WITH_CUDA
-    if (kvcache_append_blocks(params) > kMaxGrid)
+    if (kvcache_append_blocks(params) > kMostBlocks)
         return fail(FA_UNSUPPORTED, "batch=%d x seqlen_new=%d rows of %d heads need more blocks than a grid has", params.attention.batch,
                     params.seqlen_new, params.attention.nheads_k);
-    return launched("kvcache_append", kvcache_append(params, static_cast<cudaStream_t>(stream)));
+    return launched("kvcache_append", kvcache_append(params, device, static_cast<cudaStream_t>(stream)));
 #else
     return FA_UNSUPPORTED;
 #endif
@@ -70,7 +98,7 @@ fa_status launch_merge(const MergeParams& params, fa_device device, [[maybe_unus
 #if FA_WITH_CUDA
     const CurrentDevice scope(info.index);
     if (scope.status() != FA_OK) return scope.status();
-    return launched("merge", merge(params, static_cast<cudaStream_t>(stream)));
+    return launched("merge", merge(params, info, static_cast<cudaStream_t>(stream)));
 #else
     return FA_UNSUPPORTED;
 #endif
@@ -82,12 +110,12 @@ fa_status launch_quantize(const QuantizeParams& params, fa_device device, [[mayb
     if (params.batch == 0) return FA_OK;
     if (device == FA_CPU) return on_host([&] { cpu::quantize_fp8(params); });
 #if FA_WITH_CUDA
-    if (quantize_fp8_blocks(params) > kMaxGrid)
+    if (quantize_fp8_blocks(params) > kMostBlocks)
         return fail(FA_UNSUPPORTED, "batch=%d x nheads=%d x seqlen=%d needs more blocks than a grid has", params.batch, params.nheads,
                     params.seqlen);
     const CurrentDevice scope(info.index);
     if (scope.status() != FA_OK) return scope.status();
-    return launched("quantize_fp8", quantize_fp8(params, static_cast<cudaStream_t>(stream)));
+    return launched("quantize_fp8", quantize_fp8(params, info, static_cast<cudaStream_t>(stream)));
 #else
     return FA_UNSUPPORTED;
 #endif

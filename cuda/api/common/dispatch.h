@@ -1,5 +1,5 @@
-// dispatch.h: chooses the kernel for a call from a table of kernels, best first, and gives the reasons against the kernels before it. The
-// queries of the C ABI return the result of the same choice.
+// dispatch.h: chooses the kernel for a call from a table of kernels, best first, and gives the reasons against the kernels before it. If no
+// kernel serves the call, it quotes the one that comes closest. The queries of the C ABI return the result of the same choice.
 #pragma once
 
 #include <cstdio>
@@ -62,10 +62,9 @@ inline bool lacks_kernels_for([[maybe_unused]] const DeviceInfo& device) {
 }
 
 // Chooses the kernel that serves the call: the kernel forced by the argument `forced`, else the one forced by the environment variable,
-// else the first in the table that neither refuses nor yields. `place` is the device argument. kernel_at(i) is null past the end of the
-// table. why_not may be null.
+// else the first in the table that neither refuses nor yields. `place` is the device argument. why_not may be null.
 template <typename Row, typename Params>
-fa_status choose(const char* forced, int32_t place, const Params& params, const DeviceInfo& device, const Row* (*kernel_at)(int index),
+fa_status choose(const char* forced, int32_t place, const Params& params, const DeviceInfo& device, const Table<Row>& table,
                  const char* variable, const Row** chosen, Lines* why_not) {
     const char* source = "kernel";
     if (!forced) {
@@ -73,18 +72,22 @@ fa_status choose(const char* forced, int32_t place, const Params& params, const 
         source = variable;
         if (forced && !*forced) forced = nullptr;
     }
+    const uint32_t call = features_of(params);
     char text[256] = "";
     if (!forced && !why_not)  // a launch does not format reasons, which takes microseconds; the code below does, for those who read them
-        for (int i = 0; const Row* const kernel = kernel_at(i); ++i)
-            if (kernel->device == place && !kernel->refuses(params, device, text, 0) &&
+        for (int i = 0; const Row* const kernel = table.row(i); ++i)
+            if (kernel->device == place && kernel->built() && !refusal(*kernel, call, params, device, text, 0).reason &&
                 !(kernel->yields && kernel->yields(params, device, text, 0))) {
                 *chosen = kernel;
                 return FA_OK;
             }
-    const char *last = "", *last_reason = "there is none for this device";
+    const char* closest = "";
+    char closest_reason[sizeof text] = "there is none for this device";
+    Check furthest{};
     bool known = false;
-    for (int i = 0; const Row* const candidate = kernel_at(i); ++i) {
+    for (int i = 0; const Row* const candidate = table.row(i); ++i) {
         const Row& kernel = *candidate;
+        if (!kernel.built()) continue;
         if (forced && std::strcmp(forced, kernel.name) != 0) {
             if (kernel.device == place && why_not) why_not->add(kernel.name, "another kernel is forced");
             continue;
@@ -95,28 +98,29 @@ fa_status choose(const char* forced, int32_t place, const Params& params, const 
             return fail(FA_UNSUPPORTED, "%s=%s runs on %s, but device is %s", source, forced, kernel.device == FA_CPU ? "the CPU" : "a GPU",
                         place == FA_CPU ? "FA_CPU" : "FA_CUDA");
         }
-        const char* reason = kernel.refuses(params, device, text, sizeof text);
-        if (!reason && !forced && kernel.yields) reason = kernel.yields(params, device, text, sizeof text);
-        if (!reason) {
+        Refusal found = refusal(kernel, call, params, device, text, sizeof text);
+        if (!found.reason && !forced && kernel.yields) found = {kernel.yields(params, device, text, sizeof text), Check::kSpeed};
+        if (!found.reason) {
             *chosen = &kernel;
             return FA_OK;
         }
-        if (forced) return fail(FA_UNSUPPORTED, "%s=%s cannot serve this call: %s", source, forced, reason);
-        if (why_not) why_not->add(kernel.name, reason);
-        last = kernel.name, last_reason = reason;
+        if (forced) return fail(FA_UNSUPPORTED, "%s=%s cannot serve this call: %s", source, forced, found.reason);
+        if (why_not) why_not->add(kernel.name, found.reason);
+        if (found.check < furthest) continue;
+        closest = kernel.name, furthest = found.check;  // of equally close kernels the last one is the most general
+        std::snprintf(closest_reason, sizeof closest_reason, "%s", found.reason);
     }
     if (forced && !known) {
         char names[640] = "none";
         size_t length = 0;
-        for (int i = 0; const Row* const kernel = kernel_at(i); ++i)
-            if (kernel->device == place && length < sizeof names)
+        for (int i = 0; const Row* const kernel = table.row(i); ++i)
+            if (kernel->device == place && kernel->built() && length < sizeof names)
                 length += size_t(std::snprintf(names + length, sizeof names - length, "%s%s", length ? ", " : "", kernel->name));
         return fail(FA_BAD_ARGUMENT, "%s=%.99s is not a kernel of this build, whose kernels for %s are %s%s", source, forced,
                     place == FA_CPU ? "the CPU" : "a GPU", names, kLacks);
     }
-    // Quotes the reason of the last kernel in the table.
-    return fail(FA_UNSUPPORTED, "no kernel of this build serves the call on %s; %s%s%s%s", place == FA_CPU ? "FA_CPU" : "FA_CUDA", last,
-                *last ? ": " : "", last_reason, lacks_kernels_for(device) ? kLacks : "");
+    return fail(FA_UNSUPPORTED, "no kernel of this build serves the call on %s; %s%s%s%s", place == FA_CPU ? "FA_CPU" : "FA_CUDA", closest,
+                *closest ? ": " : "", closest_reason, lacks_kernels_for(device) ? kLacks : "");
 }
 
 // The query functions of the C ABI: they prepare a call from its arguments but do not launch it.

@@ -15,14 +15,14 @@ namespace fa {
 namespace {
 
 #if FA_WITH_CUDA
-fa_status on_gpu(const RmsNormParams& p, const DeviceInfo&, cudaStream_t stream) {
-    return start("rms_norm", rms_norm_blocks(p), [&] { return rms_norm(p, stream); });
+fa_status on_gpu(const RmsNormParams& p, const DeviceInfo& device, cudaStream_t stream) {
+    return start("rms_norm", rms_norm_blocks(p), [&] { return rms_norm(p, device, stream); });
 }
-fa_status on_gpu(const RopeParams& p, const DeviceInfo&, cudaStream_t stream) {
-    return start("rope", rope_blocks(p), [&] { return rope(p, stream); });
+fa_status on_gpu(const RopeParams& p, const DeviceInfo& device, cudaStream_t stream) {
+    return start("rope", rope_blocks(p), [&] { return rope(p, device, stream); });
 }
-fa_status on_gpu(const SwigluParams& p, const DeviceInfo&, cudaStream_t stream) {
-    return start("swiglu", swiglu_blocks(p), [&] { return swiglu(p, stream); });
+fa_status on_gpu(const SwigluParams& p, const DeviceInfo& device, cudaStream_t stream) {
+    return start("swiglu", swiglu_blocks(p), [&] { return swiglu(p, device, stream); });
 }
 fa_status on_gpu(const SampleParams& p, const DeviceInfo& device, cudaStream_t stream) {
     return start("sample", sample_blocks(p, device), [&] { return sample(p, device, stream); });

@@ -7,16 +7,34 @@
 
 namespace fa {
 
-using LinearKernel = KernelOf<W4LinearParams>;     // products with 4-bit weights
-using ChainKernel = KernelOf<W4ChainParams>;       // chains of such products
-using DenseLinearKernel = KernelOf<LinearParams>;  // products with 16 or 32-bit weights
+// What can be said of these kernels as data: the GPUs that they run on.
+struct OnGpus {
+    Gpus gpus;
 
-int linear_kernel_count();
-const LinearKernel* linear_kernel_at(int index);  // nullptr outside 0 .. linear_kernel_count() - 1
-int chain_kernel_count();
-const ChainKernel* chain_kernel_at(int index);
-int dense_linear_kernel_count();
-const DenseLinearKernel* dense_linear_kernel_at(int index);
+    template <typename Params>
+    Refusal refuses(uint32_t, const Params&, const DeviceInfo& device, char* text, size_t size) const {
+        return outside(gpus, device, text, size);
+    }
+    template <typename Params>
+    const char* misplaces(const Params&, char*, size_t) const {
+        return nullptr;
+    }
+    template <typename Params>
+    static const char* too_large(const Params&, char*, size_t) {
+        return "needs more blocks than a grid has";
+    }
+};
+inline uint32_t features_of(const W4LinearParams&) { return 0; }
+inline uint32_t features_of(const W4ChainParams&) { return 0; }
+inline uint32_t features_of(const LinearParams&) { return 0; }
+
+using LinearKernel = KernelOf<W4LinearParams, OnGpus>;     // products with 4-bit weights
+using ChainKernel = KernelOf<W4ChainParams, OnGpus>;       // chains of such products
+using DenseLinearKernel = KernelOf<LinearParams, OnGpus>;  // products with 16 or 32-bit weights
+
+Table<LinearKernel> linear_kernels();
+Table<ChainKernel> chain_kernels();
+Table<DenseLinearKernel> dense_linear_kernels();
 constexpr char kLinearVariable[] = "FLASH_ATTN_LINEAR_KERNEL";  // forces a kernel for products with 4-bit weights
 
 }  // namespace fa

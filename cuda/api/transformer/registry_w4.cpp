@@ -13,7 +13,6 @@
 #include <cstdlib>
 
 #include "api/common/dispatch.h"
-#include "api/common/serve.h"
 #include "api/transformer/registry.h"
 #include "cpu/transformer/kernels.h"
 
@@ -26,44 +25,13 @@ namespace {
 
 using Params = W4LinearParams;
 
-template <typename AnyParams>
-const char* serves_all(const AnyParams&, const DeviceInfo&, char*, size_t) {
-    return nullptr;
-}
-template <typename AnyParams>
-size_t no_workspace(const AnyParams&, const DeviceInfo&) {
-    return 0;
-}
-
-size_t cpu_workspace(const Params& p, const DeviceInfo&) { return size_t(cpu::w4_linear_workspace(p)); }
-fa_status cpu_launch(const Params& p, const DeviceInfo&, void*) {
-    return on_host([&] { cpu::w4_linear(p); });
-}
-
-#if FA_WITH_CUDA && (FA_WITH_MMA_SM80 || FA_WITH_WGMMA_SM90)
+#if FA_WITH_CUDA && FA_WITH_WGMMA_SM90
 long long rows_of(const Params& p) { return static_cast<long long>(p.rows); }
-
-template <int64_t bytes(const Params&, const DeviceInfo&)>
-size_t workspace_of(const Params& p, const DeviceInfo& device) {
-    return size_t(bytes(p, device));
-}
-template <const char* name, cudaError_t launch(const Params&, const DeviceInfo&, cudaStream_t)>
-fa_status run(const Params& p, const DeviceInfo& device, void* stream) {
-    return launched(name, launch(p, device, static_cast<cudaStream_t>(stream)));
-}
 #endif
 
 // ---- sm_80 and newer ----
 
 #if FA_WITH_CUDA && FA_WITH_MMA_SM80
-constexpr char kSmall[] = "small_w4", kMma[] = "mma_w4";
-
-const char* mma_refuses(const Params&, const DeviceInfo& device, char* text, size_t size) { return needs_sm80(device, text, size); }
-
-const char* small_refuses(const Params& p, const DeviceInfo& device, char* text, size_t size) {
-    if (const char* reason = needs_sm80(device, text, size)) return reason;
-    return small_w4_refuses(p);
-}
 const char* small_yields(const Params& p, const DeviceInfo& device, char* text, size_t size) {
     constexpr int kMostBlocks = 8;  // for each multiprocessor
     if (small_w4_blocks(p, device) <= kMostBlocks * device.multiprocessors) return nullptr;
@@ -74,12 +42,7 @@ const char* small_yields(const Params& p, const DeviceInfo& device, char* text, 
 // ---- Hopper ----
 
 #if FA_WITH_CUDA && FA_WITH_WGMMA_SM90
-constexpr char kFew[] = "few_w4_sm90", kWgmmaFew[] = "wgmma_w4_few_sm90", kWgmma[] = "wgmma_w4_sm90";
-
-const char* wgmma_refuses(const Params&, const DeviceInfo& device, char* text, size_t size) { return needs_hopper(device, text, size); }
-
 const char* few_refuses(const Params& p, const DeviceInfo& device, char* text, size_t size) {
-    if (const char* reason = needs_hopper(device, text, size)) return reason;
     if (few_w4_sm90_fits(p, device)) return nullptr;
     return say(text, size, "rows=%lld: above 32, or too many for shared memory", rows_of(p));
 }
@@ -116,34 +79,52 @@ const char* wgmma_few_yields(const Params& p, const DeviceInfo& device, char* te
 #endif
 
 constexpr LinearKernel kKernels[] = {
-#if FA_WITH_CUDA && FA_WITH_MMA_SM80
-    {kSmall, "mma.sync, one row; weights in registers before x is there", FA_CUDA, small_refuses, no_workspace, run<kSmall, small_w4>,
-     small_yields},
-#endif
-#if FA_WITH_CUDA && FA_WITH_WGMMA_SM90
-    {kFew, "mma.sync, up to 32 rows of x; a ring of weights for each warp, one of x for the block", FA_CUDA, few_refuses,
-     workspace_of<few_w4_sm90_workspace>, run<kFew, few_w4_sm90>, few_yields},
-    {kWgmmaFew, "wgmma, tiles of up to 64 rows of x, which spare warps bring into the weight's order", FA_CUDA, wgmma_refuses,
-     workspace_of<wgmma_w4_sm90_workspace>, run<kWgmmaFew, wgmma_w4_few_sm90>, wgmma_few_yields},
-    {kWgmma, "wgmma, tiles of 128 and 256 rows of x; weights widened into registers", FA_CUDA, wgmma_refuses,
-     workspace_of<wgmma_w4_sm90_workspace>, run<kWgmma, wgmma_w4_sm90>, wgmma_yields},
-#endif
-#if FA_WITH_CUDA && FA_WITH_MMA_SM80
-    {kMma, "mma.sync, any number of rows of x, 8, 16 or 32 to a block", FA_CUDA, mma_refuses, workspace_of<mma_w4_workspace>,
-     run<kMma, mma_w4>},
-#endif
-    {"cpu", "threads and vectors, any number of rows", FA_CPU, serves_all, cpu_workspace, cpu_launch},
+    {.name = "small_w4",
+     .summary = "mma.sync, one row; weights in registers before x is there",
+     .device = FA_CUDA,
+     .limits = {kFromSm80},
+     .refuses = FA_SM80(small_w4_refuses),
+     .yields = FA_SM80(small_yields),
+     .launch = FA_SM80(small_w4)},
+    {.name = "few_w4_sm90",
+     .summary = "mma.sync, up to 32 rows of x; a ring of weights for each warp, one of x for the block",
+     .device = FA_CUDA,
+     .limits = {kHopper},
+     .refuses = FA_SM90(few_refuses),
+     .yields = FA_SM90(few_yields),
+     .workspace = FA_SM90(few_w4_sm90_workspace),
+     .launch = FA_SM90(few_w4_sm90)},
+    {.name = "wgmma_w4_few_sm90",
+     .summary = "wgmma, tiles of up to 64 rows of x, which spare warps bring into the weight's order",
+     .device = FA_CUDA,
+     .limits = {kHopper},
+     .yields = FA_SM90(wgmma_few_yields),
+     .workspace = FA_SM90(wgmma_w4_sm90_workspace),
+     .launch = FA_SM90(wgmma_w4_few_sm90)},
+    {.name = "wgmma_w4_sm90",
+     .summary = "wgmma, tiles of 128 and 256 rows of x; weights widened into registers",
+     .device = FA_CUDA,
+     .limits = {kHopper},
+     .yields = FA_SM90(wgmma_yields),
+     .workspace = FA_SM90(wgmma_w4_sm90_workspace),
+     .launch = FA_SM90(wgmma_w4_sm90)},
+    {.name = "mma_w4",
+     .summary = "mma.sync, any number of rows of x, 8, 16 or 32 to a block",
+     .device = FA_CUDA,
+     .limits = {kFromSm80},
+     .workspace = FA_SM80(mma_w4_workspace),
+     .launch = FA_SM80(mma_w4)},
+    {.name = "cpu",
+     .summary = "threads and vectors, any number of rows",
+     .device = FA_CPU,
+     .limits = {kAnyGpu},
+     .workspace = [](const Params& p, const DeviceInfo&) { return size_t(cpu::w4_linear_workspace(p)); },
+     .run = cpu::w4_linear},
 };
 
 // ---- chains ----
 
 #if FA_WITH_CUDA && FA_WITH_WGMMA_SM90
-constexpr char kChain[] = "chain_w4_sm90";
-
-const char* chain_refuses(const W4ChainParams& p, const DeviceInfo& device, char* text, size_t size) {
-    if (const char* reason = needs_hopper(device, text, size)) return reason;
-    return chain_w4_sm90_refuses(p, device, text, size);
-}
 const char* chain_yields(const W4ChainParams& p, const DeviceInfo&, char* text, size_t size) {
     if (const char* const forced = std::getenv(kLinearVariable); forced && *forced)
         return "FLASH_ATTN_LINEAR_KERNEL names a kernel of single products";
@@ -153,15 +134,12 @@ const char* chain_yields(const W4ChainParams& p, const DeviceInfo&, char* text, 
     return say(text, size, "rows=1, %d products of %lld MB: launches of their own are as fast below 3 and %lld MB", p.count,
                static_cast<long long>(p.bytes() / kMegabyte), static_cast<long long>(W4ChainParams::kLarge / kMegabyte));
 }
-fa_status chain_launch(const W4ChainParams& p, const DeviceInfo& device, void* stream) {
-    return launched(kChain, chain_w4_sm90(p, device, static_cast<cudaStream_t>(stream)));
-}
 #endif
 
 // one_by_one, and the CPU: each product by its own kernel; all use the same workspace.
 template <fa_device device>
 fa_status kernel_of(const Params& p, const DeviceInfo& info, const LinearKernel** kernel) {
-    return choose(nullptr, device, p, info, linear_kernel_at, kLinearVariable, kernel, nullptr);
+    return choose(nullptr, device, p, info, linear_kernels(), kLinearVariable, kernel, nullptr);
 }
 template <fa_device device>
 const char* each_refuses(const W4ChainParams& chain, const DeviceInfo& info, char* text, size_t size) {
@@ -177,7 +155,7 @@ size_t each_workspace(const W4ChainParams& chain, const DeviceInfo& info) {
     size_t bytes = 0;
     for (int i = 0; i < chain.count; ++i)
         if (const LinearKernel * kernel; kernel_of<device>(chain.products[i], info, &kernel) == FA_OK)
-            bytes = std::max(bytes, kernel->workspace(chain.products[i], info));
+            bytes = std::max(bytes, workspace_of(*kernel, chain.products[i], info));
     return bytes;
 }
 template <fa_device device>
@@ -186,27 +164,38 @@ fa_status each_launch(const W4ChainParams& chain, const DeviceInfo& info, void* 
         const LinearKernel* kernel;
         if (const fa_status status = kernel_of<device>(chain.products[i], info, &kernel); status != FA_OK) return status;
         if (chain.products[i].rows == 0) continue;
-        if (const fa_status status = kernel->launch(chain.products[i], info, stream); status != FA_OK) return status;
+        if (const fa_status status = launch(*kernel, chain.products[i], info, stream); status != FA_OK) return status;
     }
     return FA_OK;
 }
 
 constexpr ChainKernel kChainKernels[] = {
-#if FA_WITH_CUDA && FA_WITH_WGMMA_SM90
-    {kChain, "one launch; the ring of weights runs on from product to product", FA_CUDA, chain_refuses, no_workspace, chain_launch,
-     chain_yields},
-#endif
-#if FA_WITH_CUDA
-    {"one_by_one", "a launch for each product", FA_CUDA, each_refuses<FA_CUDA>, each_workspace<FA_CUDA>, each_launch<FA_CUDA>},
-#endif
-    {"cpu", "one product behind the other", FA_CPU, each_refuses<FA_CPU>, each_workspace<FA_CPU>, each_launch<FA_CPU>},
+    {.name = "chain_w4_sm90",
+     .summary = "one launch; the ring of weights runs on from product to product",
+     .device = FA_CUDA,
+     .limits = {kHopper},
+     .refuses = FA_SM90(chain_w4_sm90_refuses),
+     .yields = FA_SM90(chain_yields),
+     .launch = FA_SM90(chain_w4_sm90)},
+    {.name = "one_by_one",
+     .summary = "a launch for each product",
+     .device = FA_CUDA,
+     .limits = {kAnyGpu},
+     .refuses = FA_GPU(each_refuses<FA_CUDA>),
+     .workspace = FA_GPU(each_workspace<FA_CUDA>),
+     .others = FA_GPU(each_launch<FA_CUDA>)},
+    {.name = "cpu",
+     .summary = "one product behind the other",
+     .device = FA_CPU,
+     .limits = {kAnyGpu},
+     .refuses = each_refuses<FA_CPU>,
+     .workspace = each_workspace<FA_CPU>,
+     .others = each_launch<FA_CPU>},
 };
 
 }  // namespace
 
-int chain_kernel_count() { return int(sizeof kChainKernels / sizeof kChainKernels[0]); }
-const ChainKernel* chain_kernel_at(int index) { return index >= 0 && index < chain_kernel_count() ? &kChainKernels[index] : nullptr; }
-int linear_kernel_count() { return int(sizeof kKernels / sizeof kKernels[0]); }
-const LinearKernel* linear_kernel_at(int index) { return index >= 0 && index < linear_kernel_count() ? &kKernels[index] : nullptr; }
+Table<LinearKernel> linear_kernels() { return table_of(kKernels); }
+Table<ChainKernel> chain_kernels() { return table_of(kChainKernels); }
 
 }  // namespace fa

@@ -21,9 +21,15 @@ void on_cpu(const W4DequantizeParams& p) { cpu::w4_dequantize(p); }
 void on_cpu(const W4PackParams& p) { cpu::w4_pack(p); }
 
 #if FA_WITH_CUDA
-fa_status on_gpu(const W4QuantizeParams& p, cudaStream_t stream) { return launched("w4_quantize", w4_quantize(p, stream)); }
-fa_status on_gpu(const W4DequantizeParams& p, cudaStream_t stream) { return launched("w4_dequantize", w4_dequantize(p, stream)); }
-fa_status on_gpu(const W4PackParams& p, cudaStream_t stream) { return launched("w4_pack", w4_pack(p, stream)); }
+fa_status on_gpu(const W4QuantizeParams& p, const DeviceInfo& device, cudaStream_t stream) {
+    return launched("w4_quantize", w4_quantize(p, device, stream));
+}
+fa_status on_gpu(const W4DequantizeParams& p, const DeviceInfo& device, cudaStream_t stream) {
+    return launched("w4_dequantize", w4_dequantize(p, device, stream));
+}
+fa_status on_gpu(const W4PackParams& p, const DeviceInfo& device, cudaStream_t stream) {
+    return launched("w4_pack", w4_pack(p, device, stream));
+}
 #endif
 
 // The array `data`, which is the argument called `name`, decides which GPU runs the call.
@@ -39,7 +45,7 @@ fa_status run(const Params& params, int32_t device, int32_t num_threads, const c
 #if FA_WITH_CUDA
     const CurrentDevice scope(info.index);
     if (scope.status() != FA_OK) return scope.status();
-    return on_gpu(params, static_cast<cudaStream_t>(stream));
+    return on_gpu(params, info, static_cast<cudaStream_t>(stream));
 #else
     return FA_UNSUPPORTED;
 #endif
@@ -61,10 +67,10 @@ struct Call {
     Args args;
     Params params;
     DeviceInfo device;
-    const KernelOf<Params>* kernel = nullptr;
+    const KernelOf<Params, OnGpus>* kernel = nullptr;
 
     size_t workspace() const {
-        const size_t bytes = kernel->workspace(with_rows(params), device);
+        const size_t bytes = workspace_of(*kernel, with_rows(params), device);
         return bytes ? bytes + kAlign : 0;
     }
 
@@ -79,7 +85,7 @@ struct Call {
         const cpu::GivenThreads threads(device.index < 0 && threads_are_given(num_threads(args)));
         const CurrentDevice scope(device.index);
         if (scope.status() != FA_OK) return scope.status();
-        return kernel->launch(params, device, stream);
+        return fa::launch(*kernel, params, device, stream);
     }
 
 private:
@@ -97,7 +103,7 @@ struct LinearCall : Call<fa_w4_linear_args, W4LinearParams> {
         if (const fa_status status = validate(given, pointers, &args, &params); status != FA_OK) return status;
         if (const fa_status status = find_device(fa_device(args.device), args.x.data, &device, "x"); status != FA_OK) return status;
         params.programmatic = params.programmatic && device.compute >= 90;
-        return choose(args.kernel, args.device, with_rows(params), device, linear_kernel_at, kLinearVariable, &kernel, why_not);
+        return choose(args.kernel, args.device, with_rows(params), device, linear_kernels(), kLinearVariable, &kernel, why_not);
     }
 };
 
@@ -115,7 +121,7 @@ struct ChainCall : Call<fa_w4_linear_chain_args, W4ChainParams> {
             device = other;
             params.products[i].programmatic = params.products[i].programmatic && device.compute >= 90;
         }
-        return choose(args.kernel, place, with_rows(params), device, chain_kernel_at, "FLASH_ATTN_CHAIN_KERNEL", &kernel, why_not);
+        return choose(args.kernel, place, with_rows(params), device, chain_kernels(), "FLASH_ATTN_CHAIN_KERNEL", &kernel, why_not);
     }
 
     bool empty() const {
@@ -173,14 +179,7 @@ fa_status fa_w4_linear_chain_query(const fa_w4_linear_chain_args* args, fa_atten
     return fa::query<fa::ChainCall>(args, plan);
 }
 
-int32_t fa_chain_kernel_count(void) { return fa::chain_kernel_count(); }
-const char* fa_chain_kernel_name(int32_t index) { return fa::chain_kernel_at(index) ? fa::chain_kernel_at(index)->name : nullptr; }
-const char* fa_chain_kernel_summary(int32_t index) { return fa::chain_kernel_at(index) ? fa::chain_kernel_at(index)->summary : nullptr; }
-int32_t fa_chain_kernel_device(int32_t index) { return fa::chain_kernel_at(index) ? fa::chain_kernel_at(index)->device : 0; }
-
-int32_t fa_linear_kernel_count(void) { return fa::linear_kernel_count(); }
-const char* fa_linear_kernel_name(int32_t index) { return fa::linear_kernel_at(index) ? fa::linear_kernel_at(index)->name : nullptr; }
-const char* fa_linear_kernel_summary(int32_t index) { return fa::linear_kernel_at(index) ? fa::linear_kernel_at(index)->summary : nullptr; }
-int32_t fa_linear_kernel_device(int32_t index) { return fa::linear_kernel_at(index) ? fa::linear_kernel_at(index)->device : 0; }
+FA_KERNEL_TABLE(fa_chain_kernel, fa::chain_kernels())
+FA_KERNEL_TABLE(fa_linear_kernel, fa::linear_kernels())
 
 }  // extern "C"

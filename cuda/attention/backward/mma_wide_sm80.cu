@@ -457,10 +457,10 @@ cudaError_t launch(const BackwardParams& backward, cudaStream_t stream) {
 
 }  // namespace
 
-cudaError_t backward_mma_wide_sm80(const BackwardParams& b, cudaStream_t stream) {
+cudaError_t backward_mma_wide_sm80(const BackwardParams& b, const DeviceInfo&, cudaStream_t stream) {
     return b.forward.dtype == DType::kFloat16 ? launch<__half>(b, stream) : launch<__nv_bfloat16>(b, stream);
 }
 
-size_t backward_mma_wide_sm80_workspace(const BackwardParams& b) { return places_of(plan_of(b.forward)).bytes(); }
+size_t backward_mma_wide_sm80_workspace(const BackwardParams& b, const DeviceInfo&) { return places_of(plan_of(b.forward)).bytes(); }
 
 }  // namespace fa

@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kThreads) sinks_kernel(const __grid_constant__
 
 }  // namespace
 
-size_t backward_scores_workspace(const BackwardParams& b) {
+size_t backward_scores_workspace(const BackwardParams& b, const DeviceInfo&) {
     if (!b.dbias.data && !b.dsinks) return 0;
     return rows_of_call_bytes(b.forward);
 }
@@ -144,10 +144,10 @@ int64_t backward_scores_blocks(const BackwardParams& b) {
     return int64_t(b.dbias.batch ? p.batch : 1) * (b.dbias.head ? p.nheads : 1) * (b.dbias.row ? tiles(p.seqlen_q) : 1) * tiles(p.seqlen_k);
 }
 
-cudaError_t backward_scores(const BackwardParams& params, void* workspace, cudaStream_t stream) {
+cudaError_t backward_scores(const BackwardParams& params, const DeviceInfo&, cudaStream_t stream) {
     BackwardParams b = params;
     if (!b.dbias.data && !b.dsinks) return cudaSuccess;
-    b.forward.workspace = align_up(workspace, alignof(float2));
+    b.forward.workspace = align_up(params.forward.workspace, alignof(float2));
     const RowsOfCall rows = rows_of_call(b.forward);
     cudaError_t error = backward_delta(b, rows.delta, rows.bases, stream);
     if (error == cudaSuccess && b.dsinks) error = launch_kernel(sinks_kernel, unsigned(b.forward.nheads), kThreads, 0, stream, b);

@@ -267,7 +267,7 @@ cudaError_t launch(const BackwardParams& b, size_t shared_memory, cudaStream_t s
 
 }  // namespace
 
-size_t backward_simple_workspace(const BackwardParams& b) { return rows_of_call_bytes(b.forward); }
+size_t backward_simple_workspace(const BackwardParams& b, const DeviceInfo&) { return rows_of_call_bytes(b.forward); }
 
 int64_t backward_simple_blocks(const BackwardParams& b) {
     const AttentionParams& p = b.forward;
@@ -276,15 +276,15 @@ int64_t backward_simple_blocks(const BackwardParams& b) {
     return p.batch * (queries > keys ? queries : keys);
 }
 
-cudaError_t backward_simple(const BackwardParams& params, size_t shared_memory, cudaStream_t stream) {
+cudaError_t backward_simple(const BackwardParams& params, const DeviceInfo& device, cudaStream_t stream) {
     BackwardParams b = params;
     b.forward.workspace = align_up(params.forward.workspace, alignof(float2));
     const RowsOfCall rows = rows_of_call(b.forward);
     cudaError_t error = backward_delta(b, rows.delta, rows.bases, stream);
     return with_dtype(b.forward.dtype, [&](auto zero) {
         using T = decltype(zero);
-        if (error == cudaSuccess) error = launch<T, Own::kKeys>(b, shared_memory, stream);
-        if (error == cudaSuccess) error = launch<T, Own::kQueries>(b, shared_memory, stream);
+        if (error == cudaSuccess) error = launch<T, Own::kKeys>(b, device.shared_memory, stream);
+        if (error == cudaSuccess) error = launch<T, Own::kQueries>(b, device.shared_memory, stream);
         return error;
     });
 }

@@ -86,20 +86,4 @@ __device__ __forceinline__ void exponentials(float (&S)[kCount], float scale_log
     exponentials(S, exponent_of_products(scale_log2), row_max, sum);
 }
 
-// The greatest P of each row in the thread's part of the tile. Non-negative floats compare like integers, and one instruction takes the
-// maximum of three integers.
-template <int kCount>
-__device__ __forceinline__ void greatest_probabilities(const float (&P)[kCount], float (&greatest)[2]) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        int a = __float_as_int(P[2 * r]), b = __float_as_int(P[2 * r + 1]);  // two independent chains
-#pragma unroll
-        for (int i = 4 + 2 * r; i < kCount; i += 8) {
-            a = __vimax3_s32(a, __float_as_int(P[i]), __float_as_int(P[i + 1]));
-            if (i + 4 < kCount) b = __vimax3_s32(b, __float_as_int(P[i + 4]), __float_as_int(P[i + 5]));
-        }
-        greatest[r] = __int_as_float(max(a, b));
-    }
-}
-
 }  // namespace fa

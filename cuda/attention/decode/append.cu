@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kThreads) append_kernel(const __grid_constant_
 
 int64_t kvcache_append_blocks(const AppendParams& a) { return (append_rows(a) + kWarps - 1) / kWarps; }
 
-cudaError_t kvcache_append(const AppendParams& a, cudaStream_t stream) {
+cudaError_t kvcache_append(const AppendParams& a, const DeviceInfo&, cudaStream_t stream) {
     return with_dtype(a.attention.dtype, [&](auto zero) {
         return launch_kernel(append_kernel<decltype(zero)>, unsigned(kvcache_append_blocks(a)), kThreads, 0, stream, a,
                              a.attention.cache.programmatic);

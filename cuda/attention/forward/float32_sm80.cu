@@ -248,11 +248,11 @@ size_t forward_float32_sm80_shared(const AttentionParams& p) {
                             : bytes(std::integral_constant<int, 256>{});
 }
 
-cudaError_t forward_float32_sm80(const AttentionParams& p, int multiprocessors, size_t shared_memory, cudaStream_t stream) {
+cudaError_t forward_float32_sm80(const AttentionParams& p, const DeviceInfo& device, cudaStream_t stream) {
     switch (bucket(p)) {
-        case 64: return launch<64>(p, multiprocessors, shared_memory, stream);
-        case 128: return launch<128>(p, multiprocessors, shared_memory, stream);
-        default: return launch<256>(p, multiprocessors, shared_memory, stream);
+        case 64: return launch<64>(p, device.multiprocessors, device.shared_memory, stream);
+        case 128: return launch<128>(p, device.multiprocessors, device.shared_memory, stream);
+        default: return launch<256>(p, device.multiprocessors, device.shared_memory, stream);
     }
 }
 

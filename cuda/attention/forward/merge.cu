@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
 
 }  // namespace
 
-cudaError_t merge(const MergeParams& p, cudaStream_t stream) {
+cudaError_t merge(const MergeParams& p, const DeviceInfo&, cudaStream_t stream) {
     const int64_t rows = int64_t(p.batch) * p.nheads * p.seqlen, rows_per_block = kThreads / kWarp;
     return with_dtype(p.dtype, [&](auto zero) {
         return launch_kernel(merge_kernel<decltype(zero)>, unsigned((rows + rows_per_block - 1) / rows_per_block), kThreads, 0, stream, p);

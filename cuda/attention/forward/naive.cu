@@ -118,7 +118,7 @@ unsigned tiles(int64_t columns, const AttentionParams& p) {
 
 }  // namespace
 
-size_t forward_naive_workspace(const AttentionParams& p) {
+size_t forward_naive_workspace(const AttentionParams& p, const DeviceInfo&) {
     return size_t(p.batch) * p.nheads * p.seqlen_q * p.seqlen_k * sizeof(float) + alignof(float);
 }
 
@@ -140,7 +140,7 @@ static cudaError_t launch(const AttentionParams& p, cudaStream_t stream) {
     return error;
 }
 
-cudaError_t forward_naive(const AttentionParams& params, cudaStream_t stream) {
+cudaError_t forward_naive(const AttentionParams& params, const DeviceInfo&, cudaStream_t stream) {
     AttentionParams p = params;
     p.workspace = align_up(p.workspace, alignof(float));
     return with_dtype(p.dtype, [&](auto zero) {

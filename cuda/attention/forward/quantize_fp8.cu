@@ -75,7 +75,7 @@ int64_t quantize_fp8_blocks(const QuantizeParams& p) {
     return (int64_t(p.seqlen) + kRowsPerBlock - 1) / kRowsPerBlock * p.batch * p.nheads;
 }
 
-cudaError_t quantize_fp8(const QuantizeParams& p, cudaStream_t stream) {
+cudaError_t quantize_fp8(const QuantizeParams& p, const DeviceInfo&, cudaStream_t stream) {
     const int64_t heads = int64_t(p.batch) * p.nheads, blocks = quantize_fp8_blocks(p);
     if (const cudaError_t error = cudaMemsetAsync(p.descale, 0, sizeof(float) * size_t(heads), stream)) return cudaGetLastError(), error;
     if (blocks > 0) {

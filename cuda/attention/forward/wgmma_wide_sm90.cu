@@ -526,13 +526,13 @@ cudaError_t launch_wide(const AttentionParams& p, int multiprocessors, cudaStrea
 
 }  // namespace
 
-cudaError_t forward_wgmma_wide_sm90(const AttentionParams& p, int multiprocessors, cudaStream_t stream) {
-    return p.dtype == DType::kFloat16 ? launch_wide<__half>(p, multiprocessors, stream)
-                                      : launch_wide<__nv_bfloat16>(p, multiprocessors, stream);
+cudaError_t forward_wgmma_wide_sm90(const AttentionParams& p, const DeviceInfo& device, cudaStream_t stream) {
+    return p.dtype == DType::kFloat16 ? launch_wide<__half>(p, device.multiprocessors, stream)
+                                      : launch_wide<__nv_bfloat16>(p, device.multiprocessors, stream);
 }
 
-size_t forward_wgmma_wide_sm90_workspace(const AttentionParams& p, int multiprocessors) {
-    return work_list_workspace(p, WideTiles::kBlockM, multiprocessors / kBlocks);
+size_t forward_wgmma_wide_sm90_workspace(const AttentionParams& p, const DeviceInfo& device) {
+    return work_list_workspace(p, WideTiles::kBlockM, device.multiprocessors / kBlocks);
 }
 
 }  // namespace fa

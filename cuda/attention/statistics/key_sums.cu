@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kThreads, 2) key_sums_kernel(const __grid_cons
 
 int64_t key_sums_blocks(const AttentionParams& p) { return (int64_t(p.seqlen_k) + kTile - 1) / kTile * p.nheads * p.batch; }
 
-cudaError_t key_sums(const AttentionParams& p, cudaStream_t stream) {
+cudaError_t key_sums(const AttentionParams& p, const DeviceInfo&, cudaStream_t stream) {
     const int64_t rows = int64_t(p.batch) * p.nheads * p.seqlen_q, rows_per_block = kThreads / 32;
     return with_dtype(p.dtype, [&](auto zero) {
         if (rows > 0) {

@@ -264,7 +264,7 @@ cudaError_t launch(const AttentionParams& p, cudaStream_t stream) {
 
 }  // namespace
 
-cudaError_t key_sums_sm80(const AttentionParams& p, cudaStream_t stream) {
+cudaError_t key_sums_sm80(const AttentionParams& p, const DeviceInfo&, cudaStream_t stream) {
     return p.dtype == DType::kFloat16 ? launch<__half>(p, stream) : launch<__nv_bfloat16>(p, stream);
 }
 

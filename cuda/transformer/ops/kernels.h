@@ -18,9 +18,9 @@ int64_t linear_gemv_blocks(const LinearParams& params, const DeviceInfo& gpu);
 int64_t linear_small_blocks(const LinearParams& params, const DeviceInfo& gpu);
 int64_t linear_mma_blocks(const LinearParams& params, const DeviceInfo& gpu);
 
-cudaError_t rms_norm(const RmsNormParams& params, cudaStream_t stream);
-cudaError_t rope(const RopeParams& params, cudaStream_t stream);
-cudaError_t swiglu(const SwigluParams& params, cudaStream_t stream);
+cudaError_t rms_norm(const RmsNormParams& params, const DeviceInfo& device, cudaStream_t stream);
+cudaError_t rope(const RopeParams& params, const DeviceInfo& device, cudaStream_t stream);
+cudaError_t swiglu(const SwigluParams& params, const DeviceInfo& device, cudaStream_t stream);
 cudaError_t sample(const SampleParams& params, const DeviceInfo& gpu, cudaStream_t stream);
 
 // The kernels of linear, sm_80 and newer. linear_gemv serves every call whose rows of x fit into shared memory; the other kernels are

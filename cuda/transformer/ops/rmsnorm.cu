@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2) rms_norm_kernel(const __grid_c
 
 int64_t rms_norm_blocks(const RmsNormParams& p) { return p.rows; }
 
-cudaError_t rms_norm(const RmsNormParams& p, cudaStream_t stream) {
+cudaError_t rms_norm(const RmsNormParams& p, const DeviceInfo&, cudaStream_t stream) {
     const bool fours = p.dim % 4 == 0 && by_fours(p.x.data, p.x.row, p.dtype) && by_fours(p.out.data, p.out.row, p.out_dtype) &&
                        by_fours(p.weight, 0, p.weight_dtype) && by_fours(p.residual.data, p.residual.row, p.residual_dtype);
     // With few rows a thread does one load, so that a row has many threads; with many rows kHeld loads, which are in flight together.

@@ -61,7 +61,7 @@ bool in_fours(const RopeParams& p) {
 
 int64_t rope_blocks(const RopeParams& p) { return int64_t(p.batch) * p.seqlen; }
 
-cudaError_t rope(const RopeParams& p, cudaStream_t stream) {
+cudaError_t rope(const RopeParams& p, const DeviceInfo&, cudaStream_t stream) {
     return launch_kernel(in_fours(p) ? rope_kernel<4> : rope_kernel<1>, unsigned(rope_blocks(p)), kThreads, 0, stream, p, p.programmatic);
 }
 

@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kThreads) swiglu_kernel(const __grid_constant_
 
 int64_t swiglu_blocks(const SwigluParams& p) { return (p.rows * (in_fours(p) ? p.dim / 4 : p.dim) + kThreads - 1) / kThreads; }
 
-cudaError_t swiglu(const SwigluParams& p, cudaStream_t stream) {
+cudaError_t swiglu(const SwigluParams& p, const DeviceInfo&, cudaStream_t stream) {
     return launch_kernel(in_fours(p) ? swiglu_kernel<4> : swiglu_kernel<1>, unsigned(swiglu_blocks(p)), kThreads, 0, stream, p,
                          p.programmatic);
 }

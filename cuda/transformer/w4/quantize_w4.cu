@@ -110,7 +110,7 @@ __global__ void header_kernel(const __grid_constant__ W4PackParams p) {
 
 }  // namespace
 
-cudaError_t w4_quantize(const W4QuantizeParams& p, cudaStream_t stream) {
+cudaError_t w4_quantize(const W4QuantizeParams& p, const DeviceInfo&, cudaStream_t stream) {
     if (p.out.format == Format::kNvfp4) {
         const int64_t count = int64_t(p.out.out_features) * p.out.in_features;
         if (const cudaError_t error = cudaMemsetAsync(p.out.tensor_scale, 0, sizeof(float), stream)) return cudaGetLastError(), error;
@@ -123,14 +123,14 @@ cudaError_t w4_quantize(const W4QuantizeParams& p, cudaStream_t stream) {
     });
 }
 
-cudaError_t w4_dequantize(const W4DequantizeParams& p, cudaStream_t stream) {
+cudaError_t w4_dequantize(const W4DequantizeParams& p, const DeviceInfo&, cudaStream_t stream) {
     const int64_t bytes = (int64_t(p.weight.in_features) + 1) / 2 * p.weight.out_features;
     return with_format(p.weight.format, [&](auto format) {
         return launch_kernel(dequantize_kernel<format()>, blocks_for(bytes, kThreads), kThreads, 0, stream, p);
     });
 }
 
-cudaError_t w4_pack(const W4PackParams& p, cudaStream_t stream) {
+cudaError_t w4_pack(const W4PackParams& p, const DeviceInfo&, cudaStream_t stream) {
     if (const cudaError_t error = cudaMemsetAsync(p.packed, 0, sizeof(PackedHeader), stream)) return cudaGetLastError(), error;
     if (p.weight.format == Format::kMxfp4)
         if (const cudaError_t error =

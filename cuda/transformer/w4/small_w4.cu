@@ -285,7 +285,7 @@ cudaError_t launch_format(const W4LinearParams& p, const Plan& plan, cudaStream_
 
 }  // namespace
 
-const char* small_w4_refuses(const W4LinearParams& p) {
+const char* small_w4_refuses(const W4LinearParams& p, const DeviceInfo&, char*, size_t) {
     const auto aligned = [](const void* data, size_t bytes) { return reinterpret_cast<uintptr_t>(data) % bytes == 0; };
     if (p.rows != 1) return "is for one row of x";
     if (p.in_features % 8 || p.in_features > kMaxWarps * kMaxTiles * kTileColumns) return "in_features are above 4096 or no multiple of 8";

@@ -1,5 +1,5 @@
 """The tiles of our kernels for plain 16-bit calls on Hopper, for models and waves. They are copied from
-cuda/attention/forward/wgmma_sm90_plan.h, cuda/attention/common/tiles_mma_sm80.h and cuda/flash_attn_minimal.cu."""
+cuda/attention/forward/wgmma_sm90/plan.h, cuda/attention/common/tiles_mma_sm80.h and cuda/flash_attn_minimal.cu."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ A row of scores (in base 2, as in the kernels) is processed in tiles of keys. Po
 
     exact        m is the maximum of all tiles so far; O is multiplied by 2^(old m - new m) for every later tile
     skipped      like exact, but the product with 1 is left out if m moves in no row of a warp (a vote)
-    lazy         m moves only when a tile exceeds it by 2^8 (FlashAttention-4; kLazy in wgmma_sm90_plan.h)
+    lazy         m moves only when a tile exceeds it by 2^8 (FlashAttention-4; kLazy in wgmma_sm90/plan.h)
     speculative  m is the first tile's; no later maximum is computed. When the sum of a row's exponentials comes too
                  near to overflow, the warp does the tile again with its maximum (kSpeculative there)
 """

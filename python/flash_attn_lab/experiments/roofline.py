@@ -29,7 +29,7 @@ def run(run: Run) -> None:
     headdim, heads = (128, 16) if gpu else (64, 8)
     seqlens = ((4096,) if run.quick else (1024, 4096, 16384)) if gpu else ((256,) if run.quick else (512, 2048))
     names = [item["name"] for item in reversed(kernels()) if item["device"] == run.machine.device]
-    names = [name for name in names if not name.startswith(("decode_", "mla_", "fp8_", "mma_tf32"))]
+    names = [name for name in names if not name.startswith(("decode_", "fp8_", "mma_tf32"))]
     with run.steps(1 + len(seqlens), "roofline"):
         options = SimpleNamespace(dtype=dtype, quick=run.quick, suite="roofline", allow_tf32=False)
         run.outcome.rows += measured_roofs(options, run.machine, run.protocol, run.meter)

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from .._door import View
-from .._words import pass_array, pass_cast, pass_contiguous, pass_moved
+from .._arrays.door import View
+from .._arrays.words import pass_array, pass_cast, pass_contiguous, pass_moved
 from ..errors import BadArgument
 from .structs import CPU, DTYPES
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from .. import _arrays
 from .._arrays import View
-from .._words import pass_cast
+from .._arrays.words import pass_cast
 from ..errors import BadArgument, Unsupported
 from . import recordings
 from .checks import _check_last_axis, _check_same_place

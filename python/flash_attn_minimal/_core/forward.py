@@ -1,5 +1,5 @@
 """The forward pass on arrays as they are, whatever their framework does around the call. flash_attn_func,
-flash_attn_varlen_func and the operators of autograd.py end here."""
+flash_attn_varlen_func and the operators of torch/ end here."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def attend(
         made["workspace"] = Made(workspace)
     if sign:
         arrays = given_arrays(q, k, v, varlen, out, options)[1]
-        repeats.remember(sign, [args], arrays, views[:3], made, fits=fits, finish=finish, views=[out_view])
+        repeats.remember(sign, args, arrays, views[:3], made, fits=fits, finish=finish, views=[out_view])
     return _results(out, out_view, lse_view)
 
 

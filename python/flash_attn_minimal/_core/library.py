@@ -6,7 +6,6 @@ import ctypes as ct
 import functools
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +102,10 @@ def load() -> ct.CDLL:
         declare_table(lib, table)
     for platform in ("cpu", "cuda"):
         declare(lib, f"fa_xla_call_{platform}", ct.c_void_p, ct.c_void_p)
-    calls = declare(lib, "fa_run_calls", ct.c_int, ct.POINTER(Call), ct.c_int32, ct.POINTER(ct.c_int32), ct.c_void_p)
-    calls.errcheck = raise_on_error
+    declare(lib, "fa_run_call", ct.c_int, ct.c_void_p, ct.c_char_p, ct.c_void_p)
+    declare(lib, "fa_query_call", ct.c_int, ct.c_void_p, ct.c_char_p, ct.c_void_p)
+    several = ct.POINTER(Call), ct.c_int32, ct.c_char_p, ct.POINTER(ct.c_int32), ct.c_void_p
+    declare(lib, "fa_run_calls", ct.c_int, *several).errcheck = raise_on_error
     declare(lib, "fa_status_name", ct.c_char_p, ct.c_int)
     declare(lib, "fa_last_error", ct.c_char_p)
     declare(lib, "fa_version", ct.c_char_p)
@@ -161,12 +162,3 @@ def failure(status: int, struct: Any = None) -> FlashAttnError:
 def last_error(struct: Any = None) -> str:
     """The text of this thread's last failure, in the words of Python's functions."""
     return explained(load().fa_last_error().decode(errors="replace"), struct)
-
-
-@functools.cache
-def load_packed(name: str, bytes_of_it: bool) -> Callable[[Any, int | None], int]:
-    """A second object for fa_<name>, which takes the struct as its address or, with bytes_of_it, as a bytes object, and
-    returns the status instead of raising."""
-    function = load()[f"fa_{name}"]  # indexing makes a new function object, with its own types
-    function.restype, function.argtypes = ct.c_int, [ct.c_char_p if bytes_of_it else ct.c_void_p, ct.c_void_p]
-    return function

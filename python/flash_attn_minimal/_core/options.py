@@ -1,6 +1,6 @@
 """The options of attention as one object, from the argument list to the C struct, and the C struct of a call.
 
-flash_attn_func, flash_attn_varlen_func, backward, their queries and the operators of autograd.py and jax/ all carry
+flash_attn_func, flash_attn_varlen_func, backward, their queries and the operators of torch/ and jax/ all carry
 an Options; flash_attn_with_kvcache makes one of the options that it shares with them. flash_attn_func explains the
 options.
 """
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, TypedDict, TypeVar
 
 from .. import _arrays
 from .._arrays import View
-from .._words import pass_cast
+from .._arrays.words import pass_cast
 from ..errors import BadArgument
 from .checks import (
     _LEAST_FLOAT,

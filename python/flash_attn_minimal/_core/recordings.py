@@ -116,4 +116,4 @@ class Recording:
         self._kept.append(structs)
         self._calls = []
         run_calls, count = load().fa_run_calls, len(calls)
-        self._parts.append(lambda: run_calls(calls, count, None, None))
+        self._parts.append(lambda: run_calls(calls, count, None, None, None))

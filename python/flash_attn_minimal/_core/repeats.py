@@ -19,19 +19,18 @@ from __future__ import annotations
 
 import ctypes as ct
 import operator
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .. import _arrays, _modes
-from .._arrays import View
+from .. import _arrays
+from .._arrays import View, torch_modes
 from . import recordings
 from .checks import _OPEN
 from .launch import _scratch
-from .library import OK, WORKSPACE_TOO_SMALL, failure, load_packed
+from .library import WORKSPACE_TOO_SMALL, failure
+from .prepared import Prepared, runner
 from .structs import CPU
 
-_ADDRESS = struct.Struct("=Q")
 _MOST_REPEATS = 1024  # signatures kept, about 2 KB each; then the tables are cleared
 _PLAIN = frozenset({bool, int, float, str, bytes, tuple, type(None)})  # tuples: names, and window_size
 
@@ -40,7 +39,7 @@ def signature(arrays: tuple, values: tuple, window_size: Any, gradients: bool = 
     """All that a call depends on except the addresses, or None for a call that must take the long way. arrays: any but
     the first may be None; values: the other arguments that may differ, window_size among them; gradients: whether the
     function has gradients, so that PyTorch may record the call."""
-    if _modes.compiling() or recordings.current() is not None:
+    if torch_modes.compiling() or recordings.current() is not None:
         return None
     types = tuple(map(type, values))
     door = _are_plain(types, window_size) and _arrays._doors.get(type(arrays[0]))
@@ -83,17 +82,12 @@ class Repeats:
     """The calls of one function of the library that can be repeated."""
 
     def __init__(self, name: str, *structs: tuple[type[ct.Structure], dict[str, str]]):
-        """fa_<name> takes the last of the structs, which lie one after the other in memory. Each struct comes with its
-        fields that vary, all of 8 bytes, and what they hold: the name of an array, for its address; `structs`, for the
-        address of the first struct; `workspace_bytes`, a size; or `keys`, a number."""
+        """The function is fa_<name>. Each struct comes with its fields that vary, all of 8 bytes, by what they hold:
+        the name of an array, for its address; `workspace_bytes`, a size; or `keys`, a number."""
         self.name = name
         self.known: dict[tuple, Repeat | None] = {}  # None: the signature was seen once
         self.latest: dict[tuple, Repeat] = {}
-        self.size, self.offsets = 0, {}
-        for kind, fields in structs:
-            self.passed = self.size  # in the end, the offset of the last struct
-            self.offsets |= {source: self.size + getattr(kind, field).offset for field, source in fields.items()}
-            self.size += ct.sizeof(kind)
+        self.fields = {source: (kind, field) for kind, fields in structs for field, source in fields.items()}
 
     def clear(self) -> None:
         self.known.clear()
@@ -112,7 +106,7 @@ class Repeats:
         None where the call must take the long way; the signature is for `remember`, and None where the call has none.
         arrays: those that are given, q first; given: their names in the structs; length: the one length of all
         sequences, if there is one. For the other arguments see `signature`."""
-        if _modes.compiling() or recordings.current() is not None:  # a recording must see every call
+        if torch_modes.compiling() or recordings.current() is not None:  # a recording must see every call
             return None, None
         types = tuple(map(type, values))
         kind = given, values, types
@@ -142,7 +136,7 @@ class Repeats:
     def remember(
         self,
         sign: tuple | None,
-        structs: Sequence[ct.Structure],
+        filled: ct.Structure,
         arrays: tuple,
         likes: Sequence[View],
         made: Mapping[str, Made],
@@ -151,7 +145,7 @@ class Repeats:
         finish: Callable[[Any, tuple], Any] | None = None,
         views: Sequence[View] = (),
     ) -> None:
-        """Prepares a repeat of a call that was launched with these structs on these arrays.
+        """Prepares a repeat of a call that was launched with this struct on these arrays.
 
         likes: the views of the first arrays, on which new arrays can be modelled. made: the arrays that the call
         allocated, by name, `workspace` last. keys: for a call with one length, the number of keys, how many of them are
@@ -159,7 +153,7 @@ class Repeats:
         the allocated arrays and the given ones. views: views of the arrays that the call writes to, perhaps among
         others.
 
-        This costs about 10 us, so it waits for a signature's second call: a decoder whose cache grows has a new
+        This costs about 30 us, so it waits for a signature's second call: a decoder whose cache grows has a new
         signature at every step.
         """
         if sign is None:
@@ -170,22 +164,17 @@ class Repeats:
             self.known[sign] = None
             return
         (given, *_), door, about = sign
-        if not self._reads(structs, given, arrays, door.address):
-            return
+        results = [name for name in made if name != "workspace"]
+        names = [*given, *results, *["keys"] * bool(keys), "workspace", "workspace_bytes"]
+        prepared = Prepared(self.name, filled, [self.fields[name] for name in names])
+        if not prepared.holds([*map(door.address, arrays)]):
+            return  # an array was copied, and a copy has to be made again at every call
         written = [view.owner for view in views if view.written] if door.wrote else []
         places = tuple([i for i, array in enumerate(arrays) if any(array is owner for owner in written)])
-        call = self._repeat(structs, given, likes, made, keys, fits, finish, places)
+        call = self._repeat(prepared, given, likes, made, keys, fits, finish, places)
         self.known[sign] = Repeat(door.same(arrays, about, finish is not None), call)
 
-    def _reads(self, structs, given, arrays, address) -> bool:
-        """Whether the structs hold the addresses of the given arrays. If not, an array was copied, and a copy has to be
-        made again at every call."""
-        filled = b"".join(map(bytes, structs))
-        places = [self.offsets[name] for name in given]
-        held = [_ADDRESS.unpack_from(filled, place)[0] for place in places]
-        return held == [*map(address, arrays)]
-
-    def _repeat(self, structs, given, likes, made, keys, fits, finish, written) -> Callable[[tuple, Any], Any]:
+    def _repeat(self, prepared, given, likes, made, keys, fits, finish, written) -> Callable[[tuple, Any], Any]:
         """The function call(arrays, length) that makes the call on other arrays. It returns what the call returns, or
         None where the call must take the long way. written: positions of the arrays whose writes the framework counts.
         The function holds no array, and nothing that it holds ever changes, so threads use it at the same time."""
@@ -193,101 +182,50 @@ class Repeats:
         door, on_cpu, index = first.door, first.device == CPU, first.index
         address, current_stream, wrote = door.address, door.current_stream, door.wrote
         given_out = given[-1] == "out"
-        makers = tuple([_maker(door, likes, one) for one in made.values()])
-        count = given_out + len(made) - ("workspace" in made)  # the number of results
-        alone = len(structs) == 1
-        launch = load_packed(self.name, alone)
+        makers = [_maker(door, likes, one) for name, one in made.items() if name != "workspace"]
+        workspace_bytes = made["workspace"].view.shape[0] if "workspace" in made else 0
+        make_workspace, like_workspace = _maker(door, likes, made["workspace"]) if workspace_bytes else (None, 0)
+        alone = given_out + len(makers) == 1 and not finish
+        run, call_address, pack, pick = runner(), prepared.address, prepared.pack, _picker(written)
         new_keys, most_keys = keys[1:] if keys else (0, 0)
-        # The names of what varies, in the order in which `call` collects the values; the structs, with gaps for them.
-        sources = [*given, *made] + ["workspace", "workspace_bytes"] * on_cpu
-        sources += ["keys"] * bool(keys) + ["structs"] * (not alone)
-        layout, gaps, order = _packing([self.offsets[source] for source in sources], self.size)
-        filled = b"".join(map(bytes, structs))
-        parts: list[Any] = [0] * (2 * len(gaps) - 1)
-        parts[::2] = [filled[gap] for gap in gaps]
-        passed, pack, pack_into, memory_of = self.passed, layout.pack, layout.pack_into, ct.c_char * self.size
-
-        checked, simple = fits or given_out, count == 1 and not finish
-        pick = _picker(written)
 
         def call(arrays, length):
             stream = None
             try:
-                varying, results = [*map(address, arrays)], []
-                if checked:
-                    if given_out:
-                        if varying[-1] in varying[:3]:
-                            return None
-                        results.append(arrays[-1])
-                    if fits and not fits(varying):
-                        return None
+                values = [*map(address, arrays)]
+                if given_out and values[-1] in values[:3] or fits and not fits(values):
+                    return None
+                results = [arrays[-1]] if given_out else []
                 for make, i in makers:  # on a GPU by the caller's allocator, which knows about streams and captures
-                    array = make(arrays[i])
-                    results.append(array)
-                    varying.append(address(array))
+                    results.append(array := make(arrays[i]))
+                    values.append(address(array))
+                if keys:
+                    total = length + new_keys
+                    if not new_keys <= total <= most_keys:
+                        return None
+                    values.append(total)
                 if on_cpu:
                     held, workspace, size = _scratch.place  # held: see _with_workspace
-                    varying += workspace, size
                 else:
-                    stream = current_stream(index)
+                    stream, workspace, size = current_stream(index), 0, 0
+                    if make_workspace:
+                        size = prepared.plan(pack(*values, 0, 0)).workspace_bytes
+                        if size != workspace_bytes:
+                            return None
+                        held = make_workspace(arrays[like_workspace])
+                        workspace = address(held)
             except RuntimeError:
                 return None
-            if keys:
-                total = length + new_keys
-                if not new_keys <= total <= most_keys:
-                    return None
-                varying.append(total)
-            if not alone:
-                memory = memory_of()
-                start = ct.addressof(memory)
-                varying.append(start)
-            woven = parts.copy()
-            woven[1::2] = order(varying) if order else varying
-            if alone:
-                status = launch(pack(*woven), stream)
-            else:
-                pack_into(memory, 0, *woven)
-                status = launch(start + passed, stream)
-            if status != OK:
+            if status := run(call_address, pack(*values, workspace, size), stream):
                 if status == WORKSPACE_TOO_SMALL:  # another kernel than last time, or this thread's first call
                     return None
-                raise failure(status, structs[-1])
+                raise failure(status, prepared.filled)
             if pick:
                 wrote(pick(arrays))
-            if simple:
+            if alone:
                 return results[0]
-            return finish(results, arrays) if finish else tuple(results[:count])
+            return finish(results, arrays) if finish else tuple(results)
 
-        def plain_call(arrays, length):
-            """`call` written out for q, k, v and a new `out`: it takes three quarters of the time."""
-            stream = None
-            try:
-                q, k, v = arrays
-                out = make_out(arrays[like_out])
-                at_q, at_k, at_v, at_out = address(q), address(k), address(v), address(out)
-                if not on_cpu:
-                    stream = current_stream(index)
-            except RuntimeError:
-                return None
-            if on_cpu:
-                held, workspace, size = _scratch.place  # held: see _with_workspace
-                packed = pack(
-                    parts[0], at_q, parts[2], at_k, parts[4], at_v, parts[6], at_out,
-                    parts[8], workspace, parts[10], size, parts[12],
-                )  # fmt: skip
-            else:
-                packed = pack(parts[0], at_q, parts[2], at_k, parts[4], at_v, parts[6], at_out, parts[8])
-            status = launch(packed, stream)
-            if status == OK:
-                return out
-            if status == WORKSPACE_TOO_SMALL:
-                return None
-            raise failure(status, structs[-1])
-
-        if simple and not given_out and sources == ["q", "k", "v", "out", *["workspace", "workspace_bytes"] * on_cpu]:
-            ((make_out, like_out),) = makers
-            call = plain_call
-        call.structs = structs  # keeps them alive: `filled` holds addresses in them, such as that of the kernel's name
         return call
 
 
@@ -303,17 +241,3 @@ def _maker(door: Any, likes: Sequence[View], made: Made) -> tuple[Callable[[Any]
     about = operator.attrgetter("shape", "strides", "dtype")
     i = next((i for i, like in enumerate(likes) if about(like) == about(made.view)), 0)
     return door.maker(likes[i], made.view, made.fill), i
-
-
-def _packing(offsets: list[int], size: int) -> tuple[struct.Struct, list[slice], Callable | None]:
-    """A `struct` format of `size` bytes: the 8-byte fields at the offsets are numbers, what lies between them is bytes.
-    Returns the format, the slices of those bytes, and a function that brings the fields' values from the order of
-    `offsets` into that of the format, or None where the orders agree."""
-    pattern, gaps, end = "=", [], 0
-    for offset in sorted(offsets):
-        pattern += f"{offset - end}sQ"
-        gaps.append(slice(end, offset))
-        end = offset + 8
-    order = sorted(range(len(offsets)), key=offsets.__getitem__)
-    reorder = operator.itemgetter(*order) if order != [*range(len(order))] else None
-    return struct.Struct(pattern + f"{size - end}s"), [*gaps, slice(end, size)], reorder

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes as ct
 from typing import Any, TypeVar
 
-from .._door import CPU, CUDA, DEVICES  # noqa: F401  (fa_device)
+from .._arrays.door import CPU, CUDA, DEVICES  # noqa: F401  (fa_device)
 from ..errors import BadArgument
 
 DTYPES = {"float32": 1, "float16": 2, "bfloat16": 3, "float8_e4m3fn": 4}
@@ -250,15 +250,30 @@ def new(kind: type[_Struct]) -> _Struct:
     return struct
 
 
+class Hole(ct.Structure):
+    """fa_hole."""
+
+    _fields_ = [("byte", ct.c_int32), ("bytes", ct.c_int32), ("value", ct.c_int32)]
+
+
 class Call(ct.Structure):
-    """fa_call, of flash_attn_transformer.h."""
+    """fa_call."""
 
-    _fields_ = [("operation", ct.c_int32), ("reserved", ct.c_int32), ("args", ct.c_void_p)]
+    _fields_ = [
+        ("operation", ct.c_int32),
+        ("reserved", ct.c_int32),
+        ("image", ct.c_void_p),
+        ("image_bytes", ct.c_size_t),
+        ("holes", ct.c_void_p),
+        ("hole_count", ct.c_int32),
+        ("value_count", ct.c_int32),
+    ]
 
 
-# fa_operation of flash_attn_transformer.h, from 1 on: the functions fa_<name> that take one struct and a stream.
+# fa_operation, from 1 on: the functions fa_<name> that take one struct and a stream.
 OPERATIONS = (
     *("attention_forward", "attention_backward", "kvcache_attention", "attention_merge", "quantize_fp8"),
     *("rms_norm", "rope", "swiglu", "sample", "linear"),
     *("w4_quantize", "w4_dequantize", "w4_pack", "w4_linear", "w4_linear_chain"),
+    *("distributed_forward", "distributed_backward", "distributed_decode", "distributed_merge"),
 )

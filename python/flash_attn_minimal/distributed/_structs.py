@@ -123,6 +123,16 @@ CALLS = {
 }
 
 
+def _group_call(args: type[ct.Structure]) -> type[ct.Structure]:
+    """fa_group_call, with the type of what `args` points to."""
+    integers = [(name, ct.c_int32) for name in ("kind", "rank", "size", "reserved")]
+    fields = [("struct_size", ct.c_size_t), ("group", ct.c_void_p), ("args", ct.POINTER(args)), *integers]
+    return type("GroupCall", (ct.Structure,), {"_fields_": fields})
+
+
+GROUP_CALLS = {name: _group_call(args) for name, args in CALLS.items()}
+
+
 @functools.cache
 def load() -> ct.CDLL:
     """The library, with every function of flash_attn_distributed.h typed; all but the queries raise on a bad status."""

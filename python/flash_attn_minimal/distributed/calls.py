@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import _arrays, _modes
-from .._arrays import View
+from .. import _arrays
+from .._arrays import View, torch_modes
 from .._core.checks import _check_last_axis, _check_same_place, _flag, _integer, _name, _quoted
 from .._core.fields import _destination, _put_strides
 from .._core.library import last_error, load
@@ -342,7 +342,7 @@ def backward(
     Raises: as `forward`.
     """
     check_group(group)
-    if _modes.deterministic(q):
+    if torch_modes.deterministic(q):
         options["deterministic"] = options.get("deterministic") or True
     given = dq, dk, dv
     arrays = q, k, v, *[options.get(name) for name in _ARRAYS], out, lse, dout, dlse, *given

@@ -12,12 +12,13 @@ from __future__ import annotations
 import torch
 from diffusers.models import attention_dispatch
 
-from .. import _modes, autograd  # noqa: F401  (autograd: before the first compiled call)
+from .._arrays import torch_modes
 from ..attention import flash_attn_func
 from ..errors import BadArgument
-from .flash_attn._calls import autocast, dense_rows, draw_dropout
+from ..torch._inputs import autocast, dense_rows
+from .flash_attn._calls import draw_dropout
 
-_modes.active()  # loads PyTorch's functions now, because a trace could not
+torch_modes.active()  # loads PyTorch's functions now, because a trace could not
 NAME = "attn_minimal"
 
 

@@ -27,13 +27,14 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
-from .. import _modes, autograd  # noqa: F401  (autograd: before the first compiled call)
+from .._arrays import torch_modes
 from ..attention import flash_attn_func, flash_attn_varlen_func
 from ..errors import BadArgument, Unsupported
 from ..kvcache import flash_attn_with_kvcache
-from .flash_attn._calls import autocast, dense_rows, draw_dropout
+from ..torch._inputs import autocast, dense_rows
+from .flash_attn._calls import draw_dropout
 
-_modes.active()  # loads PyTorch's functions now, because a trace could not
+torch_modes.active()  # loads PyTorch's functions now, because a trace could not
 NAME = "attn_minimal"
 _TAKEN = ("flash", "sdpa", "flex_attention")  # transformers looks for these words in a name
 FEW_ROWS = 16  # calls with up to this many queries use the kernels for caches
@@ -478,7 +479,7 @@ def _attend(q, k, v, mask: Mask, bias, dropout: float, options: dict) -> torch.T
         k, v = k[:, : mask.ends], v[:, : mask.ends]
         mask = replace(mask, shape=(*mask.shape[:3], mask.ends))
     random = draw_dropout(dropout, q.device)
-    graded = _modes.records() and any(x is not None and x.requires_grad for x in (q, k, v, options["sinks"]))
+    graded = torch_modes.records() and any(x is not None and x.requires_grad for x in (q, k, v, options["sinks"]))
     if bias is None and not random and not graded and mask.documents is None and not mask.pack_rows:
         if not mask.full or mask.starts is not None or q.shape[1] <= FEW_ROWS:
             if mask.valid is None or mask.starts is not None:

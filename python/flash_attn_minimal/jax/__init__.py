@@ -1,8 +1,14 @@
-"""The functions of the package on JAX's traced arrays: they work under jit, on CPU and GPU.
+"""All that knows JAX: the functions of the package on traced arrays, under jit, on CPU and GPU; and functions for JAX
+alone.
 
 XLA calls the library through its foreign function interface (cuda/api/xla_ffi.cpp), so no Python runs in a step.
 Tracing a call fills the structs of the C ABI, with a placeholder for the address of each buffer. On a GPU the stream is
 XLA's; the workspace is an additional result of the custom call, which the caller never sees.
+
+    nn                  jax.nn.dot_product_attention, and attention over a cache as a function without side effects
+    context_parallel    attention of sequences that are spread over the devices of a mesh axis
+
+and inside it
 
     _attention    both passes of flash_attn_func, flash_attn_varlen_func, and of sequences that fill their rows in part
     _functions    all other functions, by calling them with placeholders: merge, attention over a cache, ops
@@ -21,21 +27,20 @@ A call that no device of this machine can serve is refused while it is traced. v
 (1, 10, 2, 16)
 """
 
-from ._attention import Call, check_served, no_second_derivative, scaled, traced
-from ._axes import vary
-from ._custom_call import as_array, ffi
+from ._attention import traced
+from ._custom_call import ffi
 from ._functions import traced_function
-from ._gradients import nothing
+from .context_parallel import context_parallel_attention, shard_tokens, unshard_tokens
+from .nn import CacheStep, dot_product_attention, flash_attn_with_kvcache
 
 __all__ = [
-    "Call",
-    "as_array",
-    "check_served",
+    "CacheStep",
+    "context_parallel_attention",
+    "dot_product_attention",
     "ffi",
-    "no_second_derivative",
-    "nothing",
-    "scaled",
+    "flash_attn_with_kvcache",
+    "shard_tokens",
     "traced",
     "traced_function",
-    "vary",
+    "unshard_tokens",
 ]

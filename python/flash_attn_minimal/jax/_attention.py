@@ -21,7 +21,7 @@ from .._core.structs import AttentionBackwardArgs, new
 from ..backward import _put_dbias
 from ..errors import BadArgument, Unsupported
 from ._axes import vary
-from ._custom_call import address, as_array, custom_call, place, workspace_bytes
+from ._custom_call import as_array, custom_call, place, workspace_bytes
 from ._cuts import head_axes, own_axes
 from ._gradients import nothing
 from ._partition import Rule, is_manual, laid_like, partitioned
@@ -235,7 +235,6 @@ class Call:
         args.lse = lse.pointer
         lib = load()
         size = workspace_bytes(args, lambda plan: lib.fa_attention_query(args, plan))
-        args.workspace, args.workspace_bytes = address(len(names) + 2), size
         self.forward = custom_call("attention_forward", args, self.results, size)
         self._backward: dict[bool, Any] = {}
 
@@ -269,7 +268,6 @@ class Call:
             call.dsinks = places["sinks"].pointer
         lib = load()
         size = workspace_bytes(args, lambda plan: lib.fa_attention_backward_query(call, plan))
-        args.workspace, args.workspace_bytes = address(len(inputs) + len(results)), size
         return custom_call("attention_backward", call, results, size)
 
     def _prepare(self, options: Options):

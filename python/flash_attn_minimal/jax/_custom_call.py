@@ -12,8 +12,10 @@ import jax
 import numpy as np
 
 from .. import _arrays
-from .._arrays import Door, View
+from .._arrays import View
+from .._arrays.door import Door
 from .._core.library import OK, failure, load
+from .._core.prepared import Image, pointers
 from .._core.structs import CPU, CUDA, OPERATIONS, AttentionPlan, new
 from ..errors import BadArgument, Unsupported
 from ._axes import vary
@@ -26,6 +28,7 @@ except ImportError:  # before JAX 0.5
 _TARGET = "flash_attn_minimal_call"
 # Placeholders are aligned, and farther apart than any buffer is long, so they pass checks of alignment and overlap.
 _ADDRESS_UNIT = 1 << 48
+_OF_THE_CALL = ("device", "workspace", "workspace_bytes")  # the values before the addresses of buffers
 
 
 class PlaceDoor(Door):
@@ -95,15 +98,13 @@ def custom_call(
     _register()
     if workspace is not None:
         results = (*results, ((workspace,), "uint8"))
-    image = _Image()
-    image.add(struct)
     shapes = [jax.ShapeDtypeStruct(*about) for about in results]
     written = [(i, to, math.prod(shapes[to].shape) * shapes[to].dtype.itemsize) for i, to in (aliases or {}).items()]
+    image = Image(struct)
     words = {
-        "call": np.array([1 + OPERATIONS.index(operation), image.workspace, *sum(written, ())], np.int64),
+        "call": np.array([1 + OPERATIONS.index(operation), workspace is not None, *sum(written, ())], np.int64),
         "image": np.frombuffer(bytes(image.bytes), np.int64),
-        "links": np.array(image.links, np.int64).reshape(-1),
-        "devices": np.array(image.devices, np.int64),
+        "holes": np.array([*image.links, *_holes(image)], np.int32).reshape(-1),
     }
     more = {"input_output_aliases": dict(aliases)} if aliases else {}
     call = ffi.ffi_call(_TARGET, shapes, **more)
@@ -116,40 +117,21 @@ def custom_call(
     return run
 
 
-class _Image:
-    """A struct, the structs that it points to, and its strings, in one piece of memory."""
-
-    def __init__(self) -> None:
-        self.bytes = bytearray()
-        self.links: list[tuple[int, int]] = []
-        self.devices: list[int] = []
-        self.workspace = -1
-
-    def add(self, struct: ct.Structure) -> int:
-        """Adds a struct; returns the offset of its first byte."""
-        begin = self._append(bytes(struct))
-        for name, kind in struct._fields_:
-            at, value = begin + getattr(type(struct), name).offset, getattr(struct, name)
-            if name == "device":
-                self.devices.append(at)
-            elif name == "workspace":
-                self.workspace = at
-            if not value or not (kind in (ct.c_void_p, ct.c_char_p) or issubclass(kind, ct._Pointer)):
-                continue
-            if kind is ct.c_void_p:
-                if value < _ADDRESS_UNIT:
-                    raise Unsupported(f"{name} is memory that XLA does not know of: not served in a traced call")
-                target = value // _ADDRESS_UNIT - 1
-            else:
-                target = -1 - (self._append(value + b"\0") if kind is ct.c_char_p else self.add(value.contents))
-            self.links.append((at, target))
-            self.bytes[at : at + 8] = bytes(8)  # a program must not hold addresses of this process
-        return begin
-
-    def _append(self, data: bytes) -> int:
-        begin = len(self.bytes)
-        self.bytes += data + bytes(-len(data) % 8)
-        return begin
+def _holes(image: Image) -> list[tuple[int, int, int]]:
+    """The fields that get their values from XLA: first the device, the workspace and its size, then the buffers."""
+    holes = []
+    for kind in image.places:
+        names = [name for name, of, _ in pointers(kind) if of is ct.c_void_p]
+        for name in [*names, *[name for name in ("device", "workspace_bytes") if hasattr(kind, name)]]:
+            at, size = image.field(kind, name)
+            value = int.from_bytes(image.bytes[at : at + 8], "little")
+            if name in _OF_THE_CALL:
+                holes.append((at, size, _OF_THE_CALL.index(name)))
+            elif value >= _ADDRESS_UNIT:
+                holes.append((at, size, len(_OF_THE_CALL) + value // _ADDRESS_UNIT - 1))
+            elif value:
+                raise Unsupported(f"{name} is memory that XLA does not know of: not served in a traced call")
+    return holes
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """The small operations around attention in a Transformer: rms_norm, rope, swiglu, linear, linear_chain, sample.
 
-Arrays come from NumPy, PyTorch, CuPy, JAX or anything else that _arrays.py has a door for; those of one call come from
+Arrays come from NumPy, PyTorch, CuPy, JAX or anything else that _arrays has a door for; those of one call come from
 one framework. The work goes to the caller's current stream, nothing is waited for, and every call can be captured in a
 CUDA graph. Results are new arrays of the caller's own type, or `out`, which is also returned. Types are float32,
 float16 and bfloat16, and may differ between the arrays of a call unless a function says otherwise; sums are float32.
@@ -23,6 +23,7 @@ import numpy as np
 
 from .. import _arrays
 from .._arrays import View
+from .._arrays.words import pass_cast, pass_contiguous
 from .._core import recordings
 from .._core.checks import (
     _check_last_axis,
@@ -40,7 +41,6 @@ from .._core.options import AnyArray, Array, DType, _put_kernel
 from .._core.queries import Plan, plan_from
 from .._core.structs import DTYPES, new
 from .._trace import traceable
-from .._words import pass_cast, pass_contiguous
 from ..errors import BadArgument, Unsupported
 from ._library import (
     W4_FORMATS,

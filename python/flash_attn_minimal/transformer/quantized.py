@@ -22,7 +22,7 @@ A W4Weight is the plain form, which files hold; `pack` reorders it once for the 
 >>> bool(np.allclose(y, x @ weight.dequantize().T, rtol=1e-4, atol=1e-4))
 True
 
-Arrays come from NumPy, PyTorch, CuPy, JAX or anything else that _arrays.py has a door for, and results are arrays of
+Arrays come from NumPy, PyTorch, CuPy, JAX or anything else that _arrays has a door for, and results are arrays of
 the same framework. Every function computes the same bytes on CPU and GPU.
 """
 
@@ -38,6 +38,7 @@ import numpy as np
 
 from .. import _arrays
 from .._arrays import View
+from .._arrays.words import pass_cast
 from .._core import recordings
 from .._core.checks import _check_last_axis, _check_same_place, _dtype_name, _flag, _integer, _is_contiguous, _name
 from .._core.files import Fields, parse_json, quoted
@@ -45,7 +46,6 @@ from .._core.library import KERNEL_TABLES
 from .._core.options import DType
 from .._core.queries import kernel_table
 from .._core.structs import CPU, DTYPES, new
-from .._words import pass_cast
 from ..errors import BadArgument
 from ._library import W4_FORMATS, W4DequantizeArgs, W4PackArgs, W4QuantizeArgs, load
 from ._safetensors import ALL, FLOATS, read_metadata, read_safetensors, write_safetensors

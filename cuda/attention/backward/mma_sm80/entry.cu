@@ -7,13 +7,13 @@
 
 namespace fa {
 
-cudaError_t backward_mma_sm80(const BackwardParams& b, size_t shared_memory, cudaStream_t stream) {
-    if (b.forward.dtype == DType::kFloat16) return backward_mma_sm80_fp16(b, shared_memory, stream);
-    return launch<__nv_bfloat16>(b, shared_memory, stream);
+cudaError_t backward_mma_sm80(const BackwardParams& b, const DeviceInfo& device, cudaStream_t stream) {
+    if (b.forward.dtype == DType::kFloat16) return backward_mma_sm80_fp16(b, device, stream);
+    return launch<__nv_bfloat16>(b, device.shared_memory, stream);
 }
 
 // Room for any tile that the launch may take: the alignment of rows may not be known yet.
-size_t backward_mma_sm80_workspace(const BackwardParams& b) {
+size_t backward_mma_sm80_workspace(const BackwardParams& b, const DeviceInfo&) {
     return with_backward_bucket(b.forward.headdim, b.forward.headdim_v, [&](auto d, auto dv) {
         size_t most = 0;
         for (const MmaSm sm : {MmaSm::kAny, MmaSm::kShort, MmaSm::k164, MmaSm::k228})

@@ -4,8 +4,8 @@
 
 namespace fa {
 
-cudaError_t backward_mma_sm80_fp16(const BackwardParams& b, size_t shared_memory, cudaStream_t stream) {
-    return launch<__half>(b, shared_memory, stream);
+cudaError_t backward_mma_sm80_fp16(const BackwardParams& b, const DeviceInfo& device, cudaStream_t stream) {
+    return launch<__half>(b, device.shared_memory, stream);
 }
 
 }  // namespace fa

@@ -8,10 +8,10 @@ namespace fa {
 template <BackwardPlanId kId>
 cudaError_t launch_backward_wgmma(const BackwardParams& b, int multiprocessors, cudaStream_t stream);
 
-cudaError_t backward_wgmma_sm90(const BackwardParams& b, int multiprocessors, cudaStream_t stream) {
+cudaError_t backward_wgmma_sm90(const BackwardParams& b, const DeviceInfo& device, cudaStream_t stream) {
     switch (backward_choose(b.forward)) {
 #define FA_BACKWARD_CASE(id) \
-    case BackwardPlanId::id: return launch_backward_wgmma<BackwardPlanId::id>(b, multiprocessors, stream);
+    case BackwardPlanId::id: return launch_backward_wgmma<BackwardPlanId::id>(b, device.multiprocessors, stream);
         FA_BACKWARD_CASE(kD64)
         FA_BACKWARD_CASE(kD64General)
         FA_BACKWARD_CASE(kD128)
@@ -27,7 +27,7 @@ cudaError_t backward_wgmma_sm90(const BackwardParams& b, int multiprocessors, cu
     return cudaErrorInvalidValue;
 }
 
-size_t backward_wgmma_sm90_workspace(const BackwardParams& b) {
+size_t backward_wgmma_sm90_workspace(const BackwardParams& b, const DeviceInfo&) {
     return query_tiles_bytes(query_tiles(b, backward_plan(backward_choose(b.forward)))) + 128;  // and room to align it
 }
 

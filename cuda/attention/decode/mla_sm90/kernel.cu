@@ -579,23 +579,23 @@ cudaError_t launch_mla(const AttentionParams& p, int multiprocessors, cudaStream
 
 }  // namespace
 
-cudaError_t decode_mla_sm90(const AttentionParams& p, int multiprocessors, cudaStream_t stream) {
+cudaError_t decode_mla_sm90(const AttentionParams& p, const DeviceInfo& device, cudaStream_t stream) {
     const auto launch = [&](auto zero) {
         using T = decltype(zero);
-        return mla_v_is_k(p) ? launch_mla<T, MlaValues::kInKeys>(p, multiprocessors, stream)
-                             : launch_mla<T, MlaValues::kOwn>(p, multiprocessors, stream);
+        return mla_v_is_k(p) ? launch_mla<T, MlaValues::kInKeys>(p, device.multiprocessors, stream)
+                             : launch_mla<T, MlaValues::kOwn>(p, device.multiprocessors, stream);
     };
     return p.dtype == DType::kFloat16 ? launch(__half{}) : launch(__nv_bfloat16{});
 }
 
-size_t decode_mla_sm90_workspace(const AttentionParams& p, int multiprocessors) {
-    const MlaParams params = mla_params(p, multiprocessors);
+size_t decode_mla_sm90_workspace(const AttentionParams& p, const DeviceInfo& device) {
+    const MlaParams params = mla_params(p, device.multiprocessors);
     if (params.splits == 1) return 0;
     return size_t(p.batch) * size_t(p.nheads_k) * size_t(params.splits) * size_t(params.rows) * (kDv + 1) * sizeof(float) + 16;
 }
 
-int64_t decode_mla_sm90_blocks(const AttentionParams& p, int multiprocessors) {
-    const MlaParams params = mla_params(p, multiprocessors);
+int64_t decode_mla_sm90_blocks(const AttentionParams& p, const DeviceInfo& device) {
+    const MlaParams params = mla_params(p, device.multiprocessors);
     return int64_t(p.batch) * p.nheads_k * params.row_blocks * params.splits;
 }
 

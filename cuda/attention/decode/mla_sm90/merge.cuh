@@ -1,11 +1,11 @@
-// mla_sm90/merge.cuh: merges the results of mla_sm90 for the shares of the keys of a row:
+// mla_sm90/merge.cuh: merges the results of decode_mla_sm90 for the shares of the keys of a row:
 //
 //     lse = log sum exp(lse_i)      out = sum exp(lse_i - lse) O_i
 //
 // One block per row, four columns per thread. A share without keys has lse -inf and counts as zero.
 //   merge_few_shares_kernel  at most kFewShares shares, and many rows: small blocks, many of them on a multiprocessor
 //   merge_shares_kernel      many shares: groups of threads divide them; the weights are computed once per block
-// The kernels are launched while mla_sm90 runs and wait for its end.
+// The kernels are launched while decode_mla_sm90 runs and wait for its end.
 #pragma once
 
 #include "attention/common/params.h"
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kMergeGroups* kMergeThreads) merge_shares_kern
 template <typename T>
 cudaError_t merge_mla_shares(const MlaShares& shares, cudaStream_t stream) {
     LaunchOptions options;
-    options.programmatic = options.prefers_shared = true;  // prefers_shared: keeps the carveout of mla_sm90
+    options.programmatic = options.prefers_shared = true;  // prefers_shared: keeps the carveout of decode_mla_sm90
     const unsigned rows = unsigned(shares.attention.batch * shares.attention.nheads_k * shares.rows);
     if (shares.splits <= kFewShares && !shares.invariant)
         return launch_kernel(merge_few_shares_kernel<T>, rows, kMergeThreads, 0, stream, shares, options);

@@ -1,4 +1,4 @@
-// mla_sm90/plan.h: the tiles of mla_sm90, and the number of shares into which it divides the keys of a sequence.
+// mla_sm90/plan.h: the tiles of decode_mla_sm90, and the number of shares into which it divides the keys of a sequence.
 #pragma once
 
 #include <cstdint>

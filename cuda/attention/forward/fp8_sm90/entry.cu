@@ -3,12 +3,12 @@
 
 namespace fa {
 
-cudaError_t forward_fp8_sm90(const AttentionParams& p, int multiprocessors, cudaStream_t stream) {
+cudaError_t forward_fp8_sm90(const AttentionParams& p, const DeviceInfo& device, cudaStream_t stream) {
     switch (fp8_choose(p)) {
-#define FA_FP8_CASE(id)                                                            \
-    case Fp8PlanId::id:                                                            \
-        return p.lse ? launch_fp8<Fp8PlanId::id, true>(p, multiprocessors, stream) \
-                     : launch_fp8<Fp8PlanId::id, false>(p, multiprocessors, stream);
+#define FA_FP8_CASE(id)                                                                   \
+    case Fp8PlanId::id:                                                                   \
+        return p.lse ? launch_fp8<Fp8PlanId::id, true>(p, device.multiprocessors, stream) \
+                     : launch_fp8<Fp8PlanId::id, false>(p, device.multiprocessors, stream);
         FA_FP8_CASE(kD64Short)
         FA_FP8_CASE(kD64Long)
         FA_FP8_CASE(kD128Short)
@@ -20,8 +20,8 @@ cudaError_t forward_fp8_sm90(const AttentionParams& p, int multiprocessors, cuda
     return cudaErrorInvalidValue;
 }
 
-size_t forward_fp8_sm90_workspace(const AttentionParams& p, int multiprocessors) {
-    return work_list_workspace(p, fp8_plan(fp8_choose(p)).block_m(), multiprocessors);
+size_t forward_fp8_sm90_workspace(const AttentionParams& p, const DeviceInfo& device) {
+    return work_list_workspace(p, fp8_plan(fp8_choose(p)).block_m(), device.multiprocessors);
 }
 
 }  // namespace fa

@@ -3,11 +3,11 @@
 
 namespace fa {
 
-cudaError_t forward_mma_sm80(const AttentionParams& p, int multiprocessors, size_t shared_memory, cudaStream_t stream) {
-    if (p.headdim > 256 || p.headdim_v > 256) return forward_mma_sm80_wide(p, shared_memory, stream);
-    if (p.cache.block_table) return forward_mma_sm80_paged(p, multiprocessors, shared_memory, stream);
-    if (p.dtype == DType::kFloat16) return launch<__half>(p, multiprocessors, shared_memory, stream);
-    return launch<__nv_bfloat16>(p, multiprocessors, shared_memory, stream);
+cudaError_t forward_mma_sm80(const AttentionParams& p, const DeviceInfo& device, cudaStream_t stream) {
+    if (p.headdim > 256 || p.headdim_v > 256) return forward_mma_sm80_wide(p, device, stream);
+    if (p.cache.block_table) return forward_mma_sm80_paged(p, device, stream);
+    if (p.dtype == DType::kFloat16) return launch<__half>(p, device.multiprocessors, device.shared_memory, stream);
+    return launch<__nv_bfloat16>(p, device.multiprocessors, device.shared_memory, stream);
 }
 
 }  // namespace fa

@@ -137,113 +137,121 @@ inline constexpr MmaTile kTileOf = sizeof(T) == 2 ? mma_tile(kD, kDv, kSm) : mma
 
 enum class Options { kNone, kAll };         // kAll: every option of scores, and any scale
 enum class KeyRows { kStrided, kInPages };  // rows of K and V at a fixed stride, or in the pages of a cache
+struct Nowhere {};                          // in place of PagedRows
 
+// A warp of the kernel. The register tiles are arguments of its functions.
 template <typename T, int kD, int kDv, MmaSm kSm, Options kOptions, KeyRows kKeyRows>
-__global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T, kD, kDv, kSm>.blocks_per_sm)
-    attention_kernel(const __grid_constant__ MmaParams params) {
-#if defined(__CUDA_ARCH__)
-    if (kSm == MmaSm::k228 && !takes_more_than_sm80(__CUDA_ARCH__)) {
-        __trap();
-        return;
-    }
-#endif
-    constexpr MmaTile kTile = kTileOf<T, kD, kDv, kSm>;
-    constexpr bool kGeneral = kOptions == Options::kAll, kPaged = kKeyRows == KeyRows::kInPages;
-    constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kThreads = kTile.warps * 32, kStages = kTile.stages;
-    constexpr int kWarpRows = kBlockM / kTile.warps, kMmas = kWarpRows / 16, kRows = 2 * kMmas;  // a thread has kRows rows of S and O
-    constexpr int kTilesN = kBlockN / 8, kTilesV = kDv / 8, kStep = 32 / int(sizeof(T));         // of an mma: columns of Q, K; keys of P, V
-    constexpr int kStepsD = kD / kStep, kStepsN = kBlockN / kStep, kStepTiles = kStep / 8, kStepPairs = 2 * kStepTiles * kMmas;
-    constexpr bool kAnyAlignment = kSm == MmaSm::kAny;
-    constexpr bool kFull = kMmas * kTilesN * 4 >= 128;  // S fills the registers: what can be read again is not kept in registers
+struct ForwardWarp {
+    static constexpr MmaTile kTile = kTileOf<T, kD, kDv, kSm>;
+    static constexpr bool kGeneral = kOptions == Options::kAll, kPaged = kKeyRows == KeyRows::kInPages;
+    static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kThreads = kTile.warps * 32, kStages = kTile.stages;
+    static constexpr int kWarpRows = kBlockM / kTile.warps, kMmas = kWarpRows / 16, kRows = 2 * kMmas;  // a thread has kRows rows of S, O
+    static constexpr int kTilesN = kBlockN / 8, kTilesV = kDv / 8, kStep = 32 / int(sizeof(T));  // of an mma: columns of Q, K; keys of P, V
+    static constexpr int kStepsD = kD / kStep, kStepsN = kBlockN / kStep, kStepTiles = kStep / 8, kStepPairs = 2 * kStepTiles * kMmas;
+    static constexpr bool kAnyAlignment = kSm == MmaSm::kAny;
+    static constexpr bool kFull = kMmas * kTilesN * 4 >= 128;  // S fills the registers: what can be read again is not kept in registers
     static_assert(kWarpRows == 16 || kWarpRows == 32, "one or two m16 tiles a warp");
-    constexpr bool kInParts = kD > 256;
+    static constexpr bool kInParts = kD > 256;
     static_assert(!kPaged || sizeof(T) == 2, "pages hold 16-bit values here");
+    static constexpr float kThreshold = kGeneral ? kRescaleThreshold * kLn2 : kRescaleThreshold;
+    using SharedMemory = Smem<T, kTileOf<T, kD, kDv, kSm>, kD, kDv>;
     using TileQK = SharedTile<T, kD>;
     using TileV = SharedTile<T, kDv>;
-    extern __shared__ __align__(128) unsigned char shared[];
-    auto& smem = *reinterpret_cast<Smem<T, kTileOf<T, kD, kDv, kSm>, kD, kDv>*>(shared);
-    const AttentionParams& p = params.attention;
-
-    // Parts of the same rows are neighbours, because they read the same K.
-    const auto part_of = [&](int block) { return kInParts ? block % params.parts : 0; };
-    const auto work_at = [&](int block) { return work_of(params, kInParts ? block / params.parts : block); };
-    const Work work = work_at(blockIdx.x);
-    const int first_column = part_of(blockIdx.x) * kDv, columns_v = p.headdim_v - first_column;  // of V
-    const int b = work.b, head = work.head, row0 = work.query_tile * kBlockM;
-    const Sequence s = sequence_of(p, b);
-    if (row0 >= s.seqlen_q) return;
-
-    const T* q = static_cast<const T*>(p.q.data) + s.q + head * p.q.head + row0 * p.q.row;
-    const T* k = static_cast<const T*>(p.k.data) + s.k + head / p.group * p.k.head;
-    const T* v = static_cast<const T*>(p.v.data) + s.v + head / p.group * p.v.head + first_column;
-    const int first_key = key_range(p, s, row0).begin, end_key = key_range(p, s, min(row0 + kBlockM, s.seqlen_q) - 1).end;
-    const int first_tile = first_key / kBlockN, last_tile = end_key > first_key ? (end_key - 1) / kBlockN : first_tile - 1;
-
-    const int lane = threadIdx.x % 32, warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);  // the shuffle makes it known as uniform
-    const int warp_row = row0 + warp * kWarpRows;
-    if (!kPaged && p.max_score && threadIdx.x < kBlockM) smem.greatest[threadIdx.x] = -FLT_MAX;
-    if (lane == 0) {
-        const KeyRange first = key_range(p, s, warp_row), last = key_range(p, s, min(warp_row + kWarpRows, s.seqlen_q) - 1);
-        smem.some[warp] = {first.begin, warp_row < s.seqlen_q ? last.end : 0};
-        smem.every[warp] = {last.begin, first.end};
-    }
-    __syncwarp();
-
     // Row places in the tile to be loaded next. Where V is narrower than K, other lanes load V's rows.
-    constexpr bool kRowsOfV = kPaged && kD != kDv;
-    [[maybe_unused]] std::conditional_t<kPaged, PagedRows<kBlockN, kD, kThreads, T>, int> rows;
-    [[maybe_unused]] std::conditional_t<kRowsOfV, PagedRows<kBlockN, kDv, kThreads, T>, int> rows_v;
-    const auto load_k = [&](int tile, int stage) {
-        const int begin = first_key - tile * kBlockN, end = end_key - tile * kBlockN;
-        if constexpr (kPaged) load_paged_tile<kBlockN, kD, kThreads>(smem.k[stage], k, p.k, rows, begin, end, p.headdim, params.aligned_k);
-        else
-            load_tile<kBlockN, kD, kThreads, kAnyAlignment>(smem.k[stage], k + tile * kBlockN * p.k.row, p.k.row, begin, end, p.headdim,
-                                                            params.aligned_k);
+    static constexpr bool kRowsOfV = kPaged && kD != kDv;
+    struct Places {
+        std::conditional_t<kPaged, PagedRows<kBlockN, kD, kThreads, T>, Nowhere> k;
+        std::conditional_t<kRowsOfV, PagedRows<kBlockN, kDv, kThreads, T>, Nowhere> v;
     };
-    const auto load_v = [&](int tile, int stage) {
-        const int begin = first_key - tile * kBlockN, end = end_key - tile * kBlockN;
-        if constexpr (kRowsOfV)
-            load_paged_tile<kBlockN, kDv, kThreads>(smem.v[stage], v, p.v, rows_v, begin, end, columns_v, params.aligned_v);
-        else if constexpr (kPaged)
-            load_paged_tile<kBlockN, kDv, kThreads>(smem.v[stage], v, p.v, rows, begin, end, columns_v, params.aligned_v);
-        else
-            load_tile<kBlockN, kDv, kThreads, kAnyAlignment>(smem.v[stage], v + tile * kBlockN * p.v.row, p.v.row, begin, end, columns_v,
-                                                             params.aligned_v);
-    };
-    const auto find_rows = [&](int tile) {
-        const int key0 = tile * kBlockN;
-        if constexpr (kPaged) rows.find(p, b, key0, first_key - key0, end_key - key0);
-        if constexpr (kRowsOfV) rows_v.find(p, b, key0, first_key - key0, end_key - key0);
-    };
+    using Scores = float[kMmas][kTilesN][4];
+    using Output = float[kMmas][kTilesV][4];
+    using RowValues = float[kRows];
+    using Queries = uint32_t[kTile.q_in_registers ? kStepsD : 1][kMmas][4];
 
-    // Addresses of this lane's rows. For ldmatrix, A and V^T take 16 rows x 32 bytes, K takes 16 keys x 32 bytes with the middle two 8 x 8
-    // matrices swapped. ldmatrix cannot transpose fp32 V: there a lane loads keys 2 q and 2 q + 1, four columns of each.
-    const uint32_t q_lane = shared_address(smem.q) + TileQK::offset(warp * kWarpRows + lane % 16, lane / 16);
-    const uint32_t k_lane = shared_address(smem.k) + TileQK::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-    const uint32_t v_lane =
-        shared_address(smem.v) + (sizeof(T) == 2 ? TileV::offset(lane % 16, lane / 16) : TileV::offset(lane % 4 * 2, lane / 4));
-
+    const MmaParams& params;
+    const AttentionParams& p;
+    SharedMemory& smem;
+    Places& places;
+    Work work;
+    Sequence s;
+    int columns_v;  // of V, from this block's part on
+    const T *k, *v;
+    int first_key, end_key, first_tile, last_tile;
+    int lane, warp, warp_row;
+    uint32_t q_lane, k_lane, v_lane;  // addresses of this lane's rows
     // Row maxima are in units of log2, so that scale and subtraction are one multiply-add. General scores are scaled already and stay in
     // natural units, where a mask written as a bias of -FLT_MAX does not overflow. The maximum of a row that has seen nothing is -FLT_MAX,
     // not -inf: no difference of maxima is then NaN, and 2^(-inf + FLT_MAX) is zero.
-    const float scale = p.scale * kLog2e;
-    constexpr float kThreshold = kGeneral ? kRescaleThreshold * kLn2 : kRescaleThreshold;
-    const auto exponential = [&](float score, float max) {
-        return exp2_approx(kGeneral ? (score - max) * kLog2e : fmaf(score, scale, -max));
-    };
-    const bool hides = p.mask.data || p.bias.data || p.tree.rows;  // may hide keys inside the window
-    float O[kMmas][kTilesV][4] = {};
-    float row_max[kRows], row_sum[kRows];  // row_max: of the whole row; row_sum: this thread's share
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) row_max[r] = -FLT_MAX, row_sum[r] = 0;
-    uint32_t Q[kTile.q_in_registers ? kStepsD : 1][kMmas][4];
-    const auto load_q_step = [&](int step) {
+    float scale;
+    bool hides;  // options may hide keys inside the window
+    int stage = 0;
+
+    // Parts of the same rows are neighbours, because they read the same K.
+    static __device__ __forceinline__ int part_of(const MmaParams& params, int block) { return kInParts ? block % params.parts : 0; }
+    static __device__ __forceinline__ Work work_at(const MmaParams& params, int block) {
+        return work_of(params, kInParts ? block / params.parts : block);
+    }
+
+    __device__ __forceinline__ ForwardWarp(const MmaParams& params, SharedMemory& smem, Places& places, const Work& work, const Sequence& s)
+        : params(params), p(params.attention), smem(smem), places(places), work(work), s(s) {
+        const int first_column = part_of(params, blockIdx.x) * kDv, row0 = work.query_tile * kBlockM;
+        columns_v = p.headdim_v - first_column;
+        k = static_cast<const T*>(p.k.data) + s.k + work.head / p.group * p.k.head;
+        v = static_cast<const T*>(p.v.data) + s.v + work.head / p.group * p.v.head + first_column;
+        first_key = key_range(p, s, row0).begin, end_key = key_range(p, s, min(row0 + kBlockM, s.seqlen_q) - 1).end;
+        first_tile = first_key / kBlockN, last_tile = end_key > first_key ? (end_key - 1) / kBlockN : first_tile - 1;
+        lane = threadIdx.x % 32, warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);  // the shuffle makes it known as uniform
+        warp_row = row0 + warp * kWarpRows;
+        if (!kPaged && p.max_score && threadIdx.x < kBlockM) smem.greatest[threadIdx.x] = -FLT_MAX;
+        if (lane == 0) {
+            const KeyRange first = key_range(p, s, warp_row), last = key_range(p, s, min(warp_row + kWarpRows, s.seqlen_q) - 1);
+            smem.some[warp] = {first.begin, warp_row < s.seqlen_q ? last.end : 0};
+            smem.every[warp] = {last.begin, first.end};
+        }
+        __syncwarp();
+        // For ldmatrix, A and V^T take 16 rows x 32 bytes, K takes 16 keys x 32 bytes with the middle two 8 x 8 matrices swapped. ldmatrix
+        // cannot transpose fp32 V: there a lane loads keys 2 q and 2 q + 1, four columns of each.
+        q_lane = shared_address(smem.q) + TileQK::offset(warp * kWarpRows + lane % 16, lane / 16);
+        k_lane = shared_address(smem.k) + TileQK::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+        v_lane = shared_address(smem.v) + (sizeof(T) == 2 ? TileV::offset(lane % 16, lane / 16) : TileV::offset(lane % 4 * 2, lane / 4));
+        scale = p.scale * kLog2e;
+        hides = p.mask.data || p.bias.data || p.tree.rows;
+    }
+
+    // ---- copies to shared memory ----
+
+    __device__ __forceinline__ void load_k(int tile, int stage) const {
+        const int begin = first_key - tile * kBlockN, end = end_key - tile * kBlockN;
+        if constexpr (kPaged)
+            load_paged_tile<kBlockN, kD, kThreads>(smem.k[stage], k, p.k, places.k, begin, end, p.headdim, params.aligned_k);
+        else
+            load_tile<kBlockN, kD, kThreads, kAnyAlignment>(smem.k[stage], k + tile * kBlockN * p.k.row, p.k.row, begin, end, p.headdim,
+                                                            params.aligned_k);
+    }
+    __device__ __forceinline__ void load_v(int tile, int stage) const {
+        const int begin = first_key - tile * kBlockN, end = end_key - tile * kBlockN;
+        if constexpr (kRowsOfV)
+            load_paged_tile<kBlockN, kDv, kThreads>(smem.v[stage], v, p.v, places.v, begin, end, columns_v, params.aligned_v);
+        else if constexpr (kPaged)
+            load_paged_tile<kBlockN, kDv, kThreads>(smem.v[stage], v, p.v, places.k, begin, end, columns_v, params.aligned_v);
+        else
+            load_tile<kBlockN, kDv, kThreads, kAnyAlignment>(smem.v[stage], v + tile * kBlockN * p.v.row, p.v.row, begin, end, columns_v,
+                                                             params.aligned_v);
+    }
+    __device__ __forceinline__ void find_rows(int tile) const {
+        const int key0 = tile * kBlockN;
+        if constexpr (kPaged) places.k.find(p, work.b, key0, first_key - key0, end_key - key0);
+        if constexpr (kRowsOfV) places.v.find(p, work.b, key0, first_key - key0, end_key - key0);
+    }
+    __device__ __forceinline__ void load_q_step(Queries& Q, int step) const {
 #pragma unroll
         for (int m = 0; m < kMmas; ++m)
             ldmatrix_x4(Q[kTile.q_in_registers ? step : 0][m], TileQK::advance(q_lane + 16 * m * TileQK::kPitch, step));
-    };
-
-    if (first_tile <= last_tile) {
+    }
+    // Q, and K and V of the last tile, which is the first one to be computed.
+    __device__ __forceinline__ void load_first(Queries& Q) const {
+        const int row0 = work.query_tile * kBlockM;
+        const T* q = static_cast<const T*>(p.q.data) + s.q + work.head * p.q.head + row0 * p.q.row;
         load_tile<kBlockM, kD, kThreads, kAnyAlignment>(smem.q, q, p.q.row, 0, s.seqlen_q - row0, p.headdim, params.aligned_q);
         find_rows(last_tile);
         load_k(last_tile, 0);
@@ -256,22 +264,11 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
             cp_async_wait_all();
             __syncthreads();
 #pragma unroll
-            for (int step = 0; step < kStepsD; ++step) load_q_step(step);
+            for (int step = 0; step < kStepsD; ++step) load_q_step(Q, step);
         }
     }
-
-    const auto place = [&](int m, int key0) {
-        const int here = opaque(lane);  // values that few options need are computed where they are used
-        return FragmentPlace{b, head, warp_row + 16 * m + mma_row(here, 0), key0 + mma_column(here, 0), s.seqlen_q, s.seqlen_k, s.shift};
-    };
-
-    int stage = 0;
-#pragma unroll 1
-    for (int tile = last_tile; tile >= first_tile; --tile) {
-        const int key0 = tile * kBlockN;
-        if (kFull) stage = kStages == 2 ? (last_tile - tile) & 1 : 0;
-        if (kGeneral && threadIdx.x < kBlockN) smem.visible[threadIdx.x] = 0;
-        const KeyRange some = smem.some[warp], every = smem.every[warp];
+    // Waits for what the tile's first product reads.
+    __device__ __forceinline__ void wait_for_tile(int tile) const {
         if (kStages == 1 && tile == last_tile) cp_async_wait_group<1>();  // the first V has been in flight since the start
         else cp_async_wait_all();
         if (sizeof(T) == 4) {
@@ -280,7 +277,8 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
             if (kStages == 2) round_tile<kBlockN, kDv, kThreads>(smem.v[stage]);
         }
         __syncthreads();  // K (with two stages also V) of this tile is here; nobody reads the previous tile any more
-        const bool sees = key0 < some.end && key0 + kBlockN > some.begin, cut = key0 < every.begin || key0 + kBlockN > every.end;
+    }
+    __device__ __forceinline__ void load_ahead(int tile) const {
         if (kStages == 1 && tile < last_tile) {
             load_v(tile, 0);
             if (tile > first_tile) find_rows(tile - 1);
@@ -289,169 +287,213 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
             load_k(tile - 1, stage ^ 1), load_v(tile - 1, stage ^ 1);
             if (tile - 1 > first_tile) find_rows(tile - 2);
         }
+    }
 
-        // ---- S = Q K^T ----
-        float S[kMmas][kTilesN][4];
-        if (sees) {
-            const uint32_t k_stage = k_lane + stage * uint32_t(sizeof smem.k[0]);
-#pragma unroll
-            for (int m = 0; m < kMmas; ++m)
-#pragma unroll
-                for (int n = 0; n < kTilesN; ++n)
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) S[m][n][i] = 0;
-#pragma unroll
-            for (int step = 0; step < kStepsD; ++step) {
-                if (!kTile.q_in_registers) load_q_step(step);
-                const auto& A = Q[kTile.q_in_registers ? step : 0];
-#pragma unroll
-                for (int n = 0; n < kTilesN; n += 2) {
-                    uint32_t B[4];
-                    ldmatrix_x4(B, TileQK::advance(k_stage, step) + 8 * n * TileQK::kPitch);
-#pragma unroll
-                    for (int m = 0; m < kMmas; ++m) {
-                        mma<T>(S[m][n], A[m], B[0], B[1]);
-                        mma<T>(S[m][n + 1], A[m], B[2], B[3]);
-                    }
-                }
-            }
-            if (kGeneral) {
-#pragma unroll
-                for (int m = 0; m < kMmas; ++m) transform_fragment<T>(p, place(m, key0), flat(S[m]));
-                if (p.tree.rows) {
-#pragma unroll
-                    for (int m = 0; m < kMmas; ++m) hide_by_tree(p, place(m, key0), flat(S[m]));
-                }
-            }
-            if constexpr (kFull) {
-                if (const KeyRange now = smem.every[warp]; key0 < now.begin || key0 + kBlockN > now.end)
-                    apply_window(S, p, s, warp_row, key0, lane);
-            } else if (cut) {
-                apply_window(S, p, s, warp_row, key0, lane);
-            }
-            if (kGeneral && hides) mark_visible(S, smem.visible, s.seqlen_q - warp_row, lane);
-        }
-        if (kStages == 1) {
-            cp_async_wait_all();
-            round_tile<kBlockN, kDv, kThreads>(smem.v[0]);
-            __syncthreads();  // V of this tile is here; nobody reads its K any more
-            if (tile > first_tile) load_k(tile - 1, 0);
-        }
-        if (kGeneral && hides) {
-            // A key that nobody sees has P = 0, but 0 x NaN is NaN: its V is zeroed. Keys past the window are zeros already.
-            __syncthreads();
+    // ---- the tiles of keys ----
+
+    // row_max: of the whole row; row_sum: this thread's share
+    __device__ __forceinline__ void walk(Queries& Q, Output& O, RowValues& row_max, RowValues& row_sum) {
 #pragma unroll 1
-            for (int x = opaque(threadIdx.x); x < kBlockN * TileV::kPieces; x += kThreads)
-                if (!smem.visible[x / TileV::kPieces]) reinterpret_cast<uint4*>(smem.v[stage])[x] = make_uint4(0, 0, 0, 0);
-            __syncthreads();
+        for (int tile = last_tile; tile >= first_tile; --tile) {
+            const int key0 = tile * kBlockN;
+            if (kFull) stage = kStages == 2 ? (last_tile - tile) & 1 : 0;
+            if (kGeneral && threadIdx.x < kBlockN) smem.visible[threadIdx.x] = 0;
+            const KeyRange some = smem.some[warp], every = smem.every[warp];
+            wait_for_tile(tile);
+            const bool sees = key0 < some.end && key0 + kBlockN > some.begin, cut = key0 < every.begin || key0 + kBlockN > every.end;
+            load_ahead(tile);
+            Scores S;
+            if (sees) {
+                multiply_scores(Q, S);
+                transform_scores(S, key0, cut);
+            }
+            if (kStages == 1) {
+                cp_async_wait_all();
+                round_tile<kBlockN, kDv, kThreads>(smem.v[0]);
+                __syncthreads();  // V of this tile is here; nobody reads its K any more
+                if (tile > first_tile) load_k(tile - 1, 0);
+            }
+            if (kGeneral && hides) zero_unseen_values();
+            if (sees) {
+                move_maxima(S, O, row_max, row_sum);
+                multiply_values(S, O, row_max, row_sum, key0);
+            }
+            if (!kFull && kStages == 2) stage ^= 1;
         }
-        if (sees) {
-            // ---- the maximum of each row; O and row_sum are rescaled when it has moved far ----
-            float new_max[kRows];
-            bool moved = false;
-#pragma unroll
-            for (int r = 0; r < kRows; ++r) {
-                float x = fmaxf(S[r / 2][0][r % 2 * 2], S[r / 2][0][r % 2 * 2 + 1]);
-#pragma unroll
-                for (int n = 1; n < kTilesN; ++n) x = fmaxf(x, fmaxf(S[r / 2][n][r % 2 * 2], S[r / 2][n][r % 2 * 2 + 1]));
-                new_max[r] = fmaxf(row_max[r], kGeneral ? quad_max(x) : quad_max(x) * scale);
-                moved |= new_max[r] - row_max[r] > kThreshold;
-            }
-            if (!kPaged && p.max_score) {  // calls with a cache never want it
-                const int thread = opaque(threadIdx.x);
-                float* const greatest = smem.greatest + thread / 32 * kWarpRows + mma_row(thread % 32, 0);
-#pragma unroll
-                for (int r = 0; r < kRows; ++r)
-                    if (thread % 4 == 0) greatest[8 * r] = fmaxf(greatest[8 * r], new_max[r]);
-            }
-            if (__any_sync(kFullWarp, moved)) {
-#pragma unroll
-                for (int r = 0; r < kRows; ++r) {
-                    const float next = new_max[r] - row_max[r] > kThreshold ? new_max[r] : row_max[r];
-                    const float factor = exp2_approx(kGeneral ? (row_max[r] - next) * kLog2e : row_max[r] - next);
-                    row_max[r] = next;
-                    row_sum[r] *= factor;
-#pragma unroll
-                    for (int n = 0; n < kTilesV; ++n) O[r / 2][n][r % 2 * 2] *= factor, O[r / 2][n][r % 2 * 2 + 1] *= factor;
-                }
-            }
+    }
 
-            // ---- P = 2^(S - row_max), O += P V: the exponentials of the next step run between the products of this step ----
-            // Exponentiates this thread's pairs of neighbouring keys [begin, end) of a step.
-            const auto exponentials = [&](int step, int begin, int end) {
+    // S = Q K^T
+    __device__ __forceinline__ void multiply_scores(Queries& Q, Scores& S) const {
+        const uint32_t k_stage = k_lane + stage * uint32_t(sizeof smem.k[0]);
 #pragma unroll
-                for (int x = begin; x < end; ++x) {
-                    const int m = x / (2 * kStepTiles), r = 2 * m + x % 2;
-                    float* pair = S[m][kStepTiles * step + x / 2 % kStepTiles] + x % 2 * 2;
-                    pair[0] = exponential(pair[0], row_max[r]);
-                    pair[1] = exponential(pair[1], row_max[r]);
-                    row_sum[r] += pair[0] + pair[1];
-                }
-            };
-            const uint32_t v_stage = v_lane + stage * uint32_t(sizeof smem.v[0]);
-            exponentials(0, 0, kStepPairs);
-            if constexpr (kGeneral) {
+        for (int m = 0; m < kMmas; ++m)
 #pragma unroll
-                for (int step = 1; step < kStepsN; ++step) exponentials(step, 0, kStepPairs);
-                if (p.dropout_threshold) {
+            for (int n = 0; n < kTilesN; ++n)
 #pragma unroll
-                    for (int m = 0; m < kMmas; ++m) drop_fragment(p, place(m, key0), lane % 4, flat(S[m]));
-                }
-            }
+                for (int i = 0; i < 4; ++i) S[m][n][i] = 0;
 #pragma unroll
-            for (int step = 0; step < kStepsN; ++step) {
-                uint32_t A[kMmas][4];
+        for (int step = 0; step < kStepsD; ++step) {
+            if (!kTile.q_in_registers) load_q_step(Q, step);
+            const auto& A = Q[kTile.q_in_registers ? step : 0];
 #pragma unroll
-                for (int m = 0; m < kMmas; ++m) fragment_of<T>(A[m], &S[m][kStepTiles * step]);
-                constexpr int kGroupTiles = sizeof(T) == 2 ? 2 : 4,
-                              kGroups = kTilesV / kGroupTiles;  // tiles of O that one load of V serves
+            for (int n = 0; n < kTilesN; n += 2) {
+                uint32_t B[4];
+                ldmatrix_x4(B, TileQK::advance(k_stage, step) + 8 * n * TileQK::kPitch);
 #pragma unroll
-                for (int n = 0; n < kGroups; ++n) {
-                    uint32_t B[kGroupTiles][2];
-                    if constexpr (sizeof(T) == 2) {
-                        ldmatrix_x4_trans(B, TileV::advance(v_stage, n) + kStep * step * TileV::kPitch);
-                    } else {
-                        const uint32_t at = v_stage + 128 * n + kStep * step * TileV::kPitch;
-                        load_two_rows(B, at, (at ^ 16) + TileV::kPitch);
-                    }
-#pragma unroll
-                    for (int m = 0; m < kMmas; ++m)
-#pragma unroll
-                        for (int t = 0; t < kGroupTiles; ++t) mma<T>(O[m][kGroupTiles * n + t], A[m], B[t][0], B[t][1]);
-                    if (!kGeneral && step + 1 < kStepsN) exponentials(step + 1, kStepPairs * n / kGroups, kStepPairs * (n + 1) / kGroups);
+                for (int m = 0; m < kMmas; ++m) {
+                    mma<T>(S[m][n], A[m], B[0], B[1]);
+                    mma<T>(S[m][n + 1], A[m], B[2], B[3]);
                 }
             }
         }
-        if (!kFull && kStages == 2) stage ^= 1;
+    }
+    __device__ __forceinline__ FragmentPlace place(int m, int key0) const {
+        const int here = opaque(lane);  // values that few options need are computed where they are used
+        return {work.b, work.head, warp_row + 16 * m + mma_row(here, 0), key0 + mma_column(here, 0), s.seqlen_q, s.seqlen_k, s.shift};
+    }
+    // The options of the scores, and the window. cut: the window hides some pair of this tile.
+    __device__ __forceinline__ void transform_scores(Scores& S, int key0, bool cut) const {
+        if (kGeneral) {
+#pragma unroll
+            for (int m = 0; m < kMmas; ++m) transform_fragment<T>(p, place(m, key0), flat(S[m]));
+            if (p.tree.rows) {
+#pragma unroll
+                for (int m = 0; m < kMmas; ++m) hide_by_tree(p, place(m, key0), flat(S[m]));
+            }
+        }
+        if constexpr (kFull) {
+            if (const KeyRange now = smem.every[warp]; key0 < now.begin || key0 + kBlockN > now.end)
+                apply_window(S, p, s, warp_row, key0, lane);
+        } else if (cut) {
+            apply_window(S, p, s, warp_row, key0, lane);
+        }
+        if (kGeneral && hides) mark_visible(S, smem.visible, s.seqlen_q - warp_row, lane);
+    }
+    // A key that nobody sees has P = 0, but 0 x NaN is NaN: its V is zeroed. Keys past the window are zeros already.
+    __device__ __forceinline__ void zero_unseen_values() const {
+        __syncthreads();
+#pragma unroll 1
+        for (int x = opaque(threadIdx.x); x < kBlockN * TileV::kPieces; x += kThreads)
+            if (!smem.visible[x / TileV::kPieces]) reinterpret_cast<uint4*>(smem.v[stage])[x] = make_uint4(0, 0, 0, 0);
+        __syncthreads();
+    }
+    // The maximum of each row; O and row_sum are rescaled when it has moved far.
+    __device__ __forceinline__ void move_maxima(const Scores& S, Output& O, RowValues& row_max, RowValues& row_sum) const {
+        RowValues new_max;
+        bool moved = false;
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            float x = fmaxf(S[r / 2][0][r % 2 * 2], S[r / 2][0][r % 2 * 2 + 1]);
+#pragma unroll
+            for (int n = 1; n < kTilesN; ++n) x = fmaxf(x, fmaxf(S[r / 2][n][r % 2 * 2], S[r / 2][n][r % 2 * 2 + 1]));
+            new_max[r] = fmaxf(row_max[r], kGeneral ? quad_max(x) : quad_max(x) * scale);
+            moved |= new_max[r] - row_max[r] > kThreshold;
+        }
+        if (!kPaged && p.max_score) {  // calls with a cache never want it
+            const int thread = opaque(threadIdx.x);
+            float* const greatest = smem.greatest + thread / 32 * kWarpRows + mma_row(thread % 32, 0);
+#pragma unroll
+            for (int r = 0; r < kRows; ++r)
+                if (thread % 4 == 0) greatest[8 * r] = fmaxf(greatest[8 * r], new_max[r]);
+        }
+        if (!__any_sync(kFullWarp, moved)) return;
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            const float next = new_max[r] - row_max[r] > kThreshold ? new_max[r] : row_max[r];
+            const float factor = exp2_approx(kGeneral ? (row_max[r] - next) * kLog2e : row_max[r] - next);
+            row_max[r] = next;
+            row_sum[r] *= factor;
+#pragma unroll
+            for (int n = 0; n < kTilesV; ++n) O[r / 2][n][r % 2 * 2] *= factor, O[r / 2][n][r % 2 * 2 + 1] *= factor;
+        }
+    }
+    __device__ __forceinline__ float exponential(float score, float max) const {
+        return exp2_approx(kGeneral ? (score - max) * kLog2e : fmaf(score, scale, -max));
+    }
+    // Exponentiates this thread's pairs of neighbouring keys [begin, end) of a step.
+    __device__ __forceinline__ void exponentials(Scores& S, const RowValues& row_max, RowValues& row_sum, int step, int begin,
+                                                 int end) const {
+#pragma unroll
+        for (int x = begin; x < end; ++x) {
+            const int m = x / (2 * kStepTiles), r = 2 * m + x % 2;
+            float* pair = S[m][kStepTiles * step + x / 2 % kStepTiles] + x % 2 * 2;
+            pair[0] = exponential(pair[0], row_max[r]);
+            pair[1] = exponential(pair[1], row_max[r]);
+            row_sum[r] += pair[0] + pair[1];
+        }
+    }
+    // P = 2^(S - row_max), O += P V: the exponentials of the next step run between the products of this step.
+    __device__ __forceinline__ void multiply_values(Scores& S, Output& O, const RowValues& row_max, RowValues& row_sum, int key0) const {
+        const uint32_t v_stage = v_lane + stage * uint32_t(sizeof smem.v[0]);
+        exponentials(S, row_max, row_sum, 0, 0, kStepPairs);
+        if constexpr (kGeneral) {
+#pragma unroll
+            for (int step = 1; step < kStepsN; ++step) exponentials(S, row_max, row_sum, step, 0, kStepPairs);
+            if (p.dropout_threshold) {
+#pragma unroll
+                for (int m = 0; m < kMmas; ++m) drop_fragment(p, place(m, key0), lane % 4, flat(S[m]));
+            }
+        }
+#pragma unroll
+        for (int step = 0; step < kStepsN; ++step) {
+            uint32_t A[kMmas][4];
+#pragma unroll
+            for (int m = 0; m < kMmas; ++m) fragment_of<T>(A[m], &S[m][kStepTiles * step]);
+            constexpr int kGroupTiles = sizeof(T) == 2 ? 2 : 4, kGroups = kTilesV / kGroupTiles;  // tiles of O that one load of V serves
+#pragma unroll
+            for (int n = 0; n < kGroups; ++n) {
+                uint32_t B[kGroupTiles][2];
+                if constexpr (sizeof(T) == 2) {
+                    ldmatrix_x4_trans(B, TileV::advance(v_stage, n) + kStep * step * TileV::kPitch);
+                } else {
+                    const uint32_t at = v_stage + 128 * n + kStep * step * TileV::kPitch;
+                    load_two_rows(B, at, (at ^ 16) + TileV::kPitch);
+                }
+#pragma unroll
+                for (int m = 0; m < kMmas; ++m)
+#pragma unroll
+                    for (int t = 0; t < kGroupTiles; ++t) mma<T>(O[m][kGroupTiles * n + t], A[m], B[t][0], B[t][1]);
+                if (!kGeneral && step + 1 < kStepsN)
+                    exponentials(S, row_max, row_sum, step + 1, kStepPairs * n / kGroups, kStepPairs * (n + 1) / kGroups);
+            }
+        }
     }
 
     // ---- out = O / row_sum, in 16-byte pieces; lse ----
-    // What is needed from here on is computed again instead of being kept in registers through the loop.
-    const Work done = kGeneral ? work : work_at(opaque(blockIdx.x));
-    const int part = part_of(opaque(blockIdx.x));
-    const int last_lane = opaque(threadIdx.x) % 32, last_warp = opaque(threadIdx.x) / 32;
-    const Sequence done_s = kGeneral && kInParts ? s : sequence_of(p, opaque(done.b));  // a second Sequence would spill in the first case
-    const int end_row = done.query_tile * kBlockM + last_warp * kWarpRows;
-    T* out = static_cast<T*>(p.out.data) + done_s.out + done.head * p.out.head + part * kDv;
-    const float sink = sink_of(p.sinks, done.head);
-    if (!kPaged && p.max_score && part == 0) {
-        float score = -INFINITY;
+
+    // What is needed here is computed again instead of being kept in registers through the loop.
+    __device__ __forceinline__ void finish(const Output& O, const RowValues& row_max, const RowValues& row_sum) const {
+        const Work done = kGeneral ? work : work_at(params, opaque(blockIdx.x));
+        const int part = part_of(params, opaque(blockIdx.x));
+        const int last_lane = opaque(threadIdx.x) % 32, last_warp = opaque(threadIdx.x) / 32;
+        const Sequence done_s =
+            kGeneral && kInParts ? s : sequence_of(p, opaque(done.b));  // a second Sequence would spill in the first case
+        const int end_row = done.query_tile * kBlockM + last_warp * kWarpRows;
+        T* out = static_cast<T*>(p.out.data) + done_s.out + done.head * p.out.head + part * kDv;
+        const float sink = sink_of(p.sinks, done.head);
+        if (!kPaged && p.max_score && part == 0) {
+            float score = -INFINITY;
+#pragma unroll
+            for (int r = 0; r < kRows; ++r) {
+                const int row = 8 * r + mma_row(last_lane, 0);
+                const bool sees = quad_sum(row_sum[r]) != 0;  // else its maximum is still -FLT_MAX
+                if (sees && end_row + row < done_s.seqlen_q && last_lane % 4 == 0)
+                    score = fmaxf(score, smem.greatest[last_warp * kWarpRows + row]);
+            }
+            raise_max_score(p, done.b, done.head, kGeneral ? score : score * kLn2);
+        }
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
-            const int row = 8 * r + mma_row(last_lane, 0);
-            const bool sees = quad_sum(row_sum[r]) != 0;  // else its maximum is still -FLT_MAX
-            if (sees && end_row + row < done_s.seqlen_q && last_lane % 4 == 0)
-                score = fmaxf(score, smem.greatest[last_warp * kWarpRows + row]);
+            const int i = end_row + 16 * (r / 2) + mma_row(last_lane, r % 2 * 2);
+            const RowEnd end = finish_row<kGeneral ? ScoreUnit::kNatural : ScoreUnit::kLog2>(row_max[r], quad_sum(row_sum[r]), sink);
+            if (p.lse && last_lane % 4 == 0 && i < done_s.seqlen_q && part == 0)
+                p.lse[lse_offset(p, done_s, done.head) + i] = kGeneral ? end.lse : end.lse * kLn2;
+            const float inverse = kGeneral && p.dropout_threshold ? end.inverse * p.dropout_scale : end.inverse;
+            store_row(O, r, inverse, last_lane, part, out + i * p.out.row, i < done_s.seqlen_q);
         }
-        raise_max_score(p, done.b, done.head, kGeneral ? score : score * kLn2);
     }
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-        const int i = end_row + 16 * (r / 2) + mma_row(last_lane, r % 2 * 2);
-        const RowEnd end = finish_row<kGeneral ? ScoreUnit::kNatural : ScoreUnit::kLog2>(row_max[r], quad_sum(row_sum[r]), sink);
-        if (p.lse && last_lane % 4 == 0 && i < done_s.seqlen_q && part == 0)
-            p.lse[lse_offset(p, done_s, done.head) + i] = kGeneral ? end.lse : end.lse * kLn2;
-        const float inverse = kGeneral && p.dropout_threshold ? end.inverse * p.dropout_scale : end.inverse;
+    // Stores row r of this thread's quad, if there is one in the sequence.
+    __device__ __forceinline__ void store_row(const Output& O, int r, float inverse, int lane, int part, T* row, bool exists) const {
 #pragma unroll
         for (int n = 0; n < kTilesV; n += 4) {  // a lane has eight neighbouring columns of every four tiles
             constexpr int kPieces = int(sizeof(T)) / 2, kPieceColumns = 8 / kPieces;
@@ -462,12 +504,12 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
                 if constexpr (sizeof(T) == 2) word[0][x] = pack_16<T>(value(x, 0), value(x, 1));
                 else word[0][x] = __float_as_uint(value(x, 0)), word[1][x] = __float_as_uint(value(x, 1));
             }
-            if (sizeof(T) == 2) transpose_quad(word[0], last_lane % 4);  // from two columns of each tile to eight columns of one tile
+            if (sizeof(T) == 2) transpose_quad(word[0], lane % 4);  // from two columns of each tile to eight columns of one tile
 #pragma unroll
             for (int piece = 0; piece < kPieces; ++piece) {
-                const int column = 8 * (n + last_lane % 4) + kPieceColumns * piece;
-                const int columns = i < done_s.seqlen_q ? p.headdim_v - part * kDv - column : 0;
-                T* to = out + i * p.out.row + column;
+                const int column = 8 * (n + lane % 4) + kPieceColumns * piece;
+                const int columns = exists ? p.headdim_v - part * kDv - column : 0;
+                T* to = row + column;
                 const uint32_t(&x)[4] = word[piece];
                 if (!kAnyAlignment || params.aligned_out) {
                     if (columns > 0) *reinterpret_cast<uint4*>(to) = make_uint4(x[0], x[1], x[2], x[3]);
@@ -482,6 +524,34 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
             }
         }
     }
+};
+
+template <typename T, int kD, int kDv, MmaSm kSm, Options kOptions, KeyRows kKeyRows>
+__global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T, kD, kDv, kSm>.blocks_per_sm)
+    attention_kernel(const __grid_constant__ MmaParams params) {
+#if defined(__CUDA_ARCH__)
+    if (kSm == MmaSm::k228 && !takes_more_than_sm80(__CUDA_ARCH__)) {
+        __trap();
+        return;
+    }
+#endif
+    using Warp = ForwardWarp<T, kD, kDv, kSm, kOptions, kKeyRows>;
+    extern __shared__ __align__(128) unsigned char shared[];
+    auto& smem = *reinterpret_cast<typename Warp::SharedMemory*>(shared);
+    const Work work = Warp::work_at(params, blockIdx.x);
+    const Sequence s = sequence_of(params.attention, work.b);
+    if (work.query_tile * Warp::kBlockM >= s.seqlen_q) return;
+
+    typename Warp::Places places;
+    Warp warp(params, smem, places, work, s);
+    typename Warp::Output O = {};
+    typename Warp::RowValues row_max, row_sum;
+#pragma unroll
+    for (int r = 0; r < Warp::kRows; ++r) row_max[r] = -FLT_MAX, row_sum[r] = 0;
+    typename Warp::Queries Q;
+    if (warp.first_tile <= warp.last_tile) warp.load_first(Q);
+    warp.walk(Q, O, row_max, row_sum);
+    warp.finish(O, row_max, row_sum);
 }
 
 template <typename T>

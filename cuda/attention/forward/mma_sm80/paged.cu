@@ -28,9 +28,9 @@ cudaError_t launch_pages(const AttentionParams& p, int multiprocessors, size_t s
 
 }  // namespace
 
-cudaError_t forward_mma_sm80_paged(const AttentionParams& p, int multiprocessors, size_t shared_memory, cudaStream_t stream) {
-    if (p.dtype == DType::kFloat16) return launch_pages<__half>(p, multiprocessors, shared_memory, stream);
-    return launch_pages<__nv_bfloat16>(p, multiprocessors, shared_memory, stream);
+cudaError_t forward_mma_sm80_paged(const AttentionParams& p, const DeviceInfo& device, cudaStream_t stream) {
+    if (p.dtype == DType::kFloat16) return launch_pages<__half>(p, device.multiprocessors, device.shared_memory, stream);
+    return launch_pages<__nv_bfloat16>(p, device.multiprocessors, device.shared_memory, stream);
 }
 
 }  // namespace fa

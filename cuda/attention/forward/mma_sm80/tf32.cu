@@ -13,8 +13,8 @@
 
 namespace fa {
 
-cudaError_t forward_mma_tf32_sm80(const AttentionParams& p, int multiprocessors, size_t shared_memory, cudaStream_t stream) {
-    return launch<float>(p, multiprocessors, shared_memory, stream);
+cudaError_t forward_mma_tf32_sm80(const AttentionParams& p, const DeviceInfo& device, cudaStream_t stream) {
+    return launch<float>(p, device.multiprocessors, device.shared_memory, stream);
 }
 
 }  // namespace fa

@@ -28,9 +28,9 @@ cudaError_t launch_wide(const AttentionParams& p, size_t shared_memory, cudaStre
 
 }  // namespace
 
-cudaError_t forward_mma_sm80_wide(const AttentionParams& p, size_t shared_memory, cudaStream_t stream) {
-    if (p.dtype == DType::kFloat16) return launch_wide<__half>(p, shared_memory, stream);
-    return launch_wide<__nv_bfloat16>(p, shared_memory, stream);
+cudaError_t forward_mma_sm80_wide(const AttentionParams& p, const DeviceInfo& device, cudaStream_t stream) {
+    if (p.dtype == DType::kFloat16) return launch_wide<__half>(p, device.shared_memory, stream);
+    return launch_wide<__nv_bfloat16>(p, device.shared_memory, stream);
 }
 
 }  // namespace fa

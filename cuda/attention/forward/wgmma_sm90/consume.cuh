@@ -121,11 +121,10 @@ __device__ __forceinline__ FragmentPlace place_of(const ForwardWork& w, int n, c
 
 // Softmax state of this thread's two query rows.
 struct RowStatistics {
-    float row_max[2];  // of scale S (see Exponent): subtracted in the exponentials
-    float row_sum[2];  // this thread's share
-    float o_scale[2];  // after a step that returned true: the factor for O
-    // For max_score. In speculative plans that find maxima: this thread's greatest P. In lazy plans: the row's greatest S.
-    float greatest[2];
+    float row_max[2];   // of scale S (see Exponent): subtracted in the exponentials
+    float row_sum[2];   // this thread's share
+    float o_scale[2];   // after a step that returned true: the factor for O
+    float greatest[2];  // for max_score, in lazy plans: the row's greatest S
 };
 
 // The first tile of an item: S becomes P.
@@ -139,7 +138,6 @@ __device__ __forceinline__ void softmax_first(float (&S)[kScores], const Exponen
     exponentials(S, exponent, rows.row_max, sum);
     rows.row_sum[0] += sum[0], rows.row_sum[1] += sum[1];
     if (!kPlan.speculative()) rows.greatest[0] = tile_max[0], rows.greatest[1] = tile_max[1];
-    if (kPlan.finds_maximum) greatest_probabilities(S, rows.greatest);
 }
 
 // A later tile, under the lazy maximum: S becomes P. Returns whether O must be multiplied by o_scale.
@@ -158,12 +156,6 @@ __device__ __forceinline__ bool softmax_lazy(float (&S)[kScores], const Exponent
     const bool moved = raise_maximum(tile_max, rise, rows.row_max, rows.row_sum, rows.o_scale, exponent.unit);
     exponentials(S, exponent, rows.row_max, sum);
     rows.row_sum[0] += sum[0], rows.row_sum[1] += sum[1];
-    if (kPlan.finds_maximum) {
-        float greatest[2];
-        greatest_probabilities(S, greatest);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) rows.greatest[r] = fmaxf(moved ? rows.greatest[r] * rows.o_scale[r] : rows.greatest[r], greatest[r]);
-    }
     return moved;
 }
 
@@ -173,16 +165,11 @@ template <typename T, WgmmaPlanId kId, int kScores, typename After>
 __device__ __forceinline__ bool softmax_speculative(float (&S)[kScores], const Exponent& exponent, RowStatistics& rows,
                                                     const After& after_exponentials) {
     constexpr float kLimit = std::is_same_v<T, __half> ? 0x1p15f : 0x1p60f;  // P fits fp16 (65504); fp32 sums stay far from 2^127
-    float sum[2], greatest[2];
+    float sum[2];
     exponentials(S, exponent, rows.row_max, sum);
-    if (kWgmmaPlan<kId>.finds_maximum) greatest_probabilities(S, greatest);
     after_exponentials();
     if (!__all_sync(~0u, sum[0] < kLimit && sum[1] < kLimit && rows.row_max[0] > -INFINITY && rows.row_max[1] > -INFINITY)) return false;
     rows.row_sum[0] += sum[0], rows.row_sum[1] += sum[1];
-    if (kWgmmaPlan<kId>.finds_maximum) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) rows.greatest[r] = fmaxf(rows.greatest[r], greatest[r]);
-    }
     return true;
 }
 
@@ -245,9 +232,7 @@ __device__ __forceinline__ void raise_max_score(const AttentionParams& p, const 
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         if (w.row0 + me.row() + 8 * r >= w.seqlen_q) continue;
-        // P = 2^(score / ln 2 - row_max). The greatest P of a row is not far below 1, whatever row_max is.
-        const float own = kWgmmaPlan<kId>.finds_maximum ? (rows.row_max[r] + __log2f(rows.greatest[r])) * kLn2 : rows.greatest[r] * unit;
-        score = fmaxf(score, own);
+        score = fmaxf(score, rows.greatest[r] * unit);
     }
     grid_dependency_wait();  // on clear_max_score
     raise_max_score(p, w.batch, w.head, score);

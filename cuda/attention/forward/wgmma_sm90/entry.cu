@@ -9,21 +9,18 @@ namespace fa {
 template <WgmmaPlanId kId>
 cudaError_t launch_wgmma(const AttentionParams& p, int multiprocessors, cudaStream_t stream);
 
-cudaError_t forward_wgmma_sm90(const AttentionParams& p, int multiprocessors, cudaStream_t stream) {
-    switch (wgmma_choose(p, multiprocessors)) {
+cudaError_t forward_wgmma_sm90(const AttentionParams& p, const DeviceInfo& device, cudaStream_t stream) {
+    switch (wgmma_choose(p, device.multiprocessors)) {
 #define FA_WGMMA_CASE(id) \
-    case WgmmaPlanId::id: return launch_wgmma<WgmmaPlanId::id>(p, multiprocessors, stream);
+    case WgmmaPlanId::id: return launch_wgmma<WgmmaPlanId::id>(p, device.multiprocessors, stream);
         FA_WGMMA_CASE(kD64Short)
         FA_WGMMA_CASE(kD64Long)
-        FA_WGMMA_CASE(kD64LongMax)
         FA_WGMMA_CASE(kD64General)
         FA_WGMMA_CASE(kD96)
         FA_WGMMA_CASE(kD96General)
         FA_WGMMA_CASE(kD128Short)
         FA_WGMMA_CASE(kD128Middle)
-        FA_WGMMA_CASE(kD128MiddleMax)
         FA_WGMMA_CASE(kD128Long)
-        FA_WGMMA_CASE(kD128LongMax)
         FA_WGMMA_CASE(kD128General)
         FA_WGMMA_CASE(kD192V128)
         FA_WGMMA_CASE(kD192)
@@ -35,8 +32,8 @@ cudaError_t forward_wgmma_sm90(const AttentionParams& p, int multiprocessors, cu
     return cudaErrorInvalidValue;
 }
 
-size_t forward_wgmma_sm90_workspace(const AttentionParams& p, int multiprocessors) {
-    return work_list_workspace(p, wgmma_plan(wgmma_choose(p, multiprocessors)).block_m(), multiprocessors);
+size_t forward_wgmma_sm90_workspace(const AttentionParams& p, const DeviceInfo& device) {
+    return work_list_workspace(p, wgmma_plan(wgmma_choose(p, device.multiprocessors)).block_m(), device.multiprocessors);
 }
 
 }  // namespace fa

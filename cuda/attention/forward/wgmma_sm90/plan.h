@@ -12,15 +12,12 @@ namespace fa {
 enum class WgmmaPlanId {
     kD64Short,
     kD64Long,
-    kD64LongMax,
     kD64General,
     kD96,
     kD96General,
     kD128Short,
     kD128Middle,
-    kD128MiddleMax,
     kD128Long,
-    kD128LongMax,
     kD128General,
     kD192V128,
     kD192,
@@ -53,13 +50,11 @@ struct WgmmaPlan {
     bool paged = true;    // serves pages of a cache, where registers allow that
     bool pieces = false;  // an item has only some of the keys: its first tile may not be tile 0
     int producer = 0;     // producer registers per thread; 0 = the default below
-    // Speculative plans: finds the greatest probability of each row, which gives max_score. Lazy plans compute the maximum of every tile
-    // and give max_score for free, except those with pieces.
-    bool finds_maximum = false;
 
     FA_HOST_DEVICE constexpr int block_m() const { return 64 * warpgroups; }
     FA_HOST_DEVICE constexpr bool speculative() const { return maximum != RowMaximum::kLazy; }
-    FA_HOST_DEVICE constexpr bool gives_max_score() const { return !pieces && (!speculative() || finds_maximum); }
+    // Lazy plans compute the maximum of every tile, so that max_score costs nothing more; but a tile of a piece is not all of a row.
+    FA_HOST_DEVICE constexpr bool gives_max_score() const { return !pieces && !speculative(); }
     // Pages copied row by row. With three consumer warpgroups the producer has too few registers for that.
     FA_HOST_DEVICE constexpr bool pages() const { return paged && warpgroups == 2; }
     // Pages copied box by box: the plans that calls with such pages choose.
@@ -78,12 +73,6 @@ struct WgmmaPlan {
     }
 };
 
-// Turns a speculative plan into one that gives max_score. Calls with a cache never want max_score.
-FA_HOST_DEVICE constexpr WgmmaPlan that_finds_maximum(WgmmaPlan plan) {
-    plan.finds_maximum = true, plan.paged = false;
-    return plan;
-}
-
 // The comparisons are from one H200 with CUDA 13.0, bf16, 16384 tokens, heads x headdim = 2048, in a prototype of the same loop.
 FA_HOST_DEVICE constexpr WgmmaPlan wgmma_plan(WgmmaPlanId id) {
     WgmmaPlan plan;
@@ -99,7 +88,6 @@ FA_HOST_DEVICE constexpr WgmmaPlan wgmma_plan(WgmmaPlanId id) {
             plan.headdim = plan.headdim_v = 64, plan.warpgroups = 3, plan.stages = 4, plan.ping_pong = true;
             plan.maximum = RowMaximum::kSpeculativeUnmasked, plan.early_pack = true;
             break;
-        case WgmmaPlanId::kD64LongMax: return that_finds_maximum(wgmma_plan(WgmmaPlanId::kD64Long));
         case WgmmaPlanId::kD64General: plan.headdim = plan.headdim_v = 64, plan.stages = 4, plan.general = true; break;
         // As head dim 128, with a quarter less work; Q in registers and 3 stages fit.
         case WgmmaPlanId::kD96: plan.headdim = plan.headdim_v = 96, plan.stages = 3, plan.ping_pong = plan.q_in_registers = true; break;
@@ -112,13 +100,11 @@ FA_HOST_DEVICE constexpr WgmmaPlan wgmma_plan(WgmmaPlanId id) {
         // +7 .. 10 % over lazy at 16k. K is held until the softmax knows that it needs no exact retry; the third stage hides that wait.
         // Turns: -1 %. Early packs: -2 %, in the long plan -6 %.
         case WgmmaPlanId::kD128Middle: plan.headdim = plan.headdim_v = 128, plan.stages = 3, plan.maximum = RowMaximum::kSpeculative; break;
-        case WgmmaPlanId::kD128MiddleMax: return that_finds_maximum(wgmma_plan(WgmmaPlanId::kD128Middle));
         // A third less traffic from L2 than 128 rows: +5 % at the power limit. 96 keys would spill.
         case WgmmaPlanId::kD128Long:
             plan.headdim = plan.headdim_v = 128, plan.block_n = 80, plan.warpgroups = 3, plan.stages = 4, plan.ping_pong = true;
             plan.maximum = RowMaximum::kSpeculativeUnmasked;
             break;
-        case WgmmaPlanId::kD128LongMax: return that_finds_maximum(wgmma_plan(WgmmaPlanId::kD128Long));
         case WgmmaPlanId::kD128General: plan.headdim = plan.headdim_v = 128, plan.general = true; break;
         // No turns from here on: the softmax is short compared with the products. Two stages of these tiles fill shared memory.
         case WgmmaPlanId::kD192V128: plan.headdim = 192, plan.headdim_v = 128; break;
@@ -151,6 +137,7 @@ inline bool wgmma_blocks_of_192_idle(const AttentionParams& p, int multiprocesso
     return !p.cu_seqlens_q && rows(192) <= 2 * 192 && 20 * rows(192) > 21 * rows(128);
 }
 
+// A call that wants max_score takes a lazy plan at any length, which the long plans beat by 5 to 10 % without it.
 inline WgmmaPlanId wgmma_choose(const AttentionParams& p, int multiprocessors) {
     const bool general = wgmma_needs_general(p), causal = p.window_right >= 0, pages = p.cache.block_table;
     const int d = p.headdim > p.headdim_v ? p.headdim : p.headdim_v, keys = p.deciding_keys();
@@ -160,19 +147,17 @@ inline WgmmaPlanId wgmma_choose(const AttentionParams& p, int multiprocessors) {
                          (!p.cache.seqlens && !p.cache.batch_invariant && (int64_t(p.seqlen_k) - p.seqlen_q + p.window_right) % 128 == 0);
     if (d <= 64) {
         if (general) return WgmmaPlanId::kD64General;
-        if (keys <= (causal ? 2048 : 1024) || (pages && p.cache.page_size % 8)) return WgmmaPlanId::kD64Short;
-        return p.max_score ? WgmmaPlanId::kD64LongMax : WgmmaPlanId::kD64Long;
+        const bool few_tiles = keys <= (causal ? 2048 : 1024);
+        return few_tiles || p.max_score || (pages && p.cache.page_size % 8) ? WgmmaPlanId::kD64Short : WgmmaPlanId::kD64Long;
     }
     if (d <= 96) return general ? WgmmaPlanId::kD96General : WgmmaPlanId::kD96;
     if (d <= 128) {
         if (general) return WgmmaPlanId::kD128General;
-        const WgmmaPlanId middle = p.max_score ? WgmmaPlanId::kD128MiddleMax : WgmmaPlanId::kD128Middle;
-        if (keys >= (causal ? 8192 : 2048)) {
-            if (pages || wgmma_blocks_of_192_idle(p, multiprocessors)) return middle;
-            return p.max_score ? WgmmaPlanId::kD128LongMax : WgmmaPlanId::kD128Long;
-        }
+        if (p.max_score) return WgmmaPlanId::kD128Short;
+        if (keys >= (causal ? 8192 : 2048))
+            return pages || wgmma_blocks_of_192_idle(p, multiprocessors) ? WgmmaPlanId::kD128Middle : WgmmaPlanId::kD128Long;
         const bool few_tiles = causal ? keys < 1024 : keys <= 512;
-        return !aligned || few_tiles ? WgmmaPlanId::kD128Short : middle;
+        return !aligned || few_tiles ? WgmmaPlanId::kD128Short : WgmmaPlanId::kD128Middle;
     }
     if (d <= 192) {
         if (general) return WgmmaPlanId::kD192General;

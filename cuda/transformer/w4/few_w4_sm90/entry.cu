@@ -7,7 +7,7 @@ bool few_w4_sm90_fits(const W4LinearParams& p, const DeviceInfo& gpu) {
     return p.rows <= w4::kFewRows && w4::few_plan_of(p, gpu).stages > 0;
 }
 int few_w4_sm90_blocks_per_sm(const W4LinearParams& p, const DeviceInfo& gpu) { return w4::few_plan_of(p, gpu).blocks_per_sm; }
-int64_t few_w4_sm90_workspace(const W4LinearParams& p, const DeviceInfo&) { return w4::few_reads_x(p) ? 0 : rounded_bytes(p); }
+size_t few_w4_sm90_workspace(const W4LinearParams& p, const DeviceInfo&) { return w4::few_reads_x(p) ? 0 : rounded_bytes(p); }
 cudaError_t few_w4_sm90(const W4LinearParams& p, const DeviceInfo& gpu, cudaStream_t stream) {
     const w4::FewPlan plan = w4::few_plan_of(p, gpu);
     return w4::with_format_and_type(p, [&](auto format, auto zero) {

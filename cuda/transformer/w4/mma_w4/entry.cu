@@ -4,7 +4,7 @@
 
 namespace fa {
 
-int64_t mma_w4_workspace(const W4LinearParams& p, const DeviceInfo& gpu) {
+size_t mma_w4_workspace(const W4LinearParams& p, const DeviceInfo& gpu) {
     return w4::mma_plan(p, w4::mma_shape(p.rows), gpu).resident || w4::copies_x(p) ? 0 : rounded_bytes(p);
 }
 

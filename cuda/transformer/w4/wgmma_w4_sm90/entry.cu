@@ -133,7 +133,7 @@ cudaError_t launch(const W4LinearParams& p, const Plan& plan, cudaStream_t strea
 
 }  // namespace
 
-int64_t wgmma_w4_sm90_workspace(const W4LinearParams& p, const DeviceInfo&) { return w4::fetches_x(p) ? 0 : rounded_bytes(p); }
+size_t wgmma_w4_sm90_workspace(const W4LinearParams& p, const DeviceInfo&) { return w4::fetches_x(p) ? 0 : rounded_bytes(p); }
 
 bool wgmma_w4_few_sm90_wins(const W4LinearParams& p, const DeviceInfo& gpu) { return plan_of(p, gpu, 1, 256).tokens <= kFewTokens; }
 

@@ -48,7 +48,7 @@ class Judge:
         self.places = Places(device, framework)
         importlib.import_module("numpy.ma")  # otherwise the first call in every forked process imports it
         if self.places.backend.framework == "torch":
-            importlib.import_module("flash_attn_minimal.autograd")
+            importlib.import_module("flash_attn_minimal.torch")
         self.other: Alone | None = None
 
     def __enter__(self) -> Judge:

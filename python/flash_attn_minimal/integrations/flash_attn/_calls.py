@@ -9,10 +9,11 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from ... import _modes
 from ... import attention as core
+from ..._arrays import torch_modes
 from ..._core.checks import _window
-from ...errors import FlashAttnError, Unsupported
+from ...errors import FlashAttnError
+from ...torch._seeded import draw_dropout as _draw_dropout
 
 _Arguments, _Result = ParamSpec("_Arguments"), TypeVar("_Result")
 
@@ -114,7 +115,7 @@ def without_gradient(why: str) -> Callable[[Callable[_Arguments, Any]], Callable
         @functools.wraps(function)
         def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Any:
             inputs = [x for x in _tensors((*args, *kwargs.values())) if x.requires_grad]
-            if not inputs or not _modes.records():
+            if not inputs or not torch_modes.records():
                 return function(*args, **kwargs)
             with torch.no_grad():
                 results = function(*args, **kwargs)
@@ -126,24 +127,6 @@ def without_gradient(why: str) -> Callable[[Callable[_Arguments, Any]], Callable
         return call
 
     return decorate
-
-
-def dense_rows(*tensors: torch.Tensor | None) -> list[Any]:
-    """The tensors, made contiguous along the last axis."""
-    return [x if x is None or x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous() for x in tensors]
-
-
-def autocast(*tensors: torch.Tensor | None) -> list[Any]:
-    """The tensors in the dtype of torch.autocast, if it is on for their device. As in PyTorch's own attention, float32,
-    float16 and bfloat16 become that dtype; other dtypes and None stay."""
-    device = next(x.device.type for x in tensors if x is not None)
-    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(device)
-    return [
-        x if x is None or not x.is_floating_point() or x.dtype == torch.float64 else x.to(dtype)
-        for x in tensors
-    ]  # fmt: skip
 
 
 def window(window_size: Any) -> tuple[int, int]:
@@ -162,36 +145,12 @@ def score_options(softmax_scale, causal, window_size, softcap, alibi_slopes=None
     }
 
 
+# Not in a graph of torch.compile, which would hold the numbers drawn while it was traced.
+_drawn = torch.compiler.disable(_draw_dropout)
+
+
 def draw_dropout(dropout_p: float, device: torch.device) -> dict[str, Any]:
-    """dropout_p with a seed and an offset from PyTorch's generator of the device, which advances. So torch.manual_seed
-    decides which probabilities are dropped, and activation checkpointing drops the same ones again."""
-    if not dropout_p:
-        return {}
-    seed, offset = _draw(device)
-    return {"dropout_p": dropout_p, "dropout_seed": seed, "dropout_offset": offset}
-
-
-@torch.compiler.disable  # a graph would hold the numbers drawn while it was traced
-def _draw(device: torch.device) -> tuple[int, int]:
-    if device.type != "cuda" or _modes.mapped():  # PyTorch applies vmap's `randomness` when it draws
-        return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")), 0
-    check_replays_may_differ()
-    index = torch.cuda.current_device() if device.index is None else device.index
-    generator = torch.cuda.default_generators[index]
-    seed, offset = generator.initial_seed() % 2**64, generator.get_offset()
-    generator.set_offset(offset + 4)  # the generator requires multiples of 4
-    return seed, offset
-
-
-def check_replays_may_differ() -> None:
-    """Raises if a seed of PyTorch's generators would go into a CUDA graph. A launch holds its seed as a number, so
-    every replay would drop the same probabilities."""
-    if torch.cuda.is_current_stream_capturing():
-        raise Unsupported(
-            "dropout with a seed of PyTorch's generators, in a CUDA graph that is being captured: every replay would "
-            "drop the same probabilities; leave this call out of the graph (torch.compile(mode='reduce-overhead') "
-            "does), or pass dropout_seed to flash_attn_func, for the same ones every time"
-        )
+    return _drawn(dropout_p, device) if dropout_p else {}
 
 
 _COLUMNS = 256  # columns of a unit matrix in one call

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ... import _modes
+from ..._arrays import torch_modes
 
 
 def readable(x: torch.Tensor) -> bool:
     """Whether the host may read the contents of x: on a CPU, outside of traces and transforms."""
-    return x.device.type == "cpu" and not _modes.active()
+    return x.device.type == "cpu" and not torch_modes.active()
 
 
 def check_packed(name: str, cu_seqlens: Any, total: int, longest: int | None = None, longest_name: str = "") -> None:

@@ -16,8 +16,9 @@ import torch
 from ... import attention as core
 from ...backward import backward
 from ...kvcache import flash_attn_with_kvcache as core_with_kvcache
+from ...torch._inputs import dense_rows
 from . import _caches
-from ._calls import dense_rows, draw_dropout, parts, refusing, score_options, signed_probabilities, without_gradient
+from ._calls import draw_dropout, parts, refusing, score_options, signed_probabilities, without_gradient
 
 __all__ = [
     "flash_attn_func",

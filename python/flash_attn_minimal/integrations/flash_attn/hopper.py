@@ -15,8 +15,9 @@ import torch
 from ... import attention as core
 from ...errors import Unsupported
 from ...kvcache import flash_attn_with_kvcache as core_with_kvcache
+from ...torch._inputs import dense_rows
 from . import _caches
-from ._calls import check_array, dense_rows, parts, refusing, score_options, without_gradient
+from ._calls import check_array, parts, refusing, score_options, without_gradient
 from ._packed import Used, owners
 
 __all__ = [

@@ -4,9 +4,7 @@ namespace fa {
 
 template cudaError_t launch_wgmma<WgmmaPlanId::kD128Short>(const AttentionParams&, int, cudaStream_t);
 template cudaError_t launch_wgmma<WgmmaPlanId::kD128Middle>(const AttentionParams&, int, cudaStream_t);
-template cudaError_t launch_wgmma<WgmmaPlanId::kD128MiddleMax>(const AttentionParams&, int, cudaStream_t);
 template cudaError_t launch_wgmma<WgmmaPlanId::kD128Long>(const AttentionParams&, int, cudaStream_t);
-template cudaError_t launch_wgmma<WgmmaPlanId::kD128LongMax>(const AttentionParams&, int, cudaStream_t);
 template cudaError_t launch_wgmma<WgmmaPlanId::kD128General>(const AttentionParams&, int, cudaStream_t);
 
 }  // namespace fa

@@ -4,7 +4,6 @@ namespace fa {
 
 template cudaError_t launch_wgmma<WgmmaPlanId::kD64Short>(const AttentionParams&, int, cudaStream_t);
 template cudaError_t launch_wgmma<WgmmaPlanId::kD64Long>(const AttentionParams&, int, cudaStream_t);
-template cudaError_t launch_wgmma<WgmmaPlanId::kD64LongMax>(const AttentionParams&, int, cudaStream_t);
 template cudaError_t launch_wgmma<WgmmaPlanId::kD64General>(const AttentionParams&, int, cudaStream_t);
 
 }  // namespace fa

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from ... import _modes, kvcache
-from ..._core.checks import _flag, _integer, _number, _wants_lse, _window
-from ...errors import BadArgument, Unsupported
+from .. import kvcache
+from .._arrays import torch_modes
+from .._core.checks import _flag, _integer, _number, _wants_lse, _window
+from ..errors import BadArgument, Unsupported
 
 _ARRAYS = kvcache._Step._fields[: kvcache._LENGTHS + 1]
 # The other arguments, each with its type in PyTorch's schema language. `length` is one length for all sequences.
@@ -39,15 +40,15 @@ def flash_attn_with_kvcache(
         rotary_interleaved, num_splits, attention_chunk, tree_keys, batch_invariant, programmatic, kernel, num_threads,
     )  # fmt: skip
     given = {name: x for name, x in (step._asdict() | {"out": out}).items() if isinstance(x, torch.Tensor)}
-    if not (_modes.active() or not all(map(_modes.is_plain, given.values()))):
+    if not (torch_modes.active() or not all(map(torch_modes.is_plain, given.values()))):
         return kvcache.flash_attn_with_kvcache(**step._asdict(), return_lse=return_lse, out=out)
-    if _modes.records():
+    if torch_modes.records():
         for name, x in given.items():
             if x.requires_grad:
                 raise Unsupported(f"{name} requires a gradient, which a cache has not: call it under torch.no_grad()")
     if out is not None:
         raise Unsupported("out is given, which flash_attn_with_kvcache does not take where PyTorch traces it")
-    if _modes.transforms():
+    if torch_modes.transforms():
         raise Unsupported("flash_attn_with_kvcache is not served under a transform of torch.func")
     arguments = _packed(step, bool(_flag("return_lse", return_lse)))  # first: it checks what _operator reads
     found, lse = _operator(step)(*arguments)
@@ -95,7 +96,7 @@ def _run(*arguments):
     length, return_lse = given.pop("length"), given.pop("return_lse")
     if length is not None:
         given["cache_seqlens"] = length
-    with torch.no_grad(), _modes.unwatched():
+    with torch.no_grad(), torch_modes.unwatched():
         results = kvcache.flash_attn_with_kvcache(**given, return_lse=return_lse)
     return results if return_lse else (results, results.new_empty(0, dtype=torch.float32))
 

@@ -3,7 +3,7 @@
 // passed, 1 failed.
 #define CUTLASS_ENABLE_DIRECT_CUDA_DRIVER_CALL  // make_tma_copy then calls the encoder below
 
-#include "attention/forward/cute_sm90.cu"
+#include "cute_sm90.cu"
 
 #include <cstdio>
 #include <cstdlib>

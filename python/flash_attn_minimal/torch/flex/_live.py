@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ... import _modes
+from ..._arrays import torch_modes
 from ...errors import BadArgument
 
 
@@ -67,7 +67,7 @@ def derive(result: Any, sources: Iterable[Any], detached: bool) -> list[Derived]
     for source in sources:
         if isinstance(source, torch.Tensor) and source is not result:
             counted = not _is_view(result, source) and not source.is_inference()
-            lost = result.is_floating_point() and not detached and not _modes.records()
+            lost = result.is_floating_point() and not detached and not torch_modes.records()
             found.append(Derived(source, source._version if counted else None, lost))
     return found
 
@@ -86,7 +86,7 @@ def check(fixed: Iterable[Fixed], derived: Iterable[Derived]) -> None:
             raise BadArgument(
                 f"{where} has changed since the form was made, which holds what it was then: call recognise again"
             )
-        if scales and tensor.requires_grad and _modes.records():
+        if scales and tensor.requires_grad and torch_modes.records():
             raise BadArgument(f"{where} has a tensor that requires a gradient, which only a bias gets: detach it")
     for source, version, lost in derived:
         shape = tuple(source.shape)
@@ -95,7 +95,7 @@ def check(fixed: Iterable[Fixed], derived: Iterable[Derived]) -> None:
                 f"a captured tensor of shape {shape} has changed since the form was made, and the function computes "
                 "another tensor from it: call recognise again, or compute that tensor outside of the function"
             )
-        if lost and source.requires_grad and _modes.records():
+        if lost and source.requires_grad and torch_modes.records():
             raise BadArgument(
                 f"a captured tensor of shape {shape} requires a gradient, but the form, which holds another tensor "
                 "that the function computes from it, was made where no gradient was recorded"

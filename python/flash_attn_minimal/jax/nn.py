@@ -21,7 +21,8 @@ from .. import kvcache
 from .._core.checks import _flag, _quoted, _wants_lse
 from .._core.options import Options
 from ..errors import BadArgument
-from ..jax import traced, traced_function
+from ._attention import traced
+from ._functions import traced_function
 
 _jax_s = jax.nn.dot_product_attention  # JAX's own, even if that name is replaced later
 _IMPLEMENTATIONS = (None, "flash_attn_minimal", "xla", "cudnn")
@@ -70,7 +71,7 @@ def dot_product_attention(
         BadArgument (a ValueError) and Unsupported (a NotImplementedError), while the call is traced.
 
     >>> import jax
-    >>> from flash_attn_minimal.integrations.jax import dot_product_attention
+    >>> from flash_attn_minimal.jax import dot_product_attention
     >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 10, 4, 16))
     >>> out = jax.jit(lambda *a: dot_product_attention(*a, is_causal=True))(q, k, v)
     >>> bool(abs(out - jax.nn.dot_product_attention(q, k, v, is_causal=True)).max() < 1e-5)
@@ -198,7 +199,7 @@ def flash_attn_with_kvcache(q: Any, k_cache: Any, v_cache: Any, *arguments: Any,
     There are no gradients.
 
     >>> import functools, jax, jax.numpy as jnp
-    >>> from flash_attn_minimal.integrations.jax import flash_attn_with_kvcache
+    >>> from flash_attn_minimal.jax import flash_attn_with_kvcache
     >>> @functools.partial(jax.jit, donate_argnames=("k_cache", "v_cache"))
     ... def step(q, k, v, k_cache, v_cache, t):
     ...     out, k_cache, v_cache, *_ = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=t)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ... import _modes
+from ..._arrays import torch_modes
 from ...errors import Unsupported
 from ._terms import Term, evaluate
 
@@ -40,7 +40,7 @@ def number_of(x: Any) -> float | None:
     if isinstance(x, torch.Tensor):
         if x.dim():
             return None
-        if x.requires_grad and _modes.records():
+        if x.requires_grad and torch_modes.records():
             raise Unsupported(f"{x.item()} requires a gradient, which only a bias gets: detach it")
         x = x.item()
     return x if isinstance(x, (int, float)) and not isinstance(x, bool) else None

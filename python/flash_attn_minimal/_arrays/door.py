@@ -1,20 +1,15 @@
-"""Door, the interface through which arrays come in and go out, and View, which it makes of an array; NumPy's door; the
-CUDA driver, for doors whose frameworks have no streams."""
+"""Door, the interface through which arrays come in and go out, and View, which it makes of an array."""
 
 from __future__ import annotations
 
-import ctypes as ct
-import functools
-import operator
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from .errors import BadArgument, CudaError, OutOfMemory
+from ..errors import BadArgument
 
-CPU, CUDA = 1, 2  # fa_device
+CPU, CUDA = 1, 2  # fa_device of flash_attn.h
 DEVICES = {CPU: "cpu", CUDA: "cuda"}
 
 
@@ -44,8 +39,8 @@ class View:
 class Door:
     """The interface of all doors; one instance serves all arrays of one framework.
 
-    The attributes and methods from `plain` on serve the shortcut of _core/repeats.py; a door whose `plain` is None has
-    no shortcut."""
+    The attributes and methods from `plain` on serve the shortcut of _repeat.py; a door whose `plain` is None has no
+    shortcut."""
 
     name: str
 
@@ -116,14 +111,12 @@ class Door:
         return None
 
 
-# ---- NumPy, the one framework that is always there ----
-
 _NUMPY_NAMES = "float32 float16 float64 bool uint8 int8 int32 int64 uint64"
-_NUMPY_DTYPES = {np.dtype(t): t for t in _NUMPY_NAMES.split()}
+NUMPY_DTYPES = {np.dtype(t): t for t in _NUMPY_NAMES.split()}
 
 
-def _numpy_dtype_name(dtype: Any, name: str) -> str:
-    found = _NUMPY_DTYPES.get(dtype)
+def numpy_dtype_name(dtype: Any, name: str) -> str:
+    found = NUMPY_DTYPES.get(dtype)
     if found is None:
         if not dtype.itemsize:
             raise BadArgument(f"{name} has dtype {dtype}, whose elements have no bytes")
@@ -136,7 +129,7 @@ def _numpy_dtype_name(dtype: Any, name: str) -> str:
     return found
 
 
-def _element_strides(strides: tuple[int, ...], itemsize: int, name: str) -> tuple[int, ...]:
+def element_strides(strides: tuple[int, ...], itemsize: int, name: str) -> tuple[int, ...]:
     if not itemsize or any(stride % itemsize for stride in strides):
         raise BadArgument(
             f"{name} has strides of {strides} bytes: not multiples of its element size of {itemsize} bytes"
@@ -144,103 +137,6 @@ def _element_strides(strides: tuple[int, ...], itemsize: int, name: str) -> tupl
     return tuple([stride // itemsize for stride in strides])
 
 
-def _once(shape: tuple[int, ...]) -> tuple[slice, ...]:
+def once(shape: tuple[int, ...]) -> tuple[slice, ...]:
     """The index that takes one entry along each axis whose size in `shape` is 1."""
     return tuple([slice(1) if size == 1 else slice(None) for size in shape])
-
-
-def _numpy_address() -> Callable[[np.ndarray], int]:
-    """A function that returns the address of an array's first element. `array.ctypes.data` takes a microsecond. In
-    CPython the address follows the header that every object has, and is read there, if that gives the right answer."""
-    head, read, probe = object.__basicsize__, ct.c_size_t.from_address, np.empty(1)
-    if sys.implementation.name == "cpython" and read(id(probe) + head).value == probe.ctypes.data:
-        return lambda array: read(id(array) + head).value
-    return operator.attrgetter("ctypes.data")
-
-
-class NumpyDoor(Door):
-    name = "NumPy"
-    plain = np.ndarray
-    address = staticmethod(_numpy_address())
-    facts = operator.attrgetter("dtype", "shape", "strides", "flags.num")  # flags include aligned and writable
-
-    def maker(self, like, result, fill=None):
-        shape, dtype = result.shape, result.owner.dtype
-        return (lambda array: np.empty(shape, dtype)) if fill is None else (lambda array: np.full(shape, fill, dtype))
-
-    def view(self, array, name):
-        flags = array.flags
-        if not flags.aligned:
-            raise BadArgument(
-                f"{name} is not aligned to its element size of {array.itemsize} bytes; pass {name}.copy()"
-            )
-        dtype = array.dtype
-        dtype_name = _NUMPY_DTYPES.get(dtype) or _numpy_dtype_name(dtype, name)
-        itemsize = dtype.itemsize
-        strides = tuple([stride // itemsize for stride in array.strides])  # aligned: each is a multiple
-        pointer = array.ctypes.data
-        return View(array, self, pointer, array.shape, strides, dtype_name, CPU, 0, flags.writeable)
-
-    def copy(self, view, shape, dtype, name):
-        array = view.owner[_once(shape)]
-        return self.view(
-            np.ascontiguousarray(np.broadcast_to(array, shape), None if dtype == view.dtype else dtype), name
-        )
-
-    def empty(self, like, shape, dtype):
-        try:
-            array = np.empty(shape, like.owner.dtype if dtype == like.dtype else dtype)
-        except (MemoryError, ValueError) as error:  # ValueError: more elements than NumPy can count
-            raise OutOfMemory(f"no memory for an array of shape {tuple(shape)}, {dtype}: {error}") from None
-        return self.view(array, "out")
-
-    def full(self, like, shape, dtype, value):
-        view = self.empty(like, shape, dtype)
-        view.owner.fill(value)
-        return view
-
-
-NUMPY = NumpyDoor()
-
-
-# ---- the CUDA driver, for the doors whose frameworks have no streams ----
-
-
-@functools.cache
-def _driver() -> ct.CDLL:
-    """libcuda, which the caller's framework has loaded already; the shared library itself does not link it."""
-    lib = ct.CDLL("libcuda.so.1")
-    lib.cuDevicePrimaryCtxRetain.argtypes = [ct.POINTER(ct.c_void_p), ct.c_int]
-    lib.cuCtxPushCurrent_v2.argtypes = [ct.c_void_p]
-    lib.cuCtxPopCurrent_v2.argtypes = [ct.POINTER(ct.c_void_p)]
-    lib.cuDevicePrimaryCtxRelease_v2.argtypes = [ct.c_int]
-    lib.cuStreamSynchronize.argtypes = [ct.c_void_p]
-    lib.cuPointerGetAttribute.argtypes = [ct.c_void_p, ct.c_int, ct.c_uint64]
-    return lib
-
-
-def _check_driver(status: int, what: str) -> None:
-    if status:
-        raise CudaError(f"{what} returned CUDA driver error {status}")
-
-
-def _synchronize(index: int, stream: int | None) -> None:
-    """Waits for a stream of a device, in the device's primary context (the one every framework uses)."""
-    driver, context = _driver(), ct.c_void_p()
-    _check_driver(driver.cuDevicePrimaryCtxRetain(ct.byref(context), index), "cuDevicePrimaryCtxRetain")
-    try:
-        _check_driver(driver.cuCtxPushCurrent_v2(context), "cuCtxPushCurrent")
-        try:
-            _check_driver(driver.cuStreamSynchronize(stream), "cuStreamSynchronize")
-        finally:
-            driver.cuCtxPopCurrent_v2(ct.byref(ct.c_void_p()))
-    finally:
-        driver.cuDevicePrimaryCtxRelease_v2(index)
-
-
-def _device_of(pointer: int) -> int:
-    """The CUDA device that owns an address."""
-    ordinal, device_ordinal_attribute = ct.c_int(), 9
-    status = _driver().cuPointerGetAttribute(ct.addressof(ordinal), device_ordinal_attribute, pointer)
-    _check_driver(status, "cuPointerGetAttribute")
-    return ordinal.value

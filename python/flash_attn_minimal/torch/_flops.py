@@ -7,7 +7,7 @@ import torch
 from torch._subclasses import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
-from . import _cache, _seeded  # noqa: F401  (they define operators)
+from . import _kvcache, _seeded  # noqa: F401  (they define operators)
 
 _ops = torch.ops.flash_attn_minimal
 
@@ -49,7 +49,7 @@ def attention_seeded_backward(seed, *args, **kwargs) -> int:
 @register_flop_formula([_ops.kvcache_attention, _ops.kvcache_append, _ops.kvcache_append_scaled], get_raw=True)
 def kvcache_attention(*args, out_val=None, **kwargs) -> int:
     """Lengths in an array are not read: all places of the cache count."""
-    given = dict(zip(_cache.ARGUMENTS, args, strict=False)) | kwargs
+    given = dict(zip(_kvcache.ARGUMENTS, args, strict=False)) | kwargs
     q, k_cache, v_cache, table = (given[name] for name in ("q", "k_cache", "v_cache", "block_table"))
     keys = k_cache.shape[1] * (1 if table is None else table.shape[1])
     if given["length"] is not None:

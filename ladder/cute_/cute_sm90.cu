@@ -449,7 +449,7 @@ cudaError_t launch_cute(const AttentionParams& p, cudaStream_t stream) {
 
 }  // namespace
 
-cudaError_t forward_cute_sm90(const AttentionParams& p, cudaStream_t stream) {
+cudaError_t forward_cute_sm90(const AttentionParams& p, const DeviceInfo&, cudaStream_t stream) {
     using cutlass::bfloat16_t, cutlass::half_t;
     const bool half = p.dtype == DType::kFloat16, small = p.headdim == 64;
     if (half) return small ? launch_cute<CuteTile<half_t, 64>>(p, stream) : launch_cute<CuteTile<half_t, 128>>(p, stream);

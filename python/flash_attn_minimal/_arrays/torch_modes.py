@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from .errors import Unsupported
+from ..errors import Unsupported
 
 Tensor: Any = ()  # torch.Tensor once PyTorch is imported; isinstance(x, ()) is False
 
@@ -77,7 +77,7 @@ def _connect() -> bool:
     if torch.compiler.is_compiling():  # what changes in the middle of a trace cannot be part of it
         raise Unsupported(
             "flash_attn_minimal was imported before PyTorch, and torch.compile meets its first call: "
-            "import torch first, or flash_attn_minimal.autograd before the compiled function runs"
+            "import torch first, or flash_attn_minimal.torch before the compiled function runs"
         )
     compiling = getattr(torch.compiler, "is_dynamo_compiling", torch.compiler.is_compiling)
     forward_ad = torch.autograd.forward_ad
@@ -158,10 +158,9 @@ def caller() -> str:
     """The name of the public function that was called, for messages."""
     frame = sys._getframe(1)
     while frame is not None:
-        package, _, module = frame.f_globals.get("__name__", "").rpartition(".")
-        name = frame.f_code.co_name
-        if package.partition(".")[0] == __package__ and module[0].isalpha() and name[0].isalpha():
-            return name
+        package, *modules = frame.f_globals.get("__name__", "").split(".")
+        if package == "flash_attn_minimal" and all(x[0].isalpha() for x in (*modules, frame.f_code.co_name)):
+            return frame.f_code.co_name
         frame = frame.f_back
     return "this function"
 

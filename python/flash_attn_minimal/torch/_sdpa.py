@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ...errors import BadArgument, Unsupported
-from ..flash_attn._calls import autocast, dense_rows
+from ..errors import BadArgument, Unsupported
+from ._inputs import autocast, dense_rows
 from ._seeded import attend
 
 

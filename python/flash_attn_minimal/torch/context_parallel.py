@@ -30,14 +30,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from .. import _modes, autograd
+from .._arrays import torch_modes
 from .._core.checks import _flag, _integer, _name, _quoted
 from .._core.options import AttentionOptions, Options, _options_of
+from ..distributed import groups as _groups
+from ..distributed._structs import LAYOUTS, MODES
+from ..distributed.calls import backward, check_axes, forward, refuse_float8
+from ..distributed.groups import Group, from_torch
 from ..errors import BadArgument, Unsupported
-from . import groups as _groups
-from ._structs import LAYOUTS, MODES
-from .calls import backward, check_axes, forward, refuse_float8
-from .groups import Group, from_torch
+from . import autograd
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -198,7 +199,7 @@ def _arguments(q, k, v, cu_q, cu_k, seqlen_q, seqlen_k, layout, mode, groups, op
         if not isinstance(given[array], torch.Tensor):
             raise BadArgument(f"{array} is a {type(given[array]).__name__}: expected a torch.Tensor")
     autograd._check_arrays(given)
-    if _modes.transforms():
+    if torch_modes.transforms():
         raise Unsupported("attention across ranks is not served under a transform of torch.func")
     if not torch.compiler.is_compiling():
         autograd._refuse_tangents({array: x for array, x in given.items() if x is not None})
@@ -243,7 +244,7 @@ def _call(arguments: tuple) -> tuple[Group, tuple, dict[str, Any]]:
 
 def _forward(*arguments):
     group, qkv, rest = _call(arguments)
-    with torch.no_grad(), _modes.unwatched():
+    with torch.no_grad(), torch_modes.unwatched():
         return forward(group, *qkv, return_lse=True, **rest)
 
 
@@ -251,7 +252,7 @@ def _backward(dout, dlse, out, lse, want_dbias, want_dsinks, *arguments):
     """dq, dk, dv, dbias, dsinks; the last two in the dtype of their inputs, empty where not wanted."""
     group, qkv, rest = _call(arguments)
     rest["kernel"] = None  # it names a forward kernel; $FLASH_ATTN_BACKWARD_KERNEL is for this pass
-    with torch.no_grad(), _modes.unwatched():
+    with torch.no_grad(), torch_modes.unwatched():
         dq, dk, dv, *more = backward(
             group, dout.contiguous(), *qkv, out, lse, dlse=None if dlse is None else dlse.contiguous(),
             return_dbias=want_dbias, return_dsinks=want_dsinks, **rest,

@@ -4,7 +4,7 @@ PyTorch does more than run them.
     plain calls, no gradient    do not come here
     plain calls with gradients  a torch.autograd.Function, which costs a few microseconds
     transforms of torch.func    a torch.autograd.Function that supports transforms, on top of the operators
-    everything else (_modes.py) the operators flash_attn_minimal::attention and ::attention_backward (torch.library),
+    everything else             the operators flash_attn_minimal::attention and ::attention_backward (torch.library),
                                 which traces and graphs hold without looking inside
 
 Importing this module is optional: the first call that needs it imports it. A program that imports flash_attn_minimal
@@ -17,16 +17,17 @@ from __future__ import annotations
 
 import torch
 
-from . import _arrays, _modes
-from ._core import statistics as _statistics
-from ._core.checks import _flag, _integer, _number, _window
-from ._core.forward import attend, find, given_arrays
-from ._core.options import Options
-from ._words import pass_array
-from .backward import _differentiate, find_gradients
-from .errors import BadArgument, Unsupported
+from .. import _arrays
+from .._arrays import torch_modes
+from .._arrays.words import pass_array
+from .._core import statistics as _statistics
+from .._core.checks import _flag, _integer, _number, _window
+from .._core.forward import attend, find, given_arrays
+from .._core.options import Options
+from ..backward import _differentiate, find_gradients
+from ..errors import BadArgument, Unsupported
 
-_modes.active()  # fetches PyTorch's functions, in case PyTorch was imported after this library
+torch_modes.active()  # fetches PyTorch's functions, in case PyTorch was imported after this library
 
 _ARRAYS = ("q", "k", "v", "bias", "mask", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k")
 _FLOAT8 = ("q_descale", "k_descale", "v_descale", "out_dtype", "fast_accum")
@@ -47,7 +48,7 @@ def _differentiable(
         raise Unsupported(f"{more.first()} is given, which attention does not take under {watcher}")
     if unserved:
         _refuse(unserved[0], tensors)
-        with _modes.unwatched():
+        with torch_modes.unwatched():
             if more:
                 return _statistics.attend(q, k, v, varlen, out, more, options)
             return _attend(q, k, v, varlen, out, return_lse, options)
@@ -59,12 +60,12 @@ def _differentiable(
     )  # fmt: skip
     return_lse = _flag("return_lse", return_lse)
     if torch.compiler.is_compiling():
-        if _modes.transforms():
+        if torch_modes.transforms():
             raise Unsupported("attention under a transform of torch.func is not served inside torch.compile")
         results = _attention_op(*arguments)
-    elif _modes.transforms():
+    elif torch_modes.transforms():
         results = _TransformedAttention.apply(*arguments)
-    elif not more and (_modes.active() or not all(map(_modes.is_plain, tensors.values()))):
+    elif not more and (torch_modes.active() or not all(map(torch_modes.is_plain, tensors.values()))):
         _refuse_tangents(tensors)
         results = _attention_op(*arguments)
     else:
@@ -74,7 +75,7 @@ def _differentiable(
         recorder = _Recorder(given, options, varlen, bool(more or return_lse), arguments[len(_ARRAYS) :])
         if more:
             _refuse_tangents(tensors)
-            with torch.no_grad(), _modes.unwatched():
+            with torch.no_grad(), torch_modes.unwatched():
                 out, lse, *statistics = _statistics.attend(q, k, v, varlen, None, more._replace(lse=True), options)
             out, lse = recorder((out, lse), arrays)
             return (out, lse, *statistics) if more.lse else (out, *statistics)
@@ -101,7 +102,7 @@ def _unwrapped(array):
 def _check_arrays(given: dict) -> None:
     """Raises unless all arrays of a call are tensors, or if one that cannot have a gradient requires one."""
     for name in ("alibi_slopes", "mask"):
-        if isinstance(given[name], torch.Tensor) and given[name].requires_grad and _modes.records():
+        if isinstance(given[name], torch.Tensor) and given[name].requires_grad and torch_modes.records():
             raise Unsupported(f"{name} requires a gradient, which attention does not have: pass {name}.detach()")
     for name, array in given.items():
         if name in _ARRAYS and array is not None and not isinstance(array, torch.Tensor):
@@ -114,7 +115,7 @@ def _check_arrays(given: dict) -> None:
 def _refuse(name: str, tensors: dict[str, torch.Tensor]) -> None:
     """Raises unless a call with this option, which no operator takes, may run without PyTorch's knowledge."""
     float8 = name != "out"
-    if _modes.records() and any(x.requires_grad for x in tensors.values()):
+    if torch_modes.records() and any(x.requires_grad for x in tensors.values()):
         if float8:
             raise Unsupported(f"{name} is given, but float8 has no backward pass")
         raise Unsupported("out is given, but the call records a gradient: pass out=None, or use torch.no_grad()")
@@ -124,9 +125,9 @@ def _refuse(name: str, tensors: dict[str, torch.Tensor]) -> None:
 
 def _watcher(tensors: dict[str, torch.Tensor]) -> str | None:
     """The name of the mode, transform or tensor class that needs PyTorch to see a call on these tensors, or None."""
-    watcher = _modes.watcher()
+    watcher = torch_modes.watcher()
     for option, x in tensors.items():
-        if watcher is None and not _modes.is_plain(x):
+        if watcher is None and not torch_modes.is_plain(x):
             watcher = f"tensors like {option}, a {'meta tensor' if x.is_meta else type(x).__name__}"
     return watcher
 
@@ -189,7 +190,7 @@ def _attend(q, k, v, varlen, out, return_lse, options: Options):
 def _forward(q, k, v, bias, mask, alibi_slopes, sinks, cu_q, cu_k, max_q, max_k, *values):
     options = _unpacked((bias, mask, alibi_slopes, sinks), values)
     varlen = None if cu_q is None else (cu_q, cu_k, max_q, max_k)
-    with torch.no_grad(), _modes.unwatched():
+    with torch.no_grad(), torch_modes.unwatched():
         return _attend(q, k, v, varlen, None, True, options)
 
 
@@ -200,7 +201,7 @@ def _backward(dout, dlse, out, lse, want_dbias, want_dsinks, *arguments, sign: t
     options = _unpacked((bias, mask, alibi_slopes, sinks), arguments[11:])
     varlen = None if cu_q is None else (cu_q, cu_k, max_q, max_k)
     options = options._replace(kernel=None)  # it names a forward kernel; $FLASH_ATTN_BACKWARD_KERNEL is for this pass
-    with torch.no_grad(), _modes.unwatched():
+    with torch.no_grad(), torch_modes.unwatched():
         if dout.stride(-1) != 1 or dout.is_neg():  # out.sum() has a gradient of stride 0
             dout, sign = dout.resolve_neg().contiguous(), None
         if dlse is not None and (dlse.is_neg() or not dlse.is_contiguous()):
@@ -235,11 +236,11 @@ def _gradients_by(choose, ctx, dout, dlse):
 
 def _backward_for(dout, dlse, out):
     given = (dout, out) if dlse is None else (dout, dlse, out)
-    if _modes.transforms():
+    if torch_modes.transforms():
         return _TransformedBackward.apply
-    if any(map(_modes.batched, given)):  # PyTorch runs the operator for each of the gradients
+    if any(map(torch_modes.batched, given)):  # PyTorch runs the operator for each of the gradients
         return _backward_op
-    if torch.is_grad_enabled() or _modes.active() or not all(map(_modes.is_plain, given)):
+    if torch.is_grad_enabled() or torch_modes.active() or not all(map(torch_modes.is_plain, given)):
         return _backward_op
     return _backward
 

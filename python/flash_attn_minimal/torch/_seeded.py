@@ -10,13 +10,45 @@ from typing import Any
 
 import torch
 
-from ... import _modes, autograd
-from ..._core.options import Options
-from ...attention import flash_attn_func, flash_attn_varlen_func
-from ..flash_attn._calls import check_replays_may_differ, draw_dropout
+from .._arrays import torch_modes
+from .._core.options import Options
+from ..attention import flash_attn_func, flash_attn_varlen_func
+from ..errors import Unsupported
+from . import autograd
 
 _NAME, _BACKWARD_NAME = "flash_attn_minimal::attention_seeded", "flash_attn_minimal::attention_seeded_backward"
 _SEED = 11 + list(autograd._NUMBERS).index("dropout_seed")  # its position among the operator's arguments
+
+
+def draw_dropout(dropout_p: float, device: torch.device) -> dict[str, Any]:
+    """dropout_p with a seed and an offset from PyTorch's generator of the device, which advances. So torch.manual_seed
+    decides which probabilities are dropped, and activation checkpointing drops the same ones again."""
+    if not dropout_p:
+        return {}
+    seed, offset = _draw(device)
+    return {"dropout_p": dropout_p, "dropout_seed": seed, "dropout_offset": offset}
+
+
+def _draw(device: torch.device) -> tuple[int, int]:
+    if device.type != "cuda" or torch_modes.mapped():  # PyTorch applies vmap's `randomness` when it draws
+        return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")), 0
+    check_replays_may_differ()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    generator = torch.cuda.default_generators[index]
+    seed, offset = generator.initial_seed() % 2**64, generator.get_offset()
+    generator.set_offset(offset + 4)  # the generator requires multiples of 4
+    return seed, offset
+
+
+def check_replays_may_differ() -> None:
+    """Raises if a seed of PyTorch's generators would go into a CUDA graph. A launch holds its seed as a number, so
+    every replay would drop the same probabilities."""
+    if torch.cuda.is_current_stream_capturing():
+        raise Unsupported(
+            "dropout with a seed of PyTorch's generators, in a CUDA graph that is being captured: every replay would "
+            "drop the same probabilities; leave this call out of the graph (torch.compile(mode='reduce-overhead') "
+            "does), or pass dropout_seed to flash_attn_func, for the same ones every time"
+        )
 
 
 def attend(
@@ -25,8 +57,8 @@ def attend(
 ) -> Any:  # fmt: skip
     """flash_attn_func, or with varlen = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     flash_attn_varlen_func. If dropout_p is not 0, the seed comes from PyTorch's generators."""
-    transformed = _modes.transforms() and not torch.compiler.is_compiling()
-    if not dropout_p or _modes.watcher() is None or (transformed and not _modes.mapped()):
+    transformed = torch_modes.transforms() and not torch.compiler.is_compiling()
+    if not dropout_p or torch_modes.watcher() is None or (transformed and not torch_modes.mapped()):
         options |= draw_dropout(dropout_p, q.device)
         if varlen is None:
             return flash_attn_func(q, k, v, return_lse=return_lse, **options)
@@ -70,7 +102,7 @@ def _gradients(ctx, dout, dlse):
     dout = torch.zeros_like(out) if dout is None else dout
     want_dbias, want_dsinks = ctx.needs_input_grad[4], ctx.needs_input_grad[7]
     run = torch.ops.flash_attn_minimal.attention_seeded_backward
-    if _modes.transforms() and not torch.compiler.is_compiling():
+    if torch_modes.transforms() and not torch.compiler.is_compiling():
         run = _TransformedBackward.apply
     dq, dk, dv, dbias, dsinks = run(seed, dout, dlse, out, lse, want_dbias, want_dsinks, *arrays, *ctx.rest)
     return None, dq, dk, dv, dbias if want_dbias else None, None, None, dsinks if want_dsinks else None, *nothing[8:]

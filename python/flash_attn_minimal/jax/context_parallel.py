@@ -28,7 +28,10 @@ from jax.custom_derivatives import SymbolicZero
 from .._core.checks import _flag, _quoted, _window
 from .._core.options import Options
 from ..errors import BadArgument, Unsupported
-from ..jax import Call, as_array, check_served, no_second_derivative, nothing, scaled, traced, vary
+from ._attention import Call, check_served, no_second_derivative, scaled, traced
+from ._axes import vary
+from ._custom_call import as_array
+from ._gradients import nothing
 
 LAYOUTS = {"contiguous": 1, "zigzag": 2}  # -> chunks of a sequence that a device holds
 MODES = ("auto", "gather", "ulysses", "ring")
@@ -97,7 +100,7 @@ def context_parallel_attention(
 
     >>> import functools, jax
     >>> from jax.sharding import Mesh, PartitionSpec
-    >>> from flash_attn_minimal.distributed.jax import context_parallel_attention, shard_tokens, unshard_tokens
+    >>> from flash_attn_minimal.jax import context_parallel_attention, shard_tokens, unshard_tokens
     >>> mesh = Mesh(jax.devices(), ("context",))
     >>> tokens = PartitionSpec(None, "context")
     >>> attend = functools.partial(context_parallel_attention, axis_name="context", causal=True)

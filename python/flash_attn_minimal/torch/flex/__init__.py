@@ -22,6 +22,8 @@ from ._masks import read_mask
 from ._scores import read_score
 from ._terms import Term, evaluate, reads, trace
 
+__all__ = ["Form", "flex_attention", "mods", "recognise"]
+
 
 def flex_attention(
     query: torch.Tensor,

@@ -11,7 +11,7 @@ import torch
 
 from ...attention import flash_attn_func, flash_attn_varlen_func
 from ...errors import BadArgument
-from ..flash_attn._calls import autocast, dense_rows
+from .._inputs import autocast, dense_rows
 from ._live import Derived, Fixed, Step, check, computed
 
 

@@ -1,5 +1,4 @@
-"""The doors (see _door.py) for arrays with __cuda_array_interface__ or DLPack whose framework has no door of its own,
-and for Numba's arrays."""
+"""The door of arrays with DLPack."""
 
 from __future__ import annotations
 
@@ -7,97 +6,11 @@ import ctypes as ct
 
 import numpy as np
 
-from ._door import CPU, CUDA, NUMPY, Door, View, _device_of, _element_strides, _synchronize
-from .errors import BadArgument, Unsupported
-
-
-class ForeignDoor(Door):
-    """Arrays of a type without a door of its own. Outputs come from the type's array-API namespace if it has one."""
-
-    def __init__(self, kind: type):
-        self.name = f"{kind.__module__}.{kind.__qualname__}"
-
-    def empty(self, like, shape, dtype):
-        namespace = getattr(like.owner, "__array_namespace__", None)
-        if namespace is None:
-            raise Unsupported(
-                f"{self.name} arrays on {like.place} do not say how to make another (no __array_namespace__): "
-                "pass out=, without return_lse and with a kernel that needs no workspace"
-            )
-        xp = namespace()
-        native = like.owner.dtype if dtype == like.dtype else getattr(xp, dtype)
-        return self.view(xp.empty(shape, dtype=native, device=like.owner.device), "out")
-
-    def full(self, like, shape, dtype, value):
-        view = self.empty(like, shape, dtype)
-        view.owner[...] = value
-        return view
-
-
-class CudaArrayDoor(ForeignDoor):
-    _names = {
-        "f4": "float32",
-        "f2": "float16",
-        "f8": "float64",
-        "b1": "bool",
-        "u1": "uint8",
-        "i1": "int8",
-        "i4": "int32",
-        "i8": "int64",
-        "u8": "uint64",
-    }
-
-    def view(self, array, name):
-        interface = array.__cuda_array_interface__
-        pointer, read_only = interface["data"]
-        code, shape = interface["typestr"], tuple(interface["shape"])
-        itemsize = int(code[2:])
-        dtype = (
-            getattr(getattr(array, "dtype", None), "name", None)
-            if code[1:] not in self._names
-            else self._names[code[1:]]
-        )
-        if code[0] == ">":
-            raise BadArgument(f"{name} has typestr {code!r}: its byte order is not this machine's")
-        strides = interface.get("strides")
-        if strides is None:
-            strides = tuple(int(np.prod(shape[axis + 1 :], dtype=np.int64)) for axis in range(len(shape)))
-        else:
-            strides = _element_strides(tuple(strides), itemsize, name)
-        index = _device_of(pointer) if pointer else 0
-        return View(array, self, pointer or None, shape, strides, dtype or code, CUDA, index, not read_only)
-
-    def stream(self, views):
-        """The first array's stream, after waiting for the work queued on the streams of the other arrays."""
-        first = _stream(views[0])
-        for view in views[1:]:
-            if (stream := _stream(view)) is not None and stream != first:
-                _synchronize(view.index, stream)
-        return first
-
-    def join(self, views):
-        """Waits for the call if an array has another stream than the first, because its next use is queued there."""
-        first = _stream(views[0])
-        if any(stream is not None and stream != first for stream in map(_stream, views[1:])):
-            _synchronize(views[0].index, first)
-
-
-def _stream(view: View) -> int | None:
-    return view.owner.__cuda_array_interface__.get("stream")
-
-
-class NumbaDoor(CudaArrayDoor):
-    def __init__(self, kind: type, cuda):
-        super().__init__(kind)
-        self.name, self.cuda = "Numba", cuda
-
-    def empty(self, like, shape, dtype):
-        with self.cuda.gpus[like.index]:
-            return self.view(self.cuda.device_array(shape, np.dtype(dtype)), "out")
-
-    def full(self, like, shape, dtype, value):
-        with self.cuda.gpus[like.index]:
-            return self.view(self.cuda.to_device(np.full(shape, value, np.dtype(dtype))), "out")
+from ..errors import BadArgument, Unsupported
+from .door import CPU, CUDA, View
+from .driver import synchronize
+from .foreign import ForeignDoor
+from .numpy import NUMPY
 
 
 class _DLTensor(ct.Structure):
@@ -194,7 +107,7 @@ class DLPackDoor(ForeignDoor):
     def join(self, views):
         """Waits for the call, which ran on the legacy default stream: DLPack cannot make a producer's stream wait."""
         if views[0].device == CUDA:
-            _synchronize(views[0].index, None)
+            synchronize(views[0].index, None)
 
     def empty(self, like, shape, dtype):
         array, _ = like.owner

@@ -1,0 +1,44 @@
+"""All that knows PyTorch: attention's gradients and operators, and PyTorch's own interfaces served by this library.
+
+    sdpa                            torch.nn.functional.scaled_dot_product_attention, for dense and jagged tensors
+    flex_attention, recognise       torch.nn.attention.flex_attention, for functions that the kernels support
+    mods                            such functions, by name
+    flash_attn_with_kvcache         this library's own, also under torch.compile and torch.export
+    context_parallel_attention,     attention of sequences that are spread over the ranks of torch.distributed
+    context_parallel_sdpa,
+    sdpa_across_ranks
+
+The first call that needs this package imports it. A program that imports flash_attn_minimal before torch, and whose
+first call is inside torch.compile(fullgraph=True), must import it itself.
+
+Importing this package also tells torch.utils.flop_counter the cost of the library's operators. Import it before
+torch.compile meets the first call.
+"""
+
+from . import _flops
+from ._kvcache import flash_attn_with_kvcache
+from ._sdpa import sdpa
+from .context_parallel import (
+    close_groups,
+    context_parallel_attention,
+    context_parallel_sdpa,
+    group_of,
+    sdpa_across_ranks,
+)
+from .flex import Form, flex_attention, mods, recognise
+
+__all__ = [
+    "Form",
+    "close_groups",
+    "context_parallel_attention",
+    "context_parallel_sdpa",
+    "flash_attn_with_kvcache",
+    "flex_attention",
+    "group_of",
+    "mods",
+    "recognise",
+    "sdpa",
+    "sdpa_across_ranks",
+]
+
+del _flops
