@@ -60,10 +60,12 @@ export class Gradients {
       count = order[tile].length;
     const own = byKeys ? `dK and dV of ${plural(keys, "key", "keys")}` : `dQ of ${plural(rows, "row", "rows")}`,
       to = byKeys ? `dQ of ${plural(rows, "row", "rows")}` : `dK and dV of ${plural(keys, "key", "keys")}`;
-    const value = byKeys ? `dQ[${rows[0]}][0] is now ${number(dq[rows[0]][0], 3)}` : `dK[${keys[0]}][0] is now ${number(dk[keys[0]][0], 3)}`;
+    const value = byKeys
+      ? `dQ[${rows[0]}][0] is now ${number(dq[rows[0]][0], 3)}`
+      : `dK[${keys[0]}][0] is now ${number(dk[keys[0]][0], 3)}`;
     return (
-      `Block ${block} computes S and P again, then dP and dS = P (dP − delta). ${own} take in their part on chip. Then the block adds to ` +
-      `${to} in memory, the ${["first", "second", "third"][count - 1] ?? `${count}th`} to do so: ${value}.`
+      `Block ${block} computes S and P again, then dP and dS = P (dP − delta). ${own} take in their part on chip. ` +
+      `Then the block adds to ${to} in memory, the ${["first", "second", "third"][count - 1] ?? `${count}th`} to do so: ${value}.`
     );
   }
   grid(step) {
@@ -109,7 +111,7 @@ export class Pieces {
       `<tr><th scope="row">piece ${n}</th><td>${keys[0] === keys[1] ? "no key" : range(keys)}</td><td>${number(lse, 3)}</td>` +
       `<td>${number(weight, 3)}</td><td class="o">${out ? number(out[0], 3) : "never written"}</td></tr>`;
     find("pieces-table").innerHTML =
-      `<thead><tr><td></td><th scope="col">keys</th><th scope="col">lse</th><th scope="col">weight</th><th scope="col">out[0]</th></tr></thead>` +
+      `<thead><tr><td></td>${["keys", "lse", "weight", "out[0]"].map((name) => `<th scope="col">${name}</th>`).join("")}</tr></thead>` +
       `<tbody>${parts.map(line).join("")}</tbody><tfoot><tr><th scope="row">merged</th><td>${range([0, seqlenK])}</td>` +
       `<td>${number(lse, 3)}</td><td>1</td><td class="o">${number(out[0], 3)}</td></tr></tfoot>`;
     const empty = parts.filter(({out}) => !out).length,
@@ -118,7 +120,9 @@ export class Pieces {
     find("pieces-text").textContent =
       `Row ${last} over ${seqlenK} keys: ${count === 1 ? "one block reads" : `${count} blocks at a time read at most`} ${longest} ` +
       `${longest === 1 ? "key" : "keys"}${count === 1 ? "" : ` each, then a merge reads ${count} pieces of ${4 * (headdim + 1)} bytes`}. ` +
-      (empty ? `${empty} of the pieces have no key: lse is −∞, the weight 0, and their out is left out instead of multiplied by 0. ` : "") +
+      (empty
+        ? `${empty} of the pieces have no key: lse is −∞, the weight 0, and their out is left out instead of multiplied by 0. `
+        : "") +
       `Largest difference from the definition: ${this.difference === 0 ? "0" : this.difference.toExponential(1)}.`;
   }
 }
