@@ -1,6 +1,7 @@
 """Attention as a module of tvm-ffi (docs/integrations.md), for arrays of any framework: no Python of this project runs.
 
-python examples/tvm_ffi_arrays.py build/libflash_attn_minimal_tvm_ffi.so"""
+    python examples/tvm_ffi_arrays.py build/libflash_attn_minimal_tvm_ffi.so
+"""
 
 import sys
 

@@ -1,0 +1,31 @@
+"""A model of PyTorch that stays as it is, trained on our attention.
+
+    python examples/torch_backend.py
+"""
+
+try:
+    import torch
+except ImportError as error:
+    raise SystemExit(f"{error} (pip install torch)") from None
+from flash_attn_minimal.torch import activate
+
+
+def train():
+    torch.manual_seed(0)
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    layer = torch.nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True).to(device, dtype)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    x, target = torch.randn(2, 4, 100, 64, device=device, dtype=dtype)
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = (layer(x) - target).square().mean()
+        loss.backward()
+        optimizer.step()
+    return loss.item()
+
+
+before = train()
+with activate():
+    after = train()
+print(f"loss {before:.6f} with PyTorch's attention, {after:.6f} with ours")
+assert abs(after - before) < 0.01
