@@ -465,7 +465,7 @@ def _route(
     if _is_pytorch_s(q, k, v, options.bias, options.mask, options.alibi_slopes, options.sinks):
         from . import torch
 
-        return torch.autograd._differentiable(q, k, v, varlen, out, return_lse, options, sign, more)
+        return torch.autograd.differentiable(q, k, v, varlen, out, return_lse, options, sign, more)
     if is_traced(q, k, v, *(varlen or ()), *options):
         from . import jax
 
