@@ -400,7 +400,7 @@ def _prepare_step(step: _Step) -> tuple[KVCacheArgs, AttentionArgs, list[View], 
     _put_new(call, args, views, step.k, step.v)
     lengths = step.cache_seqlens
     if isinstance(lengths, (int, np.integer)) and not isinstance(lengths, bool):
-        _shorten(args, lengths, call.seqlen_new)
+        args.seqlen_k = _keys(room, lengths, call.seqlen_new)  # the cache ends there, so it needs no lengths
     elif isinstance(lengths, (bool, float)):
         raise BadArgument(f"cache_seqlens={lengths} is neither an integer nor an array of int32")
     elif lengths is not None:
@@ -435,16 +435,15 @@ def _per_sequence(views: list[View], name: str, array: Any, batch: int) -> int |
     return view.pointer
 
 
-def _shorten(args: AttentionArgs, length: int, seqlen_new: int) -> None:
-    """One length for all sequences: the cache of the struct ends after the appended keys, so it needs no lengths."""
+def _keys(room: int, length: int, seqlen_new: int) -> int:
+    """The number of keys after a call with one length for all sequences. room: the most that an entry holds."""
     length = _integer("cache_seqlens", length, 0, 2**63 - 1)
-    if length + seqlen_new > args.seqlen_k:
-        swapped = "; the order of arguments is q, k_cache, v_cache, k, v" if seqlen_new > args.seqlen_k else ""
+    if length + seqlen_new > room:
+        swapped = "; the order of arguments is q, k_cache, v_cache, k, v" if seqlen_new > room else ""
         raise BadArgument(
-            f"cache_seqlens={length} and {seqlen_new} new keys are more than the {args.seqlen_k} keys of a cache "
-            f"entry{swapped}"
+            f"cache_seqlens={length} and {seqlen_new} new keys are more than the {room} keys of a cache entry{swapped}"
         )
-    args.seqlen_k = length + seqlen_new
+    return length + seqlen_new
 
 
 def _put_new(call: KVCacheArgs, args: AttentionArgs, views: list[View], k: Any, v: Any) -> None:

@@ -30,7 +30,7 @@ def script():
 def test_every_picture_is_shown_and_there():
     shown = re.findall(r"!\[.+\]\(context_parallel/(\w+\.svg)\)", (ROOT / "docs/context_parallel.md").read_text())
     assert sorted(shown) == sorted(path.name for path in FOLDER.glob("*.svg"))
-    assert len(shown) == 5
+    assert len(shown) == 4
 
 
 def test_the_script_draws_the_pictures_again(script, tmp_path):

@@ -23,7 +23,7 @@ from .._core.repeats import signature
 from .._core.structs import DTYPES, AttentionArgs, AttentionBackwardArgs, new
 from ..backward import _contiguous_input, _input, _new_dbias
 from ..errors import BadArgument, Unsupported
-from ._prepared import Prepared, make_call
+from ._prepared import RankCall, make_call
 from ._structs import KINDS, LAYOUTS, MODES, MOST_RANKS, DistributedArgs, DistributedBackwardArgs
 from .groups import Group
 from .layouts import _local, _segments, check_flat, equal_lengths, host_lengths
@@ -274,11 +274,11 @@ def forward(
     check_group(group)
     arrays = q, k, v, *[options.get(name) for name in _ARRAYS], out
 
-    def prepare(whole: _Whole, chosen: Options) -> tuple[Prepared, list[View]]:
+    def prepare(whole: _Whole, chosen: Options) -> tuple[RankCall, list[View]]:
         args, call, views, lengths = _prepare(q, k, v, whole, chosen, group.rank, group.size)
         qv = views[0]
         check_place(group, qv)
-        prepared = Prepared("forward", call, args, qv, lengths)
+        prepared = RankCall("forward", call, args, qv, lengths)
         prepared.places = _places(args, arrays, ("q_data", "k_data", "v_data", *_PLACES.values(), "out_data"))
         shape = (*qv.shape[:-1], args.headdim_v)
         if out is None:
@@ -347,13 +347,13 @@ def backward(
     given = dq, dk, dv
     arrays = q, k, v, *[options.get(name) for name in _ARRAYS], out, lse, dout, dlse, *given
 
-    def prepare(whole: _Whole, chosen: Options) -> tuple[Prepared, list[View]]:
+    def prepare(whole: _Whole, chosen: Options) -> tuple[RankCall, list[View]]:
         args, call, views, lengths = _prepare(q, k, v, whole, chosen, group.rank, group.size)
         qv, kv, vv = views[:3]
         check_place(group, qv)
         outer, gradients = new(DistributedBackwardArgs), new(AttentionBackwardArgs)
         outer.forward, outer.gradients = ct.pointer(call), ct.pointer(gradients)
-        prepared = Prepared("backward", outer, args, qv, lengths)
+        prepared = RankCall("backward", outer, args, qv, lengths)
         forward_fields = ("q_data", "k_data", "v_data", *_PLACES.values(), "out_data", "lse")
         prepared.places = [
             *_places(args, arrays[: len(forward_fields)], forward_fields),
@@ -469,7 +469,7 @@ def plan(
         ):
             _put_strides(gradients, x, None, (0, n * d, d), ("batch", "row", "head"))
     lib = load()
-    found = Prepared(name, outer, args, qv, lengths).ask(kind, rank, size)
+    found = RankCall(name, outer, args, qv, lengths).ask(kind, rank, size)
     return DistributedPlan(
         status=lib.fa_status_name(found.status).decode(),
         error=last_error() if found.status else "",

@@ -16,8 +16,8 @@ from .._core.options import Array
 from .._core.repeats import signature
 from .._core.structs import DTYPES, new
 from ..errors import BadArgument
-from ..kvcache import _LENGTHS, _given_out, _prepare_step, _shorten, _Step
-from ._prepared import Prepared, make_call
+from ..kvcache import _LENGTHS, _given_out, _keys, _prepare_step, _Step
+from ._prepared import RankCall, make_call
 from ._structs import DistributedDecodeArgs, DistributedMergeArgs
 from .calls import check_group, check_place, put_rows, rows_of
 from .groups import Group
@@ -95,14 +95,15 @@ def decode(
     at_once = type(cache_seqlens) is int  # one length for all sequences, not an array
     arrays = (*step[:_LENGTHS], None if at_once else cache_seqlens, out)
 
-    def prepare() -> tuple[Prepared, list[View]]:
+    def prepare() -> tuple[RankCall, list[View]]:
         call, args, views, room = _prepare_step(step)
         qv = views[0]
         check_place(group, qv)
         outer = new(DistributedDecodeArgs)
         outer.cache = ct.pointer(call)
-        prepared = Prepared("decode", outer, args, qv, call)
+        prepared = RankCall("decode", outer, args, qv, call)
         prepared.kept = call, room
+        prepared.numbers = [(args, "seqlen_k")] * at_once
         for name, array in zip((*_Step._fields[: _LENGTHS + 1], "out"), arrays, strict=True):
             struct, field = (args, _ATTENTION[name]) if name in _ATTENTION else (call, _CACHE.get(name, ""))
             if name == "out":
@@ -123,13 +124,13 @@ def decode(
         values = "decode", at_once, return_lse, *step[_LENGTHS + 1 :]
         return signature(arrays, values, window_size), prepare
 
-    def adjust(known: Prepared) -> None:
-        if at_once:
-            call, room = known.kept
-            known.inner.seqlen_k = room
-            _shorten(known.inner, cache_seqlens, call.seqlen_new)
+    def numbers(known: RankCall) -> tuple:
+        if not at_once:
+            return ()
+        call, room = known.kept
+        return (_keys(room, cache_seqlens, call.seqlen_new),)
 
-    results = make_call(group, arrays, start, adjust)
+    results = make_call(group, arrays, start, numbers)
     return tuple(results) if len(results) > 1 else results[0]
 
 
@@ -151,7 +152,7 @@ def merge(group: Group, out: Array, lse: Array) -> tuple[Array, Array]:
     check_group(group)
     arrays = out, lse
 
-    def prepare() -> tuple[Prepared, list[View]]:
+    def prepare() -> tuple[RankCall, list[View]]:
         views = [_arrays.view(out, "out"), _arrays.view(lse, "lse")]
         ov, lv = views
         if len(ov.shape) not in (3, 4):
@@ -173,7 +174,7 @@ def merge(group: Group, out: Array, lse: Array) -> tuple[Array, Array]:
         args.device, args.dtype = ov.device, DTYPES[ov.dtype]
         args.nheads, args.headdim_v, args.rows = nheads, headdim_v, rows
         put_rows(args, "out", ov)
-        prepared = Prepared("merge", args, args, ov, None)
+        prepared = RankCall("merge", args, args, ov, None)
         prepared.places = [(args, "out_data"), (args, "lse")]
         prepared.output(args, "out_data", ov, 0)
         prepared.output(args, "lse", lv, 1)

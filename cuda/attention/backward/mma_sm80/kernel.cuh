@@ -227,7 +227,8 @@ struct MainWarp : MainShares<kD, kDv, kSm> {
             if (!visible[x / TileQ::kPieces]) reinterpret_cast<uint4*>(smem.k)[x] = make_uint4(0, 0, 0, 0);
     }
     __device__ __forceinline__ MainStep next() const {
-        return step.tile < smem.last_tile ? MainStep{step.head, step.tile + 1} : MainStep{step.head + 1, smem.first_tile};
+        const bool same_head = step.tile < smem.last_tile;
+        return {step.head + !same_head, same_head ? step.tile + 1 : smem.first_tile};
     }
     __device__ __forceinline__ void load_next(bool with_q, bool with_dout) const {
         const MainStep to = next();
