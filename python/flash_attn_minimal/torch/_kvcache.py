@@ -15,9 +15,8 @@ from .._core.checks import _flag, _wants_lse
 from ..errors import BadArgument, Unsupported
 from ._operators import numbers_of, pack
 
-_Step = kvcache._Step
-_ARRAYS = _Step._fields[: kvcache._LENGTHS + 1]
-_NUMBERS = numbers_of({name: _Step.__annotations__[name] for name in _Step._fields[kvcache._LENGTHS + 1 :]})
+_ARRAYS = kvcache._Step._fields[: kvcache._LENGTHS + 1]
+_NUMBERS = numbers_of(kvcache.NUMBERS)
 # `length` is one length for all sequences.
 _MORE = {"length": "SymInt?", **_NUMBERS, "return_lse": "bool"}
 ARGUMENTS = (*_ARRAYS, *_MORE)
@@ -43,7 +42,7 @@ def flash_attn_with_kvcache(*arguments, **named):
     if torch_modes.transforms():
         raise Unsupported("flash_attn_with_kvcache is not served under a transform of torch.func")
     return_lse = _wants_lse(given.pop("return_lse", False), given.pop("return_softmax_lse", False))
-    step, return_lse = _Step(**given), bool(_flag("return_lse", return_lse))
+    step, return_lse = kvcache.step_of("flash_attn_with_kvcache", given), bool(_flag("return_lse", return_lse))
     packed = _packed(step, return_lse)  # first: it checks what _operator reads
     found, lse = _operator(step)(*packed)
     return (found, lse) if return_lse else found

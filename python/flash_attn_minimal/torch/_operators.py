@@ -12,7 +12,7 @@ from .. import _arrays
 from .._arrays import torch_modes
 from .._arrays.words import pass_array
 from .._core.checks import _flag, _integer, _number, _window
-from .._core.options import Options
+from .._core.options import AttentionOptions, Options, hints_of
 from ..errors import BadArgument, Unsupported
 
 ARRAYS = ("q", "k", "v", "bias", "mask", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k")
@@ -34,7 +34,7 @@ OPTION_ARRAYS = ("bias", "mask", "alibi_slopes", "sinks")
 _SIGNED = ("dropout_seed", "dropout_offset")
 
 
-def numbers_of(hints: dict[str, Any]) -> dict[str, str]:
+def numbers_of(hints: dict[str, str]) -> dict[str, str]:
     """The types in PyTorch's schema language of arguments with these annotations. A window is two numbers, because vmap
     would map over a pair."""
     found: dict[str, str] = {}
@@ -42,7 +42,7 @@ def numbers_of(hints: dict[str, Any]) -> dict[str, str]:
         if name == "window_size":
             found |= {"window_left": "int", "window_right": "int"}
         else:
-            found[name] = hint.__forward_arg__.replace(" | None", "?")
+            found[name] = hint.replace(" | None", "?")
     return found
 
 
@@ -61,8 +61,9 @@ def pack(given: dict[str, Any], kinds: dict[str, str]) -> list:
     return [given[name] for name in kinds]
 
 
+_NO_NUMBERS = (*OPTION_ARRAYS, *FLOAT8)
 # The options that the operators take as numbers, in order.
-NUMBERS = numbers_of({name: x for name, x in Options.__annotations__.items() if name not in (*OPTION_ARRAYS, *FLOAT8)})
+NUMBERS = numbers_of({name: hint for name, hint in hints_of(AttentionOptions).items() if name not in _NO_NUMBERS})
 
 
 def packed(options: Options) -> list:
