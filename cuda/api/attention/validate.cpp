@@ -144,7 +144,7 @@ ScoreView view(const fa_score_tensor& t) { return {t.data, t.batch_stride, t.hea
 
 fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attention_args* full, AttentionParams* params, const Keys* keys,
                    bool writes_out) {
-    FA_RETURN_IF_ERROR(copy_args(args, "fa_attention_args", offsetof(fa_attention_args, q_descale), full));
+    FA_RETURN_IF_ERROR(copy_args(args, "fa_attention_args", sizeof(fa_attention_args), full));
     const fa_attention_args& a = *full;
     const bool need = pointers == Pointers::kRequired;
 
@@ -337,7 +337,7 @@ fa_status check_gradient_axis(const char* axis, int64_t extent, int64_t bias, in
 
 fa_status validate(const fa_attention_backward_args* args, Pointers pointers, fa_attention_args* forward, BackwardParams* params) {
     fa_attention_backward_args a;
-    FA_RETURN_IF_ERROR(copy_args(args, "fa_attention_backward_args", offsetof(fa_attention_backward_args, dlse), &a));
+    FA_RETURN_IF_ERROR(copy_args(args, "fa_attention_backward_args", sizeof(fa_attention_backward_args), &a));
     BackwardParams& p = *params;
     FA_RETURN_IF_ERROR(validate(a.forward, pointers, forward, &p.forward, nullptr, false));
     const fa_attention_args& f = *forward;

@@ -16,8 +16,9 @@ from .. import _arrays
 from .._arrays import View, torch_modes
 from .._core.checks import _check_last_axis, _check_same_place, _flag, _integer, _name, _quoted
 from .._core.fields import _destination, _put_strides
+from .._core.forward import repeats
 from .._core.library import last_error, load
-from .._core.options import Array, AttentionOptions, Options, _options_of
+from .._core.options import ARRAYS, Array, AttentionOptions, Options, _options_of
 from .._core.queries import reasons
 from .._core.repeats import signature
 from .._core.structs import DTYPES, AttentionArgs, AttentionBackwardArgs, new
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _FLOAT8 = ("q_descale", "k_descale", "v_descale", "out_dtype", "fast_accum")
-_ARRAYS = ("alibi_slopes", "bias", "mask", "sinks")  # options that are arrays
-_PLACES = {"alibi_slopes": "alibi_slopes", "bias": "bias_data", "mask": "mask_data", "sinks": "sinks"}
+_ARRAYS = tuple(name for name in ARRAYS if name not in _FLOAT8)  # options that are arrays
+_PLACES = {name: repeats.fields[name][1] for name in _ARRAYS}
 _NUMBERS = tuple(i for i, name in enumerate(Options._fields) if name not in _ARRAYS)
 _MODE_NAMES = {number: name for name, number in MODES.items()}
 

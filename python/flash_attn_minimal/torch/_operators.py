@@ -11,7 +11,7 @@ from .. import _arrays
 from .._arrays import torch_modes
 from .._arrays.words import pass_array
 from .._core.checks import _flag, _integer, _number, _window
-from .._core.options import Options
+from .._core.options import AttentionOptions, Options, hints_of
 from ..errors import BadArgument, Unsupported
 
 ARRAYS = ("q", "k", "v", "bias", "mask", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k")
@@ -34,11 +34,11 @@ _SIGNED = ("dropout_seed", "dropout_offset")
 # The options that the operators take as numbers, in order, each with its type in PyTorch's schema language. A window is
 # two numbers, because vmap would map over a pair.
 NUMBERS: dict[str, str] = {}
-for _name, _hint in Options.__annotations__.items():
+for _name, _hint in hints_of(AttentionOptions).items():
     if _name == "window_size":
         NUMBERS |= {"window_left": "int", "window_right": "int"}
     elif _name not in (*OPTION_ARRAYS, *FLOAT8):
-        NUMBERS[_name] = _hint.__forward_arg__.replace(" | None", "?")
+        NUMBERS[_name] = _hint.replace(" | None", "?")
 
 
 def packed(options: Options) -> list:

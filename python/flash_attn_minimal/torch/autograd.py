@@ -42,7 +42,7 @@ def differentiable(
     more: _statistics.Results | None = None,
 ):  # fmt: skip
     """Runs a call that PyTorch must see. varlen: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k);
-    sign: the signature that _forward.find returned; more: the results of a call with statistics, which have no gradient
+    sign: the signature that Repeats.find returned; more: the results of a call with statistics, which have no gradient
     and no operator."""
     cu_q, cu_k, max_q, max_k = varlen or (None, None, 0, 0)
     given = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "out": out, **options._asdict()}
@@ -75,7 +75,7 @@ def differentiable(
     else:
         q, k, v, *scores = map(_unwrapped, (q, k, v, *[given[name] for name in OPTION_ARRAYS]))
         options = options._replace(**dict(zip(OPTION_ARRAYS, scores, strict=True)))
-        given, arrays = given_arrays(q, k, v, varlen, None, options)
+        given, arrays = given_arrays(q, k, v, varlen, None, options, sign)
         recorder = _Recorder(given, options, varlen, bool(more or return_lse), arguments[len(ARRAYS) :])
         if more:
             refuse_tangents(tensors)
