@@ -494,7 +494,7 @@ where=cpu
 [[ $device == cpu ]] || ! "$python" -c 'import cupy' 2>/dev/null || where=cuda
 say ""
 if "$python" -c 'import numpy' 2>/dev/null; then
-    "$python" -m flash_attn_minimal generate --attention both --device $where
+    "$python" -m flash_attn_lab compare --device $where
     say ""
 else
     say "Without NumPy there is no story, and $python cannot import the package: install numpy for it."

@@ -92,10 +92,11 @@ typedef struct fa_part {
 
 typedef struct fa_attention_args {
     size_t struct_size;
+
+    /* ---- shapes ---- */
     int32_t device;    /* fa_device: the memory that holds everything the pointers below point to */
     int32_t dtype;     /* fa_dtype of q, k, v */
     int32_t out_dtype; /* fa_dtype of out; 0 = dtype. With float8_e4m3 inputs: FA_BFLOAT16 (also 0) or FA_FLOAT16 */
-
     int32_t batch;
     int32_t nheads;
     int32_t nheads_k;  /* nheads % nheads_k == 0; query head h reads key head h / (nheads / nheads_k) */
@@ -103,56 +104,53 @@ typedef struct fa_attention_args {
     int32_t headdim_v; /* 1 .. 512; 0 = headdim */
     int64_t seqlen_q;  /* varlen: at least the length of the longest sequence (on a GPU the host cannot read cu_seqlens). */
     int64_t seqlen_k;  /*   Nothing past these lengths, or past total_q and total_k, is touched */
+    int64_t total_q;   /* varlen: rows of q */
+    int64_t total_k;   /* varlen: rows of k and v */
 
-    fa_tensor q, k, v, out;
-    float* lse; /* log of the row's sum of exponentials (natural log), -inf for a row that sees no key; NULL = not wanted */
-
+    /* ---- inputs ---- */
+    fa_tensor q, k, v;
+    fa_descale q_descale;        /* (batch, nheads). float8_e4m3 requires all three factors; with other dtypes data is NULL */
+    fa_descale k_descale;        /* (batch, nheads_k) */
+    fa_descale v_descale;        /* (batch, nheads_k) */
     const int32_t* cu_seqlens_q; /* both or neither (except with parts); non-decreasing, from 0 to at most total_q (total_k) */
     const int32_t* cu_seqlens_k;
-    int64_t total_q;
-    int64_t total_k;
-
-    /* How scores are modified, in this order: scale, softcap, ALiBi, bias, mask, causal and window, sinks, dropout. */
-    float softmax_scale; /* read when has_softmax_scale is 1; otherwise the scale is 1 / sqrt(headdim) */
-    int32_t has_softmax_scale;
-    float softcap;             /* s = softcap * tanh(s / softcap); 0 = off */
-    const float* alibi_slopes; /* (nheads), or (batch, nheads) with alibi_batch_stride; s -= slope * |i_aligned - j| */
-    int64_t alibi_batch_stride;
-    fa_score_tensor bias; /* data NULL = none */
-    int32_t bias_dtype;   /* fa_dtype; 0 = dtype */
-    int32_t reserved0;
-    fa_score_tensor mask; /* uint8, non-zero = attend; data NULL = none */
-    int32_t top_left;     /* i_aligned = i + seqlen_k - seqlen_q (0, the default: bottom-right corner) or i (1: top-left) */
-    int32_t causal;       /* row i sees j <= i_aligned */
-    int32_t has_window;   /* row i sees i_aligned - window_left <= j <= i_aligned + window_right; -1 = no limit on that side */
-    int32_t reserved1;
-    int64_t window_left; /* with causal the right edge is i_aligned, whatever the value of window_right */
-    int64_t window_right;
-    const float* sinks;    /* (nheads) one extra logit in the softmax denominator of every row; lse includes it. NULL = none */
-    float dropout_p;       /* 0 = off; 0 < p < 1: rounded to n / 65536, 1 <= n <= 65535. Applies to the normalised probabilities */
-    int32_t deterministic; /* read by the backward pass; the forward pass is always reproducible */
-    uint64_t dropout_seed; /* of Philox4x32-10; attention/common/dropout.h defines which random bits decide which element */
-    uint64_t dropout_offset;
-
-    int32_t allow_tf32;  /* 1 = float32 inputs may use tf32 tensor cores; 0 = full float32 arithmetic */
-    int32_t num_threads; /* CPU: 0 = one per available core */
-    const char* kernel;  /* name of the kernel to use; NULL = the environment variable FLASH_ATTN_KERNEL, else the best kernel */
-    void* workspace;     /* any alignment; the contents are scratch */
-    size_t workspace_bytes;
-
-    fa_descale q_descale; /* (batch, nheads). float8_e4m3 requires all three factors; with other dtypes data is NULL */
-    fa_descale k_descale; /* (batch, nheads_k) */
-    fa_descale v_descale; /* (batch, nheads_k) */
-    /* float8_e4m3 only. 1: the tensor cores sum P v over all keys. Their sums of 8-bit products keep 14 bits, so a mean of v shrinks as
-     * keys are added. 0, the default: partial sums over 1024 keys are added up in float, so the mean does not shrink; this is slower
-     * with more than 1024 keys. */
-    int32_t fast_accum;
-    int32_t first_head; /* for dropout: head h of this call is head first_head + h of the whole */
     /* (batch), in the memory of q: the sequences of this varlen call are parts of longer sequences. cu_seqlens_q gives the rows of each
      * part as usual, but may begin above 0; cu_seqlens_k is NULL and top_left is 0. Bias, mask and every array with an entry per
      * sequence use the part's rows, keys and index b. In the backward pass the keys of a part begin at or after the end of the previous
      * part's keys, even for a part without keys; rows of dk and dv that belong to no part are not written. NULL = whole sequences. */
     const fa_part* parts;
+
+    /* ---- scores, changed in this order: scale, softcap, ALiBi, bias; then the masks; then sinks and dropout ---- */
+    float softmax_scale; /* read when has_softmax_scale is 1; otherwise the scale is 1 / sqrt(headdim) */
+    int32_t has_softmax_scale;
+    float softcap;             /* s = softcap * tanh(s / softcap); 0 = off */
+    int32_t bias_dtype;        /* fa_dtype; 0 = dtype */
+    const float* alibi_slopes; /* (nheads), or (batch, nheads) with alibi_batch_stride; s -= slope * |i_aligned - j| */
+    int64_t alibi_batch_stride;
+    fa_score_tensor bias; /* data NULL = none */
+    const float* sinks;   /* (nheads) one extra logit in the softmax denominator of every row; lse includes it. NULL = none */
+
+    /* ---- masks: which keys a row sees ---- */
+    fa_score_tensor mask; /* uint8, non-zero = attend; data NULL = none */
+    int32_t causal;       /* row i sees j <= i_aligned */
+    int32_t top_left;     /* i_aligned = i + seqlen_k - seqlen_q (0, the default: bottom-right corner) or i (1: top-left) */
+    /* Chunked attention: row i sees only keys of the chunk that contains i_aligned, that is those with
+     *     floor(j / attention_chunk) = floor(i_aligned / attention_chunk)
+     * Causal and window apply too. Not with parts, whose keys may begin inside a chunk. 0 = off */
+    int32_t attention_chunk;
+    int32_t has_window;  /* row i sees i_aligned - window_left <= j <= i_aligned + window_right; -1 = no limit on that side */
+    int64_t window_left; /* with causal the right edge is i_aligned, whatever the value of window_right */
+    int64_t window_right;
+
+    /* ---- dropout ---- */
+    float dropout_p;       /* 0 = off; 0 < p < 1: rounded to n / 65536, 1 <= n <= 65535. Applies to the normalised probabilities */
+    int32_t first_head;    /* head h of this call is head first_head + h of the whole */
+    uint64_t dropout_seed; /* of Philox4x32-10; attention/common/dropout.h defines which random bits decide which element */
+    uint64_t dropout_offset;
+
+    /* ---- outputs ---- */
+    fa_tensor out;
+    float* lse; /* log of the row's sum of exponentials (natural log), -inf for a row that sees no key; NULL = not wanted */
     /* (batch, nheads) float32, contiguous; forward pass only; NULL = not wanted. The greatest score of each sequence and query head as the
      * softmax sees it, after scale, softcap, ALiBi, bias, mask, causal and window. Sinks do not count as scores, and dropout comes later.
      * -inf where no row sees a key. With a NaN among the scores of a head the result is NaN or the greatest of some of its other scores. */
@@ -162,11 +160,18 @@ typedef struct fa_attention_args {
      * written. Costs a second pass over q and k, whose workspace is part of the size that the query returns. Not with parts, because they
      * may share keys. */
     float* key_sums;
-    /* Chunked attention: row i sees only keys of the chunk that contains i_aligned, that is those with
-     *     floor(j / attention_chunk) = floor(i_aligned / attention_chunk)
-     * Causal and window apply too. Not with parts, whose keys may begin inside a chunk. 0 = off */
-    int32_t attention_chunk;
-    int32_t reserved2;
+
+    /* ---- how it is computed ---- */
+    int32_t allow_tf32; /* 1 = float32 inputs may use tf32 tensor cores; 0 = full float32 arithmetic */
+    /* float8_e4m3 only. 1: the tensor cores sum P v over all keys. Their sums of 8-bit products keep 14 bits, so a mean of v shrinks as
+     * keys are added. 0, the default: partial sums over 1024 keys are added up in float, so the mean does not shrink; this is slower
+     * with more than 1024 keys. */
+    int32_t fast_accum;
+    int32_t deterministic; /* read by the backward pass; the forward pass is always reproducible */
+    int32_t num_threads;   /* CPU: 0 = one per available core */
+    const char* kernel;    /* name of the kernel to use; NULL = the environment variable FLASH_ATTN_KERNEL, else the best kernel */
+    void* workspace;       /* any alignment; the contents are scratch */
+    size_t workspace_bytes;
 } fa_attention_args;
 
 /* The answer of a query: what a call with these arguments would do. */
@@ -207,12 +212,12 @@ typedef struct fa_attention_backward_args {
      * float8_e4m3 has no backward pass. */
     const fa_attention_args* forward;
     fa_tensor dout;          /* like out */
+    const float* dlse;       /* the gradient of lse, shaped like lse; NULL = zero. Ignored where lse is -inf */
     fa_tensor dq, dk, dv;    /* shapes and dtype of q, k, v */
     fa_score_gradient dbias; /* data NULL = not wanted; requires a bias. Elements of hidden pairs are zero */
     float* dsinks;           /* (nheads); NULL = not wanted; requires sinks */
     int32_t accumulate;      /* 1 = each gradient is added to the present contents of its destination, and the sum is rounded once */
     int32_t reserved;
-    const float* dlse; /* the gradient of lse, shaped like lse; NULL = zero. Ignored where lse is -inf */
 } fa_attention_backward_args;
 
 FA_API fa_status fa_attention_backward(const fa_attention_backward_args* args, void* stream);
@@ -247,36 +252,39 @@ typedef struct fa_kvcache_args {
      * of k_new, and a call that appends can use neither a rotary embedding nor an 8-bit cache. workspace serves the whole
      * call, appending included. */
     const fa_attention_args* attention;
+
+    /* ---- the cache ---- */
     int32_t cache_dtype;            /* fa_dtype of the cache: 0 = dtype, FA_FLOAT8_E4M3 or FA_INT8 */
     int32_t cache_batch;            /* entries of the cache, or pages; 0 = every sequence is empty */
     const int32_t* cache_seqlens;   /* (batch) keys in the cache before this call, at most seqlen_k - seqlen_new. Below 0: an idle
                                      * sequence, which appends nothing and whose rows see no key. NULL = seqlen_k - seqlen_new */
     const int32_t* cache_batch_idx; /* (batch) cache entry of each sequence, for a contiguous cache; NULL = 0, 1, ... */
-    const int32_t* block_table;     /* (batch, pages of a sequence); NULL = contiguous. Entries past a sequence's keys are not read */
+    /* (batch) how many keys at the start of a sequence's cache entry (or of its pages) are padding: 0 .. cache_seqlens[b]. No row sees
+     * padding. Alignment, ALiBi and chunks count from the first key after the padding, while cache_seqlens and rotary positions count
+     * the padding too. NULL = no padding */
+    const int32_t* cache_leftpad;
+    const int32_t* block_table; /* (batch, pages of a sequence); NULL = contiguous. Entries past a sequence's keys are not read */
     int64_t block_table_stride;
-    int32_t page_size; /* any number from 1 on; 0 = contiguous */
+    fa_cache_scale k_scale, v_scale; /* required for an 8-bit cache, otherwise NULL */
+    int32_t page_size;               /* any number from 1 on; 0 = contiguous */
+
+    /* ---- new keys and values ---- */
     int32_t seqlen_new;
     fa_tensor k_new, v_new; /* (batch, seqlen_new, nheads_k, dim) of dtype; stored as keys cache_seqlens[b] .. of the cache */
 
-    /* Rotary embedding: cosines and sines (rotary_rows, rotary_dim / 2), contiguous, row t for position t. New key t has position
-     * cache_seqlens[b] + t. Row t of q has that position too when causal, a window or chunks are set; otherwise all rows of q have
-     * position cache_seqlens[b]. Without new keys only q is rotated. */
+    /* ---- rotary embedding ----
+     * Cosines and sines (rotary_rows, rotary_dim / 2), contiguous, row t for position t. New key t has position cache_seqlens[b] + t. Row
+     * t of q has that position too when causal, a window or chunks are set; otherwise all rows of q have position cache_seqlens[b].
+     * Without new keys only q is rotated. */
     const void *rotary_cos, *rotary_sin; /* NULL = off */
     int32_t rotary_dtype;                /* fa_dtype: 0 = dtype, or FA_FLOAT32 */
     int32_t rotary_rows;                 /* greater than every position. Otherwise: an error on the CPU; a GPU uses the last row */
     int32_t rotary_dim;                  /* even, 2 .. headdim */
     int32_t rotary_interleaved;          /* pairs (2i, 2i + 1) instead of (i, i + rotary_dim / 2) */
 
-    fa_cache_scale k_scale, v_scale; /* required for an 8-bit cache, otherwise NULL */
-    int32_t batch_invariant;         /* 1 = the result bits of a sequence depend only on its own keys, not on the batch or the capacity */
-    int32_t num_splits;              /* number of pieces that the keys of a sequence are split into, 1 .. 256; 0 = the kernel chooses */
-    /* As in flash_attn_transformer.h. This call may read the cache (except the rows that it appends), the cache's factors, lengths
-     * and tables, and the rotary tables before earlier kernels have ended. So no kernel between the last plain launch and this call
-     * may write them. */
-    int32_t programmatic;
-    int32_t tree_keys; /* number of draft tokens at the end of every sequence, 1 .. 64; 0 = no tree */
-    /* A tree of draft tokens (speculative decoding) that replaces causal and window. With L keys in sequence b, appended keys included,
-     * row i of q sees every key before L - tree_keys. It sees key L - tree_keys + j if and only if bit j (1 << j) is set in
+    /* ---- a tree of draft tokens (speculative decoding), which replaces causal and window ----
+     * With L keys in sequence b, appended keys included, row i of q sees every key before L - tree_keys. It sees key L - tree_keys + j if
+     * and only if bit j (1 << j) is set in
      *     tree_mask[b * tree_batch_stride + i * tree_row_stride]
      * Bits from tree_keys on, and bits of keys before key 0, are ignored. Causal, window, chunks, ALiBi and the rotary embedding are
      * refused: they count positions, and the rows of a tree are not in order of position. tree_mask is read on the device, after the
@@ -284,10 +292,15 @@ typedef struct fa_kvcache_args {
     const uint64_t* tree_mask;
     int64_t tree_batch_stride; /* 0 = one tree for all sequences */
     int64_t tree_row_stride;
-    /* (batch) how many keys at the start of a sequence's cache entry (or of its pages) are padding: 0 .. cache_seqlens[b]. No row sees
-     * padding. Alignment, ALiBi and chunks count from the first key after the padding, while cache_seqlens and rotary positions count
-     * the padding too. NULL = no padding */
-    const int32_t* cache_leftpad;
+    int32_t tree_keys; /* number of draft tokens at the end of every sequence, 1 .. 64; 0 = no tree */
+
+    /* ---- how it is computed ---- */
+    int32_t batch_invariant; /* 1 = the result bits of a sequence depend only on its own keys, not on the batch or the capacity */
+    int32_t num_splits;      /* number of pieces that the keys of a sequence are split into, 1 .. 256; 0 = the kernel chooses */
+    /* As in flash_attn_transformer.h. This call may read the cache (except the rows that it appends), the cache's factors, lengths
+     * and tables, and the rotary tables before earlier kernels have ended. So no kernel between the last plain launch and this call
+     * may write them. */
+    int32_t programmatic;
 } fa_kvcache_args;
 
 FA_API fa_status fa_kvcache_attention(const fa_kvcache_args* args, void* stream);

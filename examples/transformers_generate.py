@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from pathlib import Path
-
-from flash_attn_minimal.llama.synthetic import SHAPES, write_folder, write_tokenizer_json
 
 try:
     import torch
@@ -43,15 +40,31 @@ def generate(folder: str, device: str) -> tuple[list[str], list[str]]:
     return texts[0], texts[1]
 
 
+def write_random_model(folder: str) -> None:
+    """A Llama of 0.2 M random numbers, and a tokenizer with one token for each byte."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(0)
+    letters = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+    shape = {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 5, "num_attention_heads": 8}
+    ids = {"bos_token_id": 0, "eos_token_id": 1}
+    config = LlamaConfig(vocab_size=len(letters), num_key_value_heads=4, **shape, **ids)
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("folder", nargs="?", help="a causal language model (default: a Llama of 0.3 M random numbers)")
+    parser.add_argument("folder", nargs="?", help="a causal language model (default: a Llama of random numbers)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
         if args.folder is None:
-            write_folder(made, SHAPES["tiny"], dtype="float32")
-            write_tokenizer_json(Path(made) / "tokenizer.json", SHAPES["tiny"].vocab_size)
+            write_random_model(made)
         ours, theirs = generate(args.folder or made, args.device)
     for text in ours:
         print(text)

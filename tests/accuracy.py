@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from flash_attn_lab import reference
 from flash_attn_lab.fuzz import judge
 from flash_attn_lab.fuzz.judge import (
     EPSILON,
@@ -20,7 +21,6 @@ from flash_attn_lab.fuzz.judge import (
     rounding_floor,
     within,
 )
-from flash_attn_minimal import reference
 
 __all__ = [
     "EPSILON",

@@ -13,7 +13,7 @@ import pytest
 from conftest import Kernel, torch
 
 import flash_attn_minimal as fa
-from flash_attn_minimal import reference
+from flash_attn_lab import reference
 
 SCALES = ("heads", "entries", "tokens")  # (nheads_k,), (entries, 1, nheads_k), (entries, rows, nheads_k)
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 import flash_attn_minimal as fa
-from flash_attn_minimal import reference
-from flash_attn_minimal.transformer import ops, reference_ops
+from flash_attn_lab import reference, reference_ops
+from flash_attn_minimal.transformer import ops
 from flash_attn_minimal.transformer.quantized import W4Weight
 
 TOLERANCE = {"float32": 2e-6, "tf32": 2e-3, "float16": 2e-3, "bfloat16": 1.5e-2, "float8": 8e-2}  # relative to the norm

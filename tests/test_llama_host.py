@@ -5,16 +5,17 @@ import re
 import numpy as np
 import pytest
 
+from flash_attn_lab.models import compare
+from flash_attn_lab.models.compare import main
+from flash_attn_lab.models.standard import Host, on
+from flash_attn_lab.models.synthetic import RandomTensors
 from flash_attn_minimal import BadArgument, FlashAttnError
-from flash_attn_minimal.llama import compare
 from flash_attn_minimal.llama import host as host_module
 from flash_attn_minimal.llama.config import Config
 from flash_attn_minimal.llama.engine import Engine
-from flash_attn_minimal.llama.generate import main
-from flash_attn_minimal.llama.host import Host
+from flash_attn_minimal.llama.generate import main as generate
 from flash_attn_minimal.llama.model import Llama
 from flash_attn_minimal.llama.sampling import Sampling
-from flash_attn_minimal.llama.synthetic import RandomTensors
 from flash_attn_minimal.llama.weights import Checkpoint
 
 CONFIG = Config(dim=48, hidden_dim=56, n_layers=3, n_heads=6, n_kv_heads=2, vocab_size=70, seq_len=60)
@@ -96,7 +97,7 @@ def test_an_error_of_a_replay_reaches_the_caller(monkeypatch):
 
 def engines(**options):
     flash = model(Host("flash"), **options)
-    return {"flash": Engine(flash, 2), "standard": Engine(flash.on(Host("standard")), 2)}
+    return {"flash": Engine(flash, 2), "standard": Engine(on(flash, Host("standard")), 2)}
 
 
 def test_both_write_the_same_and_are_timed_in_turns(monkeypatch):
@@ -138,16 +139,44 @@ def test_too_little_to_compare():
 
 
 def test_the_command_compares(capsys, monkeypatch):
-    monkeypatch.setattr("flash_attn_minimal.llama.generate.in_turns", lambda *a: compare.in_turns(*a, seconds=0.1))
-    assert main(["--device", "cpu", "--steps", "80", "--prompt", "One day", "--attention", "both"]) == 0
-    out, err = capsys.readouterr()
+    in_turns = compare.in_turns
+    monkeypatch.setattr(compare, "in_turns", lambda *a: in_turns(*a, seconds=0.1))
     assert main(["--device", "cpu", "--steps", "80", "--prompt", "One day"]) == 0
+    out, err = capsys.readouterr()
+    assert generate(["--device", "cpu", "--steps", "80", "--prompt", "One day"]) == 0
     assert capsys.readouterr().out == out
-    assert "run      flash and standard attention, float32, cpu, greedy" in err
+    assert "run      flash and standard attention, cpu, " in err and "limit" not in err  # a step stays in the cache
     speeds = [float(re.search(rf"^{name} +([\d.]+) steps/s$", err, re.M)[1]) for name in ("flash", "standard")]
     assert min(speeds) > 0
     assert re.search(
         r"^ratio    flash is \d+\.\d\d times as fast \(medians of \d+ pieces of 16 steps each, in turns", err, re.M
     )
-    assert main(["--device", "cpu", "--steps", "20", "--attention", "both"]) == 2
+    assert main(["--device", "cpu", "--steps", "20"]) == 2
     assert "too few to compare" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("measured", [1.0, 1e9, 1e15])
+def test_the_limit_is_one(monkeypatch, measured):
+    """If steps read faster than the pass that is timed for comparison, they count as the fastest read (100 %), not as
+    120 %."""
+    asked = []
+    monkeypatch.setattr(Host, "read_bandwidth", lambda self, nbytes: asked.append(nbytes) or measured)
+    engine = Engine(model(Host()), 1)
+    texts(engine, [([3], 50)])
+    assert compare.limit(engine, 1000.0) is None, "a step that reads so little reads a cache"
+    monkeypatch.setattr(compare, "CACHED", 0)
+    found = re.search(
+        r"limit +([\d.]+) MiB read per step at ([\d.]+) GB/s .* allow ([\d.]+) steps/s: ([\d.]+) % reached",
+        compare.limit(engine, 1000.0),
+    )
+    size, bandwidth, allowed, share = map(float, found.groups())
+    assert asked == [pytest.approx(2**20 * size, rel=0.5)] and share <= 100 and allowed >= 1000
+    if measured == 1.0:
+        assert share == 100 and allowed == 1000
+    if measured == 1e15:
+        assert bandwidth == 1e6 and share < 1
+
+
+def test_reading_is_timed_on_as_much_as_a_step_reads():
+    for nbytes in (0, 1, 5_000, 1 << 20, 1 << 40):  # not with a tebibyte of memory
+        assert 1e6 < Host().read_bandwidth(nbytes) < 1e14

@@ -101,7 +101,7 @@ fa_status validate(const fa_distributed_args* args, int32_t kind, int32_t rank, 
     FA_RETURN_IF_ERROR(copy_args(args, "fa_distributed_args", sizeof(fa_distributed_args), &d));
     FA_RETURN_IF_ERROR(check_kind(kind));
     FA_RETURN_IF_ERROR(check_rank(rank, size));
-    FA_RETURN_IF_ERROR(copy_args(d.attention, "fa_attention_args", offsetof(fa_attention_args, q_descale), &p->a));
+    FA_RETURN_IF_ERROR(copy_args(d.attention, "fa_attention_args", sizeof(fa_attention_args), &p->a));
     fa_attention_args& a = p->a;
     a.struct_size = sizeof a;
     p->operation = operation, p->kind = kind, p->rank = rank, p->size = size, p->batch = d.batch, p->groups = d.groups;
@@ -174,7 +174,7 @@ fa_status validate(const fa_distributed_backward_args* args, int32_t kind, int32
                    char* why_not, size_t why_size) {
     fa_distributed_backward_args b;
     FA_RETURN_IF_ERROR(copy_args(args, "fa_distributed_backward_args", sizeof(fa_distributed_backward_args), &b));
-    FA_RETURN_IF_ERROR(copy_args(b.gradients, "fa_attention_backward_args", offsetof(fa_attention_backward_args, dlse), &p->g));
+    FA_RETURN_IF_ERROR(copy_args(b.gradients, "fa_attention_backward_args", sizeof(fa_attention_backward_args), &p->g));
     p->wants_dbias = p->g.dbias.data != nullptr;
     FA_RETURN_IF_ERROR(validate(b.forward, kind, rank, size, Operation::kBackward, pointers, p, why_not, why_size));
     const fa_attention_backward_args& g = p->g;
@@ -214,7 +214,7 @@ fa_status validate(const fa_distributed_decode_args* args, int32_t kind, int32_t
     FA_RETURN_IF_ERROR(check_kind(kind));
     FA_RETURN_IF_ERROR(check_rank(rank, size));
     FA_RETURN_IF_ERROR(copy_args(d.cache, "fa_kvcache_args", sizeof(fa_kvcache_args), &p->cache));
-    FA_RETURN_IF_ERROR(copy_args(p->cache.attention, "fa_attention_args", offsetof(fa_attention_args, q_descale), &p->a));
+    FA_RETURN_IF_ERROR(copy_args(p->cache.attention, "fa_attention_args", sizeof(fa_attention_args), &p->a));
     fa_attention_args& a = p->a;
     a.struct_size = sizeof a, p->cache.struct_size = sizeof p->cache;
     p->operation = Operation::kDecode, p->kind = kind, p->rank = rank, p->size = size, p->batch = a.batch;

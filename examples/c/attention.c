@@ -6,7 +6,7 @@
  *
  * A text of ROWS tokens goes through causal attention at once. Then its last token comes alone, over a cache that holds the keys and values
  * of the tokens before it. Its output has to equal the last row of the first output. Both are compared with standard attention in double
- * precision.
+ * precision. In the end the call for one token is prepared once and made for the last LAST tokens, one after the other.
  *
  * For memory on a GPU: device = FA_CUDA, pointers from cudaMalloc, and a cudaStream_t in place of the NULL. */
 #include <math.h>
@@ -16,7 +16,7 @@
 
 #include "flash_attn.h"
 
-enum { ROWS = 500, HEADS = 8, HEADS_K = 2, DIM = 64 };
+enum { ROWS = 500, LAST = 10, HEADS = 8, HEADS_K = 2, DIM = 64 };
 
 static float q[ROWS][HEADS][DIM], k[ROWS][HEADS_K][DIM], v[ROWS][HEADS_K][DIM], out[ROWS][HEADS][DIM];
 static float cache_k[ROWS][HEADS_K][DIM], cache_v[ROWS][HEADS_K][DIM], step[1][HEADS][DIM];
@@ -122,6 +122,37 @@ int main(void) {
 
     const int appended = memcmp(cache_k, k, sizeof k) == 0 && memcmp(cache_v, v, sizeof v) == 0;
     if (!appended || !(fmax(worst, error) < 1e-5)) return fprintf(stderr, "that is wrong\n"), 1;
+
+    /* ---- a prepared call: what differs from token to token are addresses and the contents of lengths[0] ---- */
+    struct {
+        fa_kvcache_args cached; /* the struct of the operation comes first */
+        fa_attention_args args;
+    } image = {cached, args};
+    int32_t lengths[1];
+    image.cached.cache_seqlens = lengths;
+    enum { Q, OUT, K_NEW, V_NEW, WORKSPACE, WORKSPACE_BYTES, VALUES };
+#define AT(field) (int32_t)((const char*)&image.field - (const char*)&image), 8
+    const fa_hole holes[] = {{AT(cached.attention), -1 - (int32_t)((const char*)&image.args - (const char*)&image)},
+                             {AT(args.q.data), Q},
+                             {AT(args.out.data), OUT},
+                             {AT(cached.k_new.data), K_NEW},
+                             {AT(cached.v_new.data), V_NEW},
+                             {AT(args.workspace), WORKSPACE},
+                             {AT(args.workspace_bytes), WORKSPACE_BYTES}};
+    const fa_call call = {FA_OP_KVCACHE_ATTENTION, 0, &image, sizeof image, holes, sizeof holes / sizeof holes[0], VALUES};
+    double replayed = 0;
+    for (int i = ROWS - LAST; i < ROWS; i++) {
+        uint64_t values[VALUES] = {(uintptr_t)q[i], (uintptr_t)step[0], (uintptr_t)k[i], (uintptr_t)v[i], 0, 0};
+        lengths[0] = i;
+        check(fa_query_call(&call, values, &plan)); /* the plan of this very call */
+        attach_workspace(&args, &plan);
+        values[WORKSPACE] = (uintptr_t)args.workspace, values[WORKSPACE_BYTES] = args.workspace_bytes;
+        check(fa_run_call(&call, values, NULL));
+        free(args.workspace);
+        replayed = fmax(replayed, row_error(&q[i][0][0], step[0], i + 1));
+    }
+    printf("the last %d by one prepared call: %s, error %.1e\n", LAST, plan.kernel, replayed);
+    if (!(replayed < 1e-5)) return fprintf(stderr, "that is wrong\n"), 1;
 
     /* ---- what a mistake looks like ---- */
     args.nheads_k = 3;

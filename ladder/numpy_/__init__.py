@@ -7,14 +7,14 @@ import functools
 
 from ..rung import Calls, Rung
 
-REFERENCE = ("python/flash_attn_minimal/reference.py",)
+REFERENCE = ("python/flash_attn_lab/reference.py",)
 SHARED = ("Head", "_or_zero", "_times_values", "_divide", "heads", "_over_heads")
 MINE = "ladder/numpy_/"
 
 
 def _reference(name: str, backward: bool = False) -> Calls:
     """A function of reference.py, which computes in float64."""
-    from flash_attn_minimal import reference
+    from flash_attn_lab import reference
 
     attention = getattr(reference, name)
 

@@ -165,7 +165,7 @@ def flash_attention_v3(
     the inputs' own precision. Returns out and lse (batch, nheads, seqlen_q). A list given as `logs` gets the list of
     events of every block.
 
-    >>> from flash_attn_minimal.reference import standard_attention
+    >>> from flash_attn_lab.reference import standard_attention
     >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 50, 2, 8))
     >>> out, lse = flash_attention_v3(q, k, v, rows=8, block_k=16)
     >>> bool(np.allclose(out, standard_attention(q, k, v)[0], atol=1e-12))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flash_attn_minimal import reference
+from flash_attn_lab import reference
 
 FILE = Path(__file__).resolve().with_name("examples.json")
 

@@ -1,6 +1,6 @@
 // trace.cu: wgmma_sm90 at headdim 128, with a record of when each role begins each activity (fa_trace in experiments.h). The first thread
-// of each consumer warpgroup and the producer's thread write. The kernel's parts are the library's; WgmmaTrace and the producer's loads are
-// specialised here.
+// of each consumer warpgroup and the producer's thread write. The kernel's parts are the library's. What is here wraps the consumer's waits
+// and the producer's loads: every activity of a consumer begins where one of its waits begins or ends.
 #include "ladder/variants/wgmma_roles.cuh"
 
 namespace fa {
@@ -16,7 +16,7 @@ public:
         if (role_) asm volatile("mov.u32 %0, %%smid;" : "=r"(role_->multiprocessor));
     }
     __device__ __forceinline__ void next_item() { ++item_; }
-    __device__ __forceinline__ void operator()(TraceEvent event, int tile) {
+    __device__ __forceinline__ void operator()(fa_trace_event event, int tile) {
         if (role_) {
             uint64_t clock;
             asm volatile("mov.u64 %0, %%clock64;" : "=l"(clock)::"memory");
@@ -32,7 +32,6 @@ private:
     uint32_t count_ = 0;
     int item_ = -1;
 };
-static_assert(int(TraceEvent::kWaitItem) == FA_TRACE_WAIT_ITEM && int(TraceEvent::kEpilogue) == FA_TRACE_EPILOGUE, "the same numbers");
 
 }  // namespace
 
@@ -43,11 +42,7 @@ static_assert(int(TraceEvent::kWaitItem) == FA_TRACE_WAIT_ITEM && int(TraceEvent
         plan.headdim = plan.headdim_v = 128, plan.block_n = keys, plan.warpgroups = rows_of_64;                 \
         plan.stages = stages_, plan.ping_pong = turns, plan.maximum = RowMaximum::maximum_, plan.paged = false; \
         return plan;                                                                                            \
-    }();                                                                                                        \
-    template <>                                                                                                 \
-    struct WgmmaTrace<WgmmaPlanId(id)> : Recorder {                                                             \
-        using Recorder::Recorder;                                                                               \
-    };
+    }();
 FA_TRACED(501, 2, 128, 2, false, kLazy)
 FA_TRACED(502, 2, 128, 2, true, kLazy)
 FA_TRACED(503, 3, 80, 4, true, kSpeculativeUnmasked)
@@ -55,24 +50,78 @@ FA_TRACED(503, 3, 80, 4, true, kSpeculativeUnmasked)
 
 namespace {
 
+// The waits of a consumer, with stamps.
+template <WgmmaPlanId kId>
+struct TracedWaits : ConsumerWaits<kId> {
+    using Base = ConsumerWaits<kId>;
+    using typename Base::Output, typename Base::Scores, typename Base::Stages;
+    Recorder trace;
+
+    __device__ __forceinline__ TracedWaits(const AttentionParams& p, const Consumer& me) : trace(p, 1 + me.wg) {}
+    template <int kSlots>
+    __device__ __forceinline__ void item(const Ring<kSlots>& work) {
+        trace.next_item();
+        trace(FA_TRACE_WAIT_ITEM, 0);
+        Base::item(work);
+    }
+    __device__ __forceinline__ void first_keys(const Stages& k, int n) {
+        Base::first_keys(k, n);
+        trace(FA_TRACE_SCORES, n);
+    }
+    __device__ __forceinline__ void keys(const Stages& k, int n) {
+        trace(FA_TRACE_WAIT_KEYS, n);
+        Base::keys(k, n);
+    }
+    __device__ __forceinline__ void turn(int wg, int n) {
+        trace(FA_TRACE_WAIT_TURN, n);
+        Base::turn(wg, n);
+        trace(FA_TRACE_SCORES, n);
+    }
+    __device__ __forceinline__ void values(const Stages& v, int n) {
+        trace(FA_TRACE_WAIT_VALUES, n);
+        Base::values(v, n);
+        trace(FA_TRACE_PRODUCT, n);
+    }
+    __device__ __forceinline__ void first_scores(Scores& S, int n) {
+        trace(FA_TRACE_WAIT_SCORES, n);
+        Base::first_scores(S, n);
+        trace(FA_TRACE_SOFTMAX, n);
+    }
+    __device__ __forceinline__ void scores(Scores& S, int n) {
+        trace(FA_TRACE_WAIT_SCORES, n);
+        Base::scores(S, n);
+        trace(FA_TRACE_SOFTMAX, n);
+    }
+    __device__ __forceinline__ void product(Output& O, int n) {
+        trace(FA_TRACE_WAIT_PRODUCT, n);
+        Base::product(O, n);
+        trace(FA_TRACE_RESCALE, n - 1);
+    }
+    __device__ __forceinline__ void last_product(Output& O, int n) {
+        trace(FA_TRACE_WAIT_PRODUCT, n);
+        Base::last_product(O, n);
+        trace(FA_TRACE_EPILOGUE, n);
+    }
+};
+
 // The loads of ThreadTiles, with stamps.
 template <WgmmaPlanId kId>
 struct TracedTiles : ThreadTiles<Bf16, kId> {
     using Base = ThreadTiles<Bf16, kId>;
     using Stages = Ring<kWgmmaPlan<kId>.stages>;
-    WgmmaTrace<kId> trace;
+    Recorder trace;
 
     __device__ __forceinline__ TracedTiles(const Base& tiles) : Base(tiles), trace(tiles.p, 0) {}
     __device__ __forceinline__ void begin_item(const ForwardWork& w) { trace.next_item(), Base::begin_item(w); }
     __device__ __forceinline__ void load_k(const ForwardWork& w, int n, const Stages& k) {
-        trace(TraceEvent::kWaitKeys, n);
+        trace(FA_TRACE_WAIT_KEYS, n);
         Base::load_k(w, n, k);
-        trace(TraceEvent::kCopied, n);
+        trace(FA_TRACE_COPIED, n);
     }
     __device__ __forceinline__ void load_v(const ForwardWork& w, int n, const Stages& v) {
-        trace(TraceEvent::kWaitValues, n);
+        trace(FA_TRACE_WAIT_VALUES, n);
         Base::load_v(w, n, v);
-        trace(TraceEvent::kCopied, n);
+        trace(FA_TRACE_COPIED, n);
     }
 };
 
@@ -86,8 +135,8 @@ __global__ void __launch_bounds__(128 * (kWgmmaPlan<kId>.warpgroups + 1), 1)
             produce(map_q, p, schedule, smem, TracedTiles<kId>(ThreadTiles<Bf16, kId>(map_k, map_v, p, schedule, smem)));
         },
         [&](WgmmaSmem<Bf16, kId>& smem, const Consumer& me) {
-            if constexpr (kInOrder) consume_in_order(p, smem, me);
-            else consume(p, smem, me);
+            if constexpr (kInOrder) consume_in_order(p, smem, me, TracedWaits<kId>(p, me));
+            else consume(p, smem, me, TracedWaits<kId>(p, me));
         });
 }
 

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "api/attention/refusals.h"
+#include "api/attention/limits.h"
 #include "attention/common/params.h"
 #include "device/device_info.h"
 #include "ladder/variants/experiments.h"

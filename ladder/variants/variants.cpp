@@ -4,7 +4,7 @@
 #include <cstring>
 #include <string>
 
-#include "api/attention/refusals.h"
+#include "api/attention/limits.h"
 #include "api/attention/validate.h"
 #include "api/common/device.h"
 #include "api/common/serve.h"
@@ -58,29 +58,19 @@ const Variant* find(const char* name) {
 }
 
 // The reason why a variant does not serve a call on any GPU, or nullptr.
-const char* refuses(const Variant& v, const AttentionParams& p, char* text, size_t size) {
-    if (p.dtype != DType::kBFloat16 || p.out_dtype != DType::kBFloat16) return "takes bfloat16 only";
+template <typename Params>
+const char* refuses(const Variant& v, const Params& params, const AttentionParams& p, char* text, size_t size) {
     if (p.headdim != v.headdim || p.headdim_v != v.headdim)
         return say(text, size, "headdim=%d, headdim_v=%d: it is compiled for %d", p.headdim, p.headdim_v, v.headdim);
-    if (p.cu_seqlens_q) return "takes no cu_seqlens";
-    if (const char* reason = takes_options(p, 0, text, size)) return reason;
-    if (const char* reason = takes_positive_scale(p, text, size)) return reason;
-    if (p.seqlen_k == 0) return "seqlen_k=0: there are no keys to load";
-    if (const char* reason = no_wide_access("q", p.q, text, size)) return reason;
-    if (const char* reason = no_wide_access("k", p.k, text, size)) return reason;
-    if (const char* reason = no_wide_access("v", p.v, text, size)) return reason;
-    if (const char* reason = no_wide_access("out", p.out, text, size)) return reason;
-    if (v.copies)
-        if (const char* reason = no_tensor_maps(p, 2, text, size)) return reason;
+    const Limits limits = {.dtypes = one(DType::kBFloat16),
+                           .takes = kHints | (v.backward ? kMaxScore | kKeySums : 0),
+                           .memory = v.copies ? Memory::kTensorMaps : Memory::kWideRows};
+    if (const char* reason = limits.refuses(features_of(p), params, DeviceInfo{}, text, size).reason) return reason;
+    if (const char* reason = limits.misplaces(params, text, size)) return reason;
     if (v.aligned_workspace && reinterpret_cast<uintptr_t>(p.workspace) % 16)
         return say(text, size, "workspace=%p is not aligned to 16 bytes", p.workspace);
-    return too_many_blocks(p, ceil_div(p.seqlen_q > p.seqlen_k ? p.seqlen_q : p.seqlen_k, 16) * p.nheads * p.batch, text, size);
-}
-
-fa_status refuse(const Variant& v, const AttentionParams& p) {
-    char text[256];
-    const char* const reason = refuses(v, p, text, sizeof text);
-    return reason ? fail(FA_UNSUPPORTED, "%s: %s", v.name.c_str(), reason) : FA_OK;
+    const int64_t blocks = ceil_div(p.seqlen_q > p.seqlen_k ? p.seqlen_q : p.seqlen_k, 16) * p.nheads * p.batch;
+    return blocks <= kMostBlocks ? nullptr : Limits::too_large(p, text, size);
 }
 
 // The status of a call of the library; the library's error text becomes this library's.
@@ -104,12 +94,13 @@ struct Call {
         if (const fa_status status = validate(args, pointers, &forward, &params); status != FA_OK) return status;
         if (forward.device != FA_CUDA)
             return fail(FA_UNSUPPORTED, "%s: device=%d: it takes arrays of a GPU", v.name.c_str(), forward.device);
-        if (const fa_status status = refuse(v, attention(params)); status != FA_OK) return status;
+        char text[256];
+        if (const char* reason = refuses(v, params, attention(params), text, sizeof text))
+            return fail(FA_UNSUPPORTED, "%s: %s", v.name.c_str(), reason);
         if (const fa_status status = find_device(FA_CUDA, forward.q.data, &device); status != FA_OK) return status;
-        if (device.compute < v.compute || (v.compute == 90 && device.compute != 90))
-            return fail(FA_UNSUPPORTED, "%s: needs sm_%d%s, this device is sm_%d", v.name.c_str(), v.compute,
-                        v.compute == 90 ? "" : " or newer", device.compute);
-        return FA_OK;
+        const Gpus gpus = v.compute == 90 ? kHopper : Gpus{v.compute, kAnyGpu.most};
+        const char* const reason = outside(gpus, device, text, sizeof text).reason;
+        return reason ? fail(FA_UNSUPPORTED, "%s: %s", v.name.c_str(), reason) : FA_OK;
     }
     size_t workspace(const Variant& v) const { return v.workspace(attention(params), device.multiprocessors); }
     fa_status has_workspace(const Variant& v) const {
@@ -125,14 +116,9 @@ struct Call {
 
 // Gradients that a variant cannot give.
 fa_status refuse_gradients(const Variant& v, const BackwardParams& b) {
-    char text[256];
     const char* reason = nullptr;
     if (b.deterministic) reason = "deterministic=1: its sums of dq depend on timing";
     if (b.dbias.data || b.dsinks) reason = "gives no dbias and no dsinks";
-    for (const auto& [name, view] : {std::pair{"dout", &b.dout}, {"dq", &b.dq}, {"dk", &b.dk}, {"dv", &b.dv}})
-        if (!reason) reason = no_wide_access(name, *view, text, sizeof text);
-    if (!reason && v.copies)
-        reason = no_tensor_map("dout", b.dout, b.forward.batch, b.forward.seqlen_q, b.forward.nheads, 2, text, sizeof text);
     return reason ? fail(FA_UNSUPPORTED, "%s: %s", v.name.c_str(), reason) : FA_OK;
 }
 

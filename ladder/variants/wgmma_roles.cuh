@@ -32,8 +32,9 @@ __device__ __forceinline__ void run_roles(const Produce& produce, const Consume&
 }
 
 // A consumer without overlap: S = Q K^T, then the softmax, then O += P V, each to its end. Only the copies run at the same time.
-template <typename T, WgmmaPlanId kId>
-__device__ __forceinline__ void consume_in_order(const AttentionParams& p, WgmmaSmem<T, kId>& smem, const Consumer& me) {
+template <typename T, WgmmaPlanId kId, typename Waits = ConsumerWaits<kId>>
+__device__ __forceinline__ void consume_in_order(const AttentionParams& p, WgmmaSmem<T, kId>& smem, const Consumer& me,
+                                                 Waits wait = Waits()) {
     constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
     constexpr int kBlockN = kPlan.block_n;
     static_assert(!kPlan.q_in_registers && !kPlan.ping_pong && kPlan.maximum == RowMaximum::kLazy, "no part of it is in this loop");
@@ -48,12 +49,9 @@ __device__ __forceinline__ void consume_in_order(const AttentionParams& p, Wgmma
                    desc_k = wgmma_descriptor(shared_address(smem.k), 16),
                    desc_v = wgmma_descriptor(shared_address(smem.v), kBlockN * kChunkRowBytes);
     const float scale_log2 = p.scale * kLog2e;
-    WgmmaTrace<kId> trace(p, 1 + me.wg);
 
     for (;;) {
-        trace.next_item();
-        trace(TraceEvent::kWaitItem, 0);
-        work.wait_full();
+        wait.item(work);
         const ForwardWork& w = smem.work[work.slot];
         if (w.state == WorkState::kEnd) return;
         const MaskedTiles masked = masked_tiles<kId>(w, me.wg);
@@ -63,13 +61,10 @@ __device__ __forceinline__ void consume_in_order(const AttentionParams& p, Wgmma
         q.wait_full();
 #pragma unroll 1
         for (int n = last_tile; n >= 0; --n) {
-            trace(TraceEvent::kWaitKeys, n);
-            k.wait_full();
-            trace(TraceEvent::kScores, n);
+            wait.keys(k, n);
+            wait.turn(me.wg, n);
             multiply_qk<T, kId>(S, no_q, desc_q, desc_k + k.slot * k_step);
-            trace(TraceEvent::kWaitScores, n);
-            wgmma_wait<0>(S);
-            trace(TraceEvent::kSoftmax, n);
+            wait.first_scores(S, n);
             k.release(me.lane);
             mask_scores<kId>(S, w, masked, n, me);
             if (n == last_tile) {
@@ -78,17 +73,12 @@ __device__ __forceinline__ void consume_in_order(const AttentionParams& p, Wgmma
             } else if (softmax_lazy<kId>(S, exponent_of_products(scale_log2), rows)) {
                 rescale_output(O, rows.o_scale);
             }
-            trace(TraceEvent::kRescale, n);
             pack_probabilities<T>(P, S);
-            trace(TraceEvent::kWaitValues, n);
-            v.wait_full();
-            trace(TraceEvent::kProduct, n);
+            wait.values(v, n);
             multiply_pv<T>(O, P, desc_v + v.slot * v_step);
-            trace(TraceEvent::kWaitProduct, n);
-            wgmma_wait<0>(O);
+            wait.last_product(O, n);
             v.release(me.lane);
         }
-        trace(TraceEvent::kEpilogue, 0);
         q.release(me.lane);
         finish_rows<T, kId>(p, w, O, rows, me);
         __syncwarp();

@@ -22,29 +22,28 @@ from ._core.checks import (
     _check_dtype,
     _check_last_axis,
     _check_same_place,
-    _dtype_name,
     _flag,
     _integer,
     _wants_lse,
 )
 from ._core.fields import _empty, _put_dense, _put_tensor
-from ._core.forward import QKV, QKV_OUT, attend, find, present, repeats
+from ._core.forward import QKV, QKV_VARLEN, attend, joined, repeats
 from ._core.library import KERNEL_TABLES, load
 from ._core.options import (
     AnyArray,
     Array,
     AttentionOptions,
-    DType,
     KeywordOptions,
     Options,
     _lengths,
     _options_of,
     _output,
     _prepare,
+    with_signature,
 )
 from ._core.queries import Plan, kernel_table, plan_of
 from ._core.structs import DTYPES, MergeArgs, QuantizeArgs, new
-from ._trace import is_traced, traceable
+from ._core.tracers import is_traced, traceable
 from .errors import BadArgument, Unsupported
 
 if TYPE_CHECKING:
@@ -126,6 +125,7 @@ def flash_attn_func(
     out: AnyArray | None = ...,
     **options: Unpack[AttentionOptions],
 ) -> tuple[Array, ...]: ...
+@with_signature(KeywordOptions)
 def flash_attn_func(
     q: Array,
     k: Array,
@@ -142,22 +142,8 @@ def flash_attn_func(
     return_softmax_lse: bool = False,
     return_max_score: bool = False,
     return_key_sums: bool = False,
-    bias: AnyArray | None = None,
-    mask: AnyArray | None = None,
-    sinks: AnyArray | None = None,
-    top_left: bool = False,
-    dropout_seed: int | None = None,
-    dropout_offset: int = 0,
     out: AnyArray | None = None,
-    kernel: str | None = None,
-    allow_tf32: bool = False,
-    num_threads: int = 0,
-    q_descale: AnyArray | None = None,
-    k_descale: AnyArray | None = None,
-    v_descale: AnyArray | None = None,
-    out_dtype: DType | None = None,
-    fast_accum: bool = False,
-    attention_chunk: int = 0,
+    **options: Unpack[KeywordOptions],
 ) -> Array | tuple[Array, ...]:
     """out = softmax(softmax_scale * q k^T + ...) v, without the (seqlen_q, seqlen_k) matrix in memory.
 
@@ -248,38 +234,26 @@ def flash_attn_func(
     """
     if return_softmax_lse is not False:
         return_lse = _wants_lse(return_lse, return_softmax_lse)
-    # `find` (_core/forward.py), written out: in a small call little else takes time.
-    sign = None
-    if (
-        dropout_seed is None and type(dropout_offset) is int and not dropout_offset
-        and return_max_score is False and return_key_sums is False
-    ):  # fmt: skip
-        if (
-            bias is None and mask is None and alibi_slopes is None and sinks is None
-            and q_descale is None and k_descale is None and v_descale is None
-        ):  # fmt: skip
-            given, arrays = (QKV, (q, k, v)) if out is None else (QKV_OUT, (q, k, v, out))
-        else:
-            given, arrays = present(q, k, v, bias, mask, alibi_slopes, sinks, q_descale, k_descale, v_descale, out)
-        if out_dtype is not None and type(out_dtype) is not str:
-            out_dtype = _dtype_name("out_dtype", out_dtype, DTYPES)  # a name can be part of a repeat
-        values: tuple = return_lse, dropout_p, softmax_scale, causal, window_size, softcap, num_threads
-        if (
-            deterministic is not False or top_left is not False or kernel is not None
-            or allow_tf32 is not False or out_dtype is not None or fast_accum is not False
-            or type(attention_chunk) is not int or attention_chunk
-        ):  # fmt: skip
-            values += deterministic, top_left, kernel, allow_tf32, out_dtype, fast_accum, attention_chunk
-        results, sign = repeats.find(given, arrays, values, window_size, None, True)
-        if results is not None:
-            return results
-    options = Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, num_threads, alibi_slopes, deterministic,
-        bias, mask, sinks, top_left, dropout_seed, dropout_offset, kernel, allow_tf32,
-        q_descale, k_descale, v_descale, out_dtype, fast_accum, attention_chunk,
+    results = sign = None
+    if return_max_score is return_key_sums is False:
+        given, arrays = QKV, (q, k, v)
+        values = return_lse, dropout_p, softmax_scale, causal, window_size, softcap, deterministic
+        if alibi_slopes is not None:
+            given, arrays = (*given, "alibi_slopes"), (*arrays, alibi_slopes)
+        if options:
+            given, arrays, values = joined(given, arrays, values, options)
+        if out is not None:
+            given, arrays = (*given, "out"), (*arrays, out)
+        if values is not None:
+            results, sign = repeats.find(given, arrays, values, window_size, None, True)
+            if results is not None:
+                return results
+    chosen = _options_of(
+        "flash_attn_func", options, dropout_p=dropout_p, softmax_scale=softmax_scale, causal=causal,
+        window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic,
     )  # fmt: skip
     more = statistics.wanted(return_lse, return_max_score, return_key_sums)
-    return _route(q, k, v, None, out, return_lse, options, sign, more)
+    return _route(q, k, v, None, out, return_lse, chosen, sign, more)
 
 
 @overload
@@ -376,6 +350,7 @@ def flash_attn_varlen_func(
     out: AnyArray | None = ...,
     **options: Unpack[AttentionOptions],
 ) -> tuple[Array, ...]: ...
+@with_signature(KeywordOptions)
 def flash_attn_varlen_func(
     q: Array,
     k: Array,
@@ -396,22 +371,8 @@ def flash_attn_varlen_func(
     return_softmax_lse: bool = False,
     return_max_score: bool = False,
     return_key_sums: bool = False,
-    bias: AnyArray | None = None,
-    mask: AnyArray | None = None,
-    sinks: AnyArray | None = None,
-    top_left: bool = False,
-    dropout_seed: int | None = None,
-    dropout_offset: int = 0,
     out: AnyArray | None = None,
-    kernel: str | None = None,
-    allow_tf32: bool = False,
-    num_threads: int = 0,
-    q_descale: AnyArray | None = None,
-    k_descale: AnyArray | None = None,
-    v_descale: AnyArray | None = None,
-    out_dtype: DType | None = None,
-    fast_accum: bool = False,
-    attention_chunk: int = 0,
+    **options: Unpack[KeywordOptions],
 ) -> Array | tuple[Array, ...]:
     """flash_attn_func for sequences of different lengths, packed one after the other.
 
@@ -441,19 +402,30 @@ def flash_attn_varlen_func(
     """
     if return_softmax_lse is not False:
         return_lse = _wants_lse(return_lse, return_softmax_lse)
-    varlen = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    options = Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, num_threads, alibi_slopes, deterministic,
-        bias, mask, sinks, top_left, dropout_seed, dropout_offset, kernel, allow_tf32,
-        q_descale, k_descale, v_descale, out_dtype, fast_accum, attention_chunk,
-    )  # fmt: skip
     results = sign = None
-    if return_max_score is False and return_key_sums is False:
-        results, sign = find(q, k, v, varlen, out, return_lse, options)
-        if results is not None:
-            return results
+    if return_max_score is return_key_sums is False:
+        given, arrays = QKV_VARLEN, (q, k, v, cu_seqlens_q, cu_seqlens_k)
+        values = (
+            return_lse, dropout_p, softmax_scale, causal, window_size, softcap, deterministic, max_seqlen_q,
+            max_seqlen_k,
+        )  # fmt: skip
+        if alibi_slopes is not None:
+            given, arrays = (*given, "alibi_slopes"), (*arrays, alibi_slopes)
+        if options:
+            given, arrays, values = joined(given, arrays, values, options)
+        if out is not None:
+            given, arrays = (*given, "out"), (*arrays, out)
+        if values is not None:
+            results, sign = repeats.find(given, arrays, values, window_size, None, True)
+            if results is not None:
+                return results
+    chosen = _options_of(
+        "flash_attn_varlen_func", options, dropout_p=dropout_p, softmax_scale=softmax_scale, causal=causal,
+        window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic,
+    )  # fmt: skip
+    varlen = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     more = statistics.wanted(return_lse, return_max_score, return_key_sums)
-    return _route(q, k, v, varlen, out, return_lse, options, sign, more)
+    return _route(q, k, v, varlen, out, return_lse, chosen, sign, more)
 
 
 def _route(
@@ -465,7 +437,7 @@ def _route(
     if _is_pytorch_s(q, k, v, options.bias, options.mask, options.alibi_slopes, options.sinks):
         from . import torch
 
-        return torch.autograd._differentiable(q, k, v, varlen, out, return_lse, options, sign, more)
+        return torch.autograd.differentiable(q, k, v, varlen, out, return_lse, options, sign, more)
     if is_traced(q, k, v, *(varlen or ()), *options):
         from . import jax
 

@@ -10,7 +10,9 @@ import ctypes as ct
 import inspect
 import itertools
 import math
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
+from collections import namedtuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import numpy as np
 
@@ -19,37 +21,34 @@ from ._arrays import View
 from ._core import recordings
 from ._core.checks import _OPEN, _check_contiguous, _check_last_axis, _check_same_place, _flag, _integer, _wants_lse
 from ._core.fields import _destination, _option, _put_dense, _put_strides, _put_tensor, _results
+from ._core.forward import joined
 from ._core.launch import _with_workspace
 from ._core.library import load
-from ._core.options import AnyArray, Array, Options
+from ._core.options import AnyArray, Array, Options, ScoreOptions, arrays_of, default_of, hints_of, with_signature
 from ._core.queries import Plan, plan_from
 from ._core.repeats import Made, Repeats
 from ._core.structs import CACHE_DTYPES, DTYPES, AttentionArgs, KVCacheArgs, new
-from ._trace import is_traced
+from ._core.tracers import is_traced
 from .errors import BadArgument
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class CacheKeywordOptions(TypedDict, total=False):
+class CacheKeywordOptions(ScoreOptions, total=False):
     """For type checkers: flash_attn_with_kvcache's keyword-only arguments."""
 
-    attention_chunk: int
-    sinks: AnyArray | None
     k_scale: AnyArray | None
     v_scale: AnyArray | None
     tree_mask: AnyArray | None
     tree_keys: int
     batch_invariant: bool
     programmatic: bool
-    kernel: str | None
     out: AnyArray | None
-    num_threads: int
 
 
-class CacheOptions(CacheKeywordOptions, total=False):
-    """For type checkers: these and the optional arguments that flash_attn_with_kvcache also takes by position."""
+class CachePositionalOptions(TypedDict, total=False):
+    """For type checkers: the optional arguments that flash_attn_with_kvcache also takes by position."""
 
     k: AnyArray | None
     v: AnyArray | None
@@ -66,6 +65,10 @@ class CacheOptions(CacheKeywordOptions, total=False):
     rotary_interleaved: bool
     alibi_slopes: AnyArray | None
     num_splits: int
+
+
+class CacheOptions(CachePositionalOptions, CacheKeywordOptions, total=False):
+    """For type checkers: all optional arguments of flash_attn_with_kvcache, except those for lse."""
 
 
 @overload
@@ -105,6 +108,7 @@ def flash_attn_with_kvcache(
 def flash_attn_with_kvcache(
     q: Array, k_cache: Array, v_cache: Array, *, return_softmax_lse: bool, **options: Unpack[CacheOptions]
 ) -> Array | tuple[Array, Array]: ...
+@with_signature(CacheKeywordOptions)
 def flash_attn_with_kvcache(
     q: Array,
     k_cache: Array,
@@ -127,17 +131,7 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
     *,
     return_lse: bool = False,
-    attention_chunk: int = 0,
-    sinks: AnyArray | None = None,
-    k_scale: AnyArray | None = None,
-    v_scale: AnyArray | None = None,
-    tree_mask: AnyArray | None = None,
-    tree_keys: int = 0,
-    batch_invariant: bool = False,
-    programmatic: bool = False,
-    kernel: str | None = None,
-    out: AnyArray | None = None,
-    num_threads: int = 0,
+    **options: Unpack[CacheKeywordOptions],
 ) -> Array | tuple[Array, Array]:
     """Appends k and v to the cache in place, rotates q and k, and returns attention of q over the cache.
 
@@ -217,21 +211,34 @@ def flash_attn_with_kvcache(
     >>> bool(np.allclose(out, flash_attn_func(q, k, v, causal=True)[:, -1:], atol=1e-6))
     True
     """
-    step = _Step(
-        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table, alibi_slopes,
-        sinks, k_scale, v_scale, tree_mask, cache_seqlens, softmax_scale, causal, window_size, softcap,
-        rotary_interleaved, num_splits, attention_chunk, tree_keys, batch_invariant, programmatic, kernel, num_threads,
-    )  # fmt: skip
-    at_once = type(cache_seqlens) is int  # one length for all sequences, not an array
-    arrays = (*step[:_LENGTHS], None if at_once else cache_seqlens, out)
-    there = [array is not None for array in arrays]
-    given, arrays = tuple(itertools.compress(_ARRAYS, there)), tuple(itertools.compress(arrays, there))
     if return_lse is not False:
         return_softmax_lse = _wants_lse(return_lse, return_softmax_lse)
-    values = at_once, return_softmax_lse, *step[_LENGTHS + 1 :]
+    at_once = type(cache_seqlens) is int  # one length for all sequences, not an array
+    arrays: tuple = (
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table, alibi_slopes,
+        None if at_once else cache_seqlens,
+    )  # fmt: skip
+    there = [array is not None for array in arrays]
+    given, arrays = tuple(itertools.compress(_POSITIONAL, there)), tuple(itertools.compress(arrays, there))
+    values: tuple | None = (
+        at_once, return_softmax_lse, softmax_scale, causal, window_size, softcap, rotary_interleaved, num_splits,
+    )  # fmt: skip
+    out = None
+    if options:
+        named: dict[str, Any] = dict(options)
+        out = named.pop("out", None)
+        given, arrays, values = joined(given, arrays, values, named)
+        if out is not None:
+            given, arrays = (*given, "out"), (*arrays, out)
     results, sign = _repeats.find(given, arrays, values, window_size, cache_seqlens)
     if results is not None:
         return results
+    step = step_of(
+        "flash_attn_with_kvcache", options, q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table,
+        alibi_slopes=alibi_slopes, cache_seqlens=cache_seqlens, softmax_scale=softmax_scale, causal=causal,
+        window_size=window_size, softcap=softcap, rotary_interleaved=rotary_interleaved, num_splits=num_splits,
+    )  # fmt: skip
     if is_traced(*arrays):
         from . import jax
 
@@ -277,7 +284,7 @@ def kvcache_query(*arrays: Any, **options: Any) -> Plan:
         raise TypeError(f"kvcache_query() {error}") from None
     out = given.pop("out", None)
     _wants_lse(given.pop("return_lse", False), given.pop("return_softmax_lse", False))
-    call, args, views, _ = _prepare_step(_Step(**given))
+    call, args, views, _ = _prepare_step(step_of("kvcache_query", given))
     shape = (*views[0].shape[:3], args.headdim_v)
     if out is not None:
         _put_tensor(args, "out", _given_out(out, views, shape))
@@ -289,43 +296,34 @@ def kvcache_query(*arrays: Any, **options: Any) -> Plan:
 _ARGUMENTS = inspect.signature(flash_attn_with_kvcache)
 
 
-class _Step(NamedTuple):
-    """The arguments of a step except for its results: arrays first, the last of them cache_seqlens, which may also be a
-    number."""
-
-    q: AnyArray
-    k_cache: AnyArray
-    v_cache: AnyArray
-    k: AnyArray | None = None
-    v: AnyArray | None = None
-    rotary_cos: AnyArray | None = None
-    rotary_sin: AnyArray | None = None
-    cache_batch_idx: AnyArray | None = None
-    cache_leftpad: AnyArray | None = None
-    block_table: AnyArray | None = None
-    alibi_slopes: AnyArray | None = None
-    sinks: AnyArray | None = None
-    k_scale: AnyArray | None = None
-    v_scale: AnyArray | None = None
-    tree_mask: AnyArray | None = None
-    cache_seqlens: AnyArray | int | None = None
-    softmax_scale: float | None = None
-    causal: bool = False
-    window_size: tuple[int, int] = _OPEN
-    softcap: float = 0.0
-    rotary_interleaved: bool = True
-    num_splits: int = 0
-    attention_chunk: int = 0
-    tree_keys: int = 0
-    batch_invariant: bool = False
-    programmatic: bool = False
-    kernel: str | None = None
-    num_threads: int = 0
+# The arguments of a step: arrays, then cache_seqlens, an array or a number, then the others, each with its type.
+_HINTS = {name: hint for name, hint in hints_of(CacheOptions).items() if name != "out"}
+_ARRAYS = ("q", "k_cache", "v_cache", *[x for x in arrays_of(CacheOptions) if x not in ("cache_seqlens", "out")])
+NUMBERS = {name: hint for name, hint in _HINTS.items() if not hint.startswith("AnyArray")}
+_POSITIONAL = (
+    *("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad"),
+    *("block_table", "alibi_slopes", "cache_seqlens"),
+)
+_FIELDS = (*_ARRAYS, "cache_seqlens", *NUMBERS)
+_DEFAULTS = {name: default_of(_HINTS[name]) for name in _FIELDS[3:]} | {"rotary_interleaved": True}
 
 
-_LENGTHS = _Step._fields.index("cache_seqlens")
+class _Step(namedtuple("_Fields", _FIELDS, defaults=_DEFAULTS.values())):  # type: ignore[misc]
+    """The arguments of a step except for its results."""
 
-_ARRAYS = (*_Step._fields[: _LENGTHS + 1], "out")
+    __slots__ = ()
+
+
+_LENGTHS = _FIELDS.index("cache_seqlens")
+
+
+def step_of(function: str, given: Mapping[str, Any], **named: Any) -> _Step:
+    """The step of a function's arguments: those in `given`, which may be wrong, and the named ones."""
+    given = {name: x for name, x in given.items() if name != "out"}
+    if unknown := [name for name in given if name not in _FIELDS]:
+        raise TypeError(f"{function}() got an unexpected keyword argument {unknown[0]!r}")
+    return _Step(**given, **named)
+
 
 _repeats = Repeats(
     "kvcache_attention",
@@ -402,7 +400,7 @@ def _prepare_step(step: _Step) -> tuple[KVCacheArgs, AttentionArgs, list[View], 
     _put_new(call, args, views, step.k, step.v)
     lengths = step.cache_seqlens
     if isinstance(lengths, (int, np.integer)) and not isinstance(lengths, bool):
-        _shorten(args, lengths, call.seqlen_new)
+        args.seqlen_k = _keys(room, lengths, call.seqlen_new)  # the cache ends there, so it needs no lengths
     elif isinstance(lengths, (bool, float)):
         raise BadArgument(f"cache_seqlens={lengths} is neither an integer nor an array of int32")
     elif lengths is not None:
@@ -437,16 +435,15 @@ def _per_sequence(views: list[View], name: str, array: Any, batch: int) -> int |
     return view.pointer
 
 
-def _shorten(args: AttentionArgs, length: int, seqlen_new: int) -> None:
-    """One length for all sequences: the cache of the struct ends after the appended keys, so it needs no lengths."""
+def _keys(room: int, length: int, seqlen_new: int) -> int:
+    """The number of keys after a call with one length for all sequences. room: the most that an entry holds."""
     length = _integer("cache_seqlens", length, 0, 2**63 - 1)
-    if length + seqlen_new > args.seqlen_k:
-        swapped = "; the order of arguments is q, k_cache, v_cache, k, v" if seqlen_new > args.seqlen_k else ""
+    if length + seqlen_new > room:
+        swapped = "; the order of arguments is q, k_cache, v_cache, k, v" if seqlen_new > room else ""
         raise BadArgument(
-            f"cache_seqlens={length} and {seqlen_new} new keys are more than the {args.seqlen_k} keys of a cache "
-            f"entry{swapped}"
+            f"cache_seqlens={length} and {seqlen_new} new keys are more than the {room} keys of a cache entry{swapped}"
         )
-    args.seqlen_k = length + seqlen_new
+    return length + seqlen_new
 
 
 def _put_new(call: KVCacheArgs, args: AttentionArgs, views: list[View], k: Any, v: Any) -> None:

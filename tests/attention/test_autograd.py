@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 import flash_attn_minimal as fa  # noqa: E402
 from flash_attn_minimal._core.options import Options  # noqa: E402
-from flash_attn_minimal.torch import autograd  # noqa: E402  (before the first compiled call: see its text)
+from flash_attn_minimal.torch import _operators  # noqa: E402  (before the first compiled call: see the package)
 
 DEVICES = [
     "cpu",
@@ -139,7 +139,7 @@ def test_compiled(device):
 
 def test_operators_are_well_formed():
     inputs = _inputs("cpu")
-    rest = (None,) * 6 + (0, 0, *autograd._packed(Options(dropout_p=0.1, causal=True, dropout_seed=7)))
+    rest = (None,) * 6 + (0, 0, *_operators.packed(Options(dropout_p=0.1, causal=True, dropout_seed=7)))
     torch.library.opcheck(torch.ops.flash_attn_minimal.attention.default, (*inputs, *rest))
 
 

@@ -11,7 +11,7 @@ from conftest import CPU
 from test_attention import _SOME, ALIGNMENTS, CHUNKS, DTYPES, HEADDIMS, OPTIONS, SEQLENS, WINDOWS
 
 import flash_attn_minimal as fa
-from flash_attn_minimal import reference
+from flash_attn_lab import reference
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from kvcache_cases import on_device
 from test_kvcache import SCORES, Case, check
 
 import flash_attn_minimal as fa
+from flash_attn_lab import reference
 
 # decode_mla_sm90 serves one pair of head dims: test_kvcache.py and test_prefill.py run it.
 NAMES = [k["name"] for k in fa.kernels() if k["name"].startswith("decode_") and k["name"] != "decode_mla_sm90"]
@@ -194,7 +195,7 @@ def test_plain_calls(kernel):
         for s in ((2, 3, 4, 64), (2, 1111, 2, 64), (2, 1111, 2, 64))
     )
     at = kernel.device.array
-    exact, _ = fa.reference.standard_attention(q, k, v, causal=True)
+    exact, _ = reference.standard_attention(q, k, v, causal=True)
     plain, _ = accuracy.plain_attention(q, k, v, "float16", causal=True)
     arrays = [at(x, "float16") for x in (q, k, v)]
     if (plan := fa.query(*arrays, causal=True, kernel=kernel.name)).status != "FA_OK":
@@ -318,7 +319,7 @@ def test_work_that_is_not_cut_evenly(kernel, dtype, shape):
     q = accuracy.round_to(rng.standard_normal((batch, 1, nheads, headdim), dtype=np.float32), dtype)
     k, v = accuracy.round_to(rng.standard_normal((2, batch, seqlen_k, nheads_k, headdim), dtype=np.float32), dtype)
     out, lse = kernel(q, k, v, dtype, causal=True)
-    exact, exact_lse = fa.reference.standard_attention(q, k, v, causal=True)
+    exact, exact_lse = reference.standard_attention(q, k, v, causal=True)
     plain, plain_lse = accuracy.plain_attention(q, k, v, dtype, causal=True)
     accuracy.check("out", out, exact, plain, dtype)
     accuracy.check("lse", lse, exact_lse, plain_lse, "float32")

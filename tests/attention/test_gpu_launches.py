@@ -82,7 +82,7 @@ CONTEXTS = """
 import ctypes as ct, sys
 import numpy as np
 import flash_attn_minimal as fa
-from flash_attn_minimal import reference
+from flash_attn_lab import reference
 
 cuda = ct.CDLL("libcuda.so.1")
 def check(status):

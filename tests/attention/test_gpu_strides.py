@@ -6,6 +6,7 @@ import pytest
 from conftest import CUDA, NO_CUDA, torch
 
 import flash_attn_minimal as fa
+from flash_attn_lab import reference
 
 pytestmark = [
     pytest.mark.skipif(bool(NO_CUDA), reason=NO_CUDA),
@@ -62,7 +63,7 @@ def test_descending_axis(kernel, headdim, name, axis):
     else:
         given[name] = Reversed(arrays[name], axis)
         arrays[name] = arrays[name].flip(axis)
-    want = fa.reference.standard_attention(*(x.float().cpu().numpy() for x in arrays.values()))[0]
+    want = reference.standard_attention(*(x.float().cpu().numpy() for x in arrays.values()))[0]
     skip_if_refused(fa.query(*given.values(), kernel=kernel), kernel)
     try:
         fa.flash_attn_func(*given.values(), out=result, kernel=kernel)

@@ -22,7 +22,7 @@ from kvcache_cases import (
 )
 
 import flash_attn_minimal as fa
-from flash_attn_minimal import reference
+from flash_attn_lab import reference
 
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 

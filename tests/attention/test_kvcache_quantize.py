@@ -10,7 +10,7 @@ from conftest import CPU, Kernel
 from kvcache_cases import eight_bit, from_device, quantised
 
 import flash_attn_minimal as fa
-from flash_attn_minimal.reference import standard_attention
+from flash_attn_lab.reference import standard_attention
 
 LIMIT = {"float8_e4m3fn": 448.0, "int8": 127.0}
 DTYPES = ("float32", "float16", "bfloat16")

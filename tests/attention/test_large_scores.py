@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import flash_attn_minimal as fa
-from flash_attn_minimal import reference
+from flash_attn_lab import reference
 
 LOWEST = float(np.finfo(np.float32).min)
 LEVELS = (-1e4, -1e5, -1e6, -1e7, -1e9, -1e30, LOWEST, 1e6, 1e9)

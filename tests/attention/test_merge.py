@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import flash_attn_minimal as fa
-from flash_attn_minimal import reference
+from flash_attn_lab import reference
 
 
 def parts(n, shape=(2, 33, 3, 40), dtype="float32", packed=False, seed=0):

@@ -91,6 +91,13 @@ def test_a_kernel_that_this_build_lacks():
     assert text.endswith(why or "cpu_naive")
 
 
+# What the headers need of CUDA, for a compiler without it.
+CUDA_RUNTIME = """
+enum cudaError_t { cudaSuccess };
+typedef struct CUstream_st* cudaStream_t;
+const char* cudaGetErrorString(cudaError_t);
+const char* cudaGetErrorName(cudaError_t);
+"""
 CHOICES = r"""
 #define FA_WITH_CUDA 1
 #define FA_GENERAL_KERNELS 1
@@ -104,31 +111,47 @@ fa_status fa::fail(fa_status status, const char* format, ...) {
     return std::puts(""), status;
 }
 struct Params {};
-using Row = fa::KernelOf<Params>;
-const char* refuses(const Params&, const fa::DeviceInfo&, char*, size_t) { return "too long"; }
-constexpr Row kRows[] = {{"cpu", "", FA_CPU}, {"minimal", "", FA_CUDA, refuses}};
-template <int count>
-const Row* kernel_at(int index) { return index < count ? &kRows[index] : nullptr; }
+uint32_t features_of(const Params&) { return 0; }
+struct Limits {
+    fa::Check check;
+    fa::Refusal refuses(uint32_t, const Params&, const fa::DeviceInfo&, char*, size_t) const {
+        return {"too long", check};
+    }
+    const char* misplaces(const Params&, char*, size_t) const { return nullptr; }
+    static const char* too_large(const Params&, char*, size_t) { return ""; }
+};
+using Row = fa::KernelOf<Params, Limits>;
+void run(const Params&) {}
+using fa::Check;
+constexpr Row kRows[] = {{"cpu", "", FA_CPU, {}, {}, {}, {}, {}, run},
+                         {"minimal", "", FA_CUDA, {Check::kOption}, {}, {}, {}, {}, run},
+                         {"special", "", FA_CUDA, {Check::kType}, {}, {}, {}, {}, run},
+                         {"elsewhere", "", FA_CUDA, {Check::kSpeed}}};
 int main() {
     const Row* row;
     fa::DeviceInfo device{};
     for (int compute : {75, 90}) {
         device.compute = compute;
-        fa::choose(nullptr, FA_CUDA, Params{}, device, kernel_at<1>, "VARIABLE", &row, nullptr);
-        fa::choose(nullptr, FA_CUDA, Params{}, device, kernel_at<2>, "VARIABLE", &row, nullptr);
+        for (int count : {1, 4})
+            fa::choose(nullptr, FA_CUDA, Params{}, device, fa::Table<Row>{kRows, count}, "VARIABLE", &row, nullptr);
     }
 }
 """
 
 
 def test_refusals_of_a_build_with_the_general_kernels_alone(tmp_path):
-    """The rest of the kernels is mentioned where it could run: from sm_80 on."""
+    """The rest of the kernels is mentioned where it could run: from sm_80 on. The reason is that of the kernel that
+    comes closest, not of the last one, or of one that the build lacks."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if not compiler or not (ROOT / "cuda/api/common/dispatch.h").is_file():
         pytest.skip("no C++ compiler, or no sources beside the tests")
     source, program = tmp_path / "choices.cpp", tmp_path / "choices"
     source.write_text(CHOICES)
-    subprocess.run([*compiler.split(), "-std=c++17", f"-I{ROOT / 'cuda'}", "-o", str(program), str(source)], check=True)
+    (tmp_path / "cuda_runtime_api.h").write_text(CUDA_RUNTIME)
+    subprocess.run(
+        [*compiler.split(), "-std=c++17", f"-I{ROOT / 'cuda'}", f"-I{tmp_path}", "-o", str(program), str(source)],
+        check=True,
+    )
     said = subprocess.run([program], capture_output=True, text=True, check=True).stdout.splitlines()
     none = "no kernel of this build serves the call on FA_CUDA; there is none for this device"
     one = "no kernel of this build serves the call on FA_CUDA; minimal: too long"

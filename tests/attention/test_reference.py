@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from accuracy import Case, inputs, round_to
 
-from flash_attn_minimal import reference
+from flash_attn_lab import reference
 
 OPTIONS = [
     {},

@@ -12,6 +12,7 @@ from conftest import CUDA, NO_CUDA, Kernel
 from kvcache_cases import Case, check
 
 import flash_attn_minimal as fa
+from flash_attn_lab import reference
 
 NAME = "wgmma_split_sm90"
 LONG = Case(
@@ -130,7 +131,7 @@ def test_strides_and_hidden_values(kernel):
         accuracy.round_to(rng.standard_normal(shape, dtype=np.float32), "float16")
         for shape in ((2, 10, 6, 64), (2, 500, 2, 64), (2, 500, 2, 64))
     )
-    exact, _ = fa.reference.standard_attention(q, k, v, causal=True, top_left=True)
+    exact, _ = reference.standard_attention(q, k, v, causal=True, top_left=True)
     plain, _ = accuracy.plain_attention(q, k, v, "float16", causal=True, top_left=True)
     v[:, 10:] = np.nan
     on = [kernel.device.array(np.ascontiguousarray(x.swapaxes(1, 2)), "float16").swapaxes(1, 2) for x in (q, k, v)]

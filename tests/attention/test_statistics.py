@@ -11,7 +11,8 @@ from test_attention import OPTIONS
 from test_varlen import LENGTHS, varlen_case
 
 import flash_attn_minimal as fa
-from flash_attn_minimal import _arrays, kvcache, reference
+from flash_attn_lab import reference
+from flash_attn_minimal import _arrays, kvcache
 from flash_attn_minimal._core import fields, library, structs
 from flash_attn_minimal._core import options as _options
 

@@ -8,8 +8,8 @@ from accuracy import Case
 from conftest import CUDA, NO_CUDA, Kernel
 
 import flash_attn_minimal as fa
+from flash_attn_lab import reference
 from flash_attn_lab.fuzz.attention import plain_tf32_head
-from flash_attn_minimal import reference
 
 NAME = "mma_tf32_sm80"
 with_gpu = pytest.mark.skipif(bool(NO_CUDA), reason=NO_CUDA)

@@ -26,7 +26,7 @@ from torch_cases import (  # noqa: E402
 )
 
 import flash_attn_minimal as fa  # noqa: E402
-from flash_attn_minimal import reference  # noqa: E402
+from flash_attn_lab import reference  # noqa: E402
 from flash_attn_minimal.backward import _repeats as repeats  # noqa: E402
 from flash_attn_minimal.torch import autograd  # noqa: E402  (before the first compiled call: see the package's text)
 

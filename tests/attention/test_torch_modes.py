@@ -32,7 +32,7 @@ from torch_cases import (  # noqa: E402
 
 import flash_attn_minimal as fa  # noqa: E402
 from flash_attn_minimal._core.options import Options  # noqa: E402
-from flash_attn_minimal.torch import autograd  # noqa: E402
+from flash_attn_minimal.torch import _operators, autograd  # noqa: E402
 from flash_attn_minimal.transformer import ops, quantized  # noqa: E402
 
 pytestmark = QUIET
@@ -352,7 +352,7 @@ def test_opcheck(device, name):
     options = options_of(device)[name]
     inputs = [x.requires_grad_() for x in qkv(device)]
     tensors = [options.get(key) for key in ("bias", "mask", "alibi_slopes", "sinks")]
-    rest = (None, None, 0, 0, *autograd._packed(Options(causal=options.get("causal", False))))
+    rest = (None, None, 0, 0, *_operators.packed(Options(causal=options.get("causal", False))))
     torch.library.opcheck(torch.ops.flash_attn_minimal.attention.default, (*inputs, *tensors, *rest))
     q, k, v = (x.detach() for x in inputs)
     out, lse = torch.ops.flash_attn_minimal.attention(q, k, v, *tensors, *rest)

@@ -11,7 +11,7 @@ import pytest
 from conftest import Kernel
 
 import flash_attn_minimal as fa
-from flash_attn_minimal import reference
+from flash_attn_lab import reference
 
 ALL = np.uint64(2**64 - 1)
 

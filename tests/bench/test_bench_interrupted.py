@@ -5,9 +5,8 @@ import json
 import pytest
 from bench_run import FAST
 
-from flash_attn_lab import bench
+from flash_attn_lab import bench, progress
 from flash_attn_minimal import CudaError
-from flash_attn_minimal._commands import progress
 
 # Suites of which each has another table.
 SUITES = {

@@ -16,7 +16,7 @@ from conftest import ROOT, ml_dtypes
 from flash_attn_lab import bench
 from flash_attn_lab.bench import figure, languages, machine
 from flash_attn_lab.bench.rows import timed
-from flash_attn_minimal.reference import standard_attention
+from flash_attn_lab.reference import standard_attention
 
 if not (ROOT / "ladder").is_dir():
     pytest.skip("the ladder is not beside the tests", allow_module_level=True)

@@ -73,8 +73,8 @@ def test_a_nan_of_ops(tmp_path, monkeypatch):
 def test_a_nan_of_a_step(tmp_path, monkeypatch):
     from flash_attn_minimal.llama import host
 
-    attention = host.flash_attention
-    monkeypatch.setattr(host, "flash_attention", lambda *x: np.float32("nan") * attention(*x))
+    attention = host.cached_attention
+    monkeypatch.setattr(host, "cached_attention", lambda *x: np.float32("nan") * attention(*x))
     shape = ["--device", "cpu", "--model", "stories260K", "--batch", "1", "--seqlen", "3"]
     assert bench.main(["--suite", "llama", "--quick", *shape, "--output", str(tmp_path)]) == 1
     [row, _] = strictly(tmp_path / "llama.json")
@@ -240,8 +240,8 @@ def test_a_wrong_step_is_not_timed(tmp_path, monkeypatch):
     from flash_attn_minimal.llama import host
 
     wrong = lambda *arguments: 1.01 * attention(*arguments)  # noqa: E731
-    attention = host.flash_attention
-    monkeypatch.setattr(host, "flash_attention", wrong)
+    attention = host.cached_attention
+    monkeypatch.setattr(host, "cached_attention", wrong)
     shape = ["--device", "cpu", "--model", "stories260K", "--batch", "1", "--seqlen", "3"]
     assert bench.main(["--suite", "llama", "--quick", *shape, "--output", str(tmp_path)]) == 1
     [row, _] = json.loads((tmp_path / "llama.json").read_text())["rows"]

@@ -16,8 +16,13 @@ import pytest
 from bench_run import FAST, run
 
 from flash_attn_lab import bench
-from flash_attn_lab.bench import calls, prices, sweep, sweep_worker
-from flash_attn_lab.bench.calls import Arrays, BadCall, Call, Judge
+from flash_attn_lab.bench import machine as machine_module
+from flash_attn_lab.bench import prices, sweep, sweep_worker
+from flash_attn_lab.bench.calls import call as lines
+from flash_attn_lab.bench.calls import make
+from flash_attn_lab.bench.calls.call import BadCall, Call
+from flash_attn_lab.bench.calls.judge import Judge
+from flash_attn_lab.bench.calls.make import Arrays
 from flash_attn_lab.bench.machine import BenchError, Numpy, open_machine
 from flash_attn_lab.bench.systems import Refused
 from flash_attn_lab.bench.timing import Protocol, Timing
@@ -31,14 +36,14 @@ SMALL = "b2 q20 k33 h4/2 d16/8"
 
 @pytest.mark.parametrize("device, dtypes", [("cpu", FLOATS), ("cuda", (*FLOATS, "float8_e4m3fn"))])
 def test_drawn_calls_are_read_back_and_stay_in_their_limits(device, dtypes):
-    drawn = [calls.drawn(3, number, device, dtypes) for number in range(400)]
-    assert drawn == [calls.drawn(3, number, device, dtypes) for number in range(400)]
-    assert len({calls.drawn(seed, 0, device, dtypes) for seed in range(20)}) > 15
+    drawn = [lines.drawn(3, number, device, dtypes) for number in range(400)]
+    assert drawn == [lines.drawn(3, number, device, dtypes) for number in range(400)]
+    assert len({lines.drawn(seed, 0, device, dtypes) for seed in range(20)}) > 15
     for call in drawn:
         assert Call.parse(str(call)) == call
-        assert call.flops <= calls.LIMITS[device].flops and call.elements <= calls.LIMITS[device].elements
+        assert call.flops <= lines.LIMITS[device].flops and call.elements <= lines.LIMITS[device].elements
     options = {name for call in drawn for name in call.options}
-    assert options == {name for name in calls.OPTIONS if not name.endswith(("_all", "_zero"))}
+    assert options == {name for name in lines.OPTIONS if not name.endswith(("_all", "_zero"))}
     assert {call.dtype for call in drawn} == set(dtypes)
     assert {call.backward for call in drawn} == {False, True}
     assert sum(call.packed is not None for call in drawn) > 10 and sum(call.is_cache for call in drawn) > 10
@@ -92,7 +97,7 @@ def test_pairs_counts_what_causal_and_window_let_see(options, sizes):
 
 @pytest.mark.parametrize("way", ["fwd", "bwd"])
 @pytest.mark.parametrize(
-    "option", ["", *calls.OPTIONS, "causal window", "causal alibi", "heads_first", "packed7 softcap"]
+    "option", ["", *lines.OPTIONS, "causal window", "causal alibi", "heads_first", "packed7 softcap"]
 )
 def test_ours_is_right_with_every_option(way, option):
     if "packed" in option:
@@ -103,7 +108,7 @@ def test_ours_is_right_with_every_option(way, option):
         )
     machine = Numpy()
     arrays = Arrays.of(machine, call, seed=4)
-    system = calls.ours(arrays)
+    system = make.ours(arrays)
     error, budget = Judge(arrays, seed=4).verdict(system.launch(0))
     assert error <= budget
 
@@ -113,7 +118,7 @@ def test_ours_is_right_with_every_option(way, option):
 def test_ours_is_right_over_caches(page, option):
     call = Call.parse(f"fp32 fwd b3 q4 k50 h4/2 d16/8 cache {page} {option}")
     arrays = Arrays.of(Numpy(), call)
-    error, budget = Judge(arrays).verdict(calls.ours(arrays).launch(0))
+    error, budget = Judge(arrays).verdict(make.ours(arrays).launch(0))
     assert error <= budget
 
 
@@ -124,7 +129,7 @@ def test_the_judge_refuses_a_wrong_answer(line):
     call = Call.parse(line)
     arrays = Arrays.of(Numpy(), call)
     judge = Judge(arrays)
-    answer = calls.ours(arrays).launch(0)
+    answer = make.ours(arrays).launch(0)
     parts = answer if isinstance(answer, tuple) else (answer,)
     for name, h, *_ in judge.samples:
         x = dict(zip(("dq", "dk", "dv") if call.backward else ("out",), parts, strict=True))[name]
@@ -146,7 +151,7 @@ def test_peers_compute_the_same_call():
     served = 0
     for option in [
         "",
-        *calls.OPTIONS,
+        *lines.OPTIONS,
         "causal key_mask",
         "bias pair_mask",
         "causal alibi",
@@ -159,7 +164,7 @@ def test_peers_compute_the_same_call():
                 continue
             arrays = Arrays.of(machine, call)
             try:
-                system = calls.peer("torch", arrays)
+                system = make.peer("torch", arrays)
             except Refused:
                 assert {"softcap", "sinks"} & set(call.options), call
                 continue
@@ -173,7 +178,7 @@ def test_peers_compute_the_same_call():
         "fp32 bwd b3 q9 k9 h4/2 d16 packed3 causal",
     ):
         arrays = Arrays.of(machine, Call.parse(line))
-        system = calls.peer("torch", arrays)
+        system = make.peer("torch", arrays)
         error, budget = Judge(arrays).verdict(system.launch(0), system.heads_second)
         assert error <= sweep_worker.PEER_FACTOR * budget, line
     assert torch.is_grad_enabled()
@@ -317,11 +322,11 @@ def test_several_workers_share_the_calls(tmp_path, monkeypatch):
 
 def test_a_wrong_answer_is_a_finding(monkeypatch):
     machine = Numpy()
-    right = calls.ours
+    right = make.ours
 
     def wrong(arrays, *args):
         system = right(arrays, *args)
-        return calls.Made("ours", lambda i: system.launch(i) * 1.1, system.kernel)
+        return make.Made("ours", lambda i: system.launch(i) * 1.1, system.kernel)
 
     call = Call.parse(f"fp32 fwd {SMALL}")
     protocol = Protocol(rounds=1, burst_s=1e-4)
@@ -392,11 +397,11 @@ def test_times_with_the_work_of_the_host_compare_with_their_like():
 
 def test_a_peer_with_another_answer_is_left_out_of_each_call(monkeypatch):
     torch = pytest.importorskip("torch")
-    machine, right = open_machine("cpu", "torch"), calls.peer
+    machine, right = open_machine("cpu", "torch"), make.peer
 
     def wrong(name, arrays):
         system = right(name, arrays)
-        return calls.Made(name, lambda i: system.launch(i) * 1.1, heads_second=system.heads_second)
+        return make.Made(name, lambda i: system.launch(i) * 1.1, heads_second=system.heads_second)
 
     call, protocol = Call.parse(f"fp32 fwd {SMALL} causal"), Protocol(rounds=1, burst_s=1e-4)
     assert "torch" in sweep_worker.measured(machine, call, False, protocol, 0, ["torch"])["row"]["peers"]
@@ -411,7 +416,7 @@ def test_a_peer_with_another_answer_is_left_out_of_each_call(monkeypatch):
 @pytest.mark.parametrize("option", ["causal", "dropout"])
 def test_a_peer_that_breaks_on_the_way_does_not_spoil_the_row_of_ours(monkeypatch, good, option):
     torch = pytest.importorskip("torch")
-    machine, right = open_machine("cpu", "torch"), calls.peer
+    machine, right = open_machine("cpu", "torch"), make.peer
 
     def breaks(name, arrays):
         system, left = right(name, arrays), iter(range(good))
@@ -421,7 +426,7 @@ def test_a_peer_that_breaks_on_the_way_does_not_spoil_the_row_of_ours(monkeypatc
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return system.launch(i)
 
-        return calls.Made(name, launch, heads_second=True)
+        return make.Made(name, launch, heads_second=True)
 
     monkeypatch.setattr(sweep_worker, "peer", breaks)
     call, protocol = Call.parse(f"fp32 fwd {SMALL} {option}"), Protocol(rounds=1, burst_s=1e-4)
@@ -444,10 +449,10 @@ def test_a_peer_without_memory_is_refused_and_frees_what_it_had(monkeypatch):
         alive.append(held)
         raise torch.OutOfMemoryError(f"CUDA out of memory with {kept}")
 
-    monkeypatch.setattr(calls, "_sdpa", big)
+    monkeypatch.setattr(make, "_sdpa", big)
     monkeypatch.setattr(machine, "release", lambda: alive.append(alive[0]()))
     with pytest.raises(Refused, match="out of memory"):
-        calls.peer("torch", Arrays.of(machine, Call.parse(f"fp32 fwd {SMALL}")))
+        make.peer("torch", Arrays.of(machine, Call.parse(f"fp32 fwd {SMALL}")))
     assert alive[1] is None  # nothing held it when the memory was given back
 
 
@@ -455,14 +460,14 @@ def test_an_array_that_nobody_would_make_is_refused():
     call = Call.parse("bf16 fwd b1 q32768 k32768 h64 d64 alibi")
     arrays = Arrays(type("M", (), {"torch": None})(), call, None, None, None, {})
     with pytest.raises(Refused, match="its mask would have 68719476736 numbers"):
-        calls._dense(arrays)
+        make._dense(arrays)
 
 
 def test_deterministic_peers_are_deterministic():
     torch = pytest.importorskip("torch")
     call = Call.parse(f"fp32 bwd {SMALL} deterministic")
     before = torch.utils.deterministic.fill_uninitialized_memory
-    with calls._modes(torch, call):
+    with make._modes(torch, call):
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.utils.deterministic.fill_uninitialized_memory
     assert not torch.are_deterministic_algorithms_enabled()
@@ -521,10 +526,12 @@ def test_a_row_is_json_with_finite_numbers(tmp_path):
 
 
 def test_devices_are_numbers_of_gpus(monkeypatch):
-    monkeypatch.setattr(sweep, "load", lambda: type("L", (), {"fa_cuda_device_count": staticmethod(lambda: 4)}))
+    monkeypatch.setattr(
+        machine_module, "load", lambda: type("L", (), {"fa_cuda_device_count": staticmethod(lambda: 4)})
+    )
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert sweep.gpus(None) == ["0", "1", "2", "3"] and sweep.gpus("1,3") == ["1", "3"]
+    assert machine_module.gpus(None) == ["0", "1", "2", "3"] and machine_module.gpus("1,3") == ["1", "3"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    assert sweep.gpus("1,3") == ["5", "7"]
+    assert machine_module.gpus("1,3") == ["5", "7"]
     with pytest.raises(BenchError, match="'4' is not a number below 4"):
-        sweep.gpus("4")
+        machine_module.gpus("4")

@@ -124,25 +124,24 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("mode", ["gather", "ulysses", "ring"])
+@pytest.mark.parametrize("mode", ["gather", "ulysses"])
 @pytest.mark.parametrize("case", CASES)
 def test_modes(mode, case):
     size, layout = 4, "contiguous" if case in ("window", "lengths") else "zigzag"
-    check(size, layout, mode, exact=mode != "ring" and case not in ("full", "sinks_full"), **CASES[case])
+    check(size, layout, mode, exact=case not in ("full", "sinks_full"), **CASES[case])
 
 
-@pytest.mark.parametrize("mode", ["gather", "ulysses", "ring"])
+@pytest.mark.parametrize("mode", ["gather", "ulysses"])
 @pytest.mark.parametrize("size, layout", [(1, "zigzag"), (2, "zigzag"), (3, "contiguous")])
 def test_sizes(mode, size, layout):
     heads = {"nheads": 6, "nheads_k": 3} if size == 3 else {}
     check(size, layout, mode, causal=True, window_size=(40 // size, 0), **heads)
 
 
-@pytest.mark.parametrize("mode", ["gather", "ring"])
-def test_dropout_drops_what_one_device_drops(mode):
+def test_dropout_drops_what_one_device_drops():
     for layout in ("contiguous", "zigzag"):
         dropout = {"dropout_p": 0.3, "dropout_seed": 5}
-        check(2, layout, mode, seqlen=64, causal=True, window_size=(20, 0), arrays={"sinks": SINKS}, **dropout)
+        check(2, layout, "gather", seqlen=64, causal=True, window_size=(20, 0), arrays={"sinks": SINKS}, **dropout)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
@@ -192,13 +191,13 @@ def test_one_row_a_device(what, mode):
     np.testing.assert_allclose(attend(shared, PartitionSpec()), want(shared), atol=2e-5)
 
 
-@pytest.mark.parametrize("mode", ["gather", "ulysses", "ring"])
+@pytest.mark.parametrize("mode", ["gather", "ulysses"])
 def test_without_check_vma(mode):
     """Gradients of shared arrays are summed even if JAX does not track which arrays differ between devices."""
     check(2, "zigzag", mode, {"sinks": SINKS}, causal=True, wrap={"check_vma": False})
 
 
-@pytest.mark.parametrize("mode", ["gather", "ulysses", "ring"])
+@pytest.mark.parametrize("mode", ["gather", "ulysses"])
 def test_bfloat16(mode):
     """The error is at most twice that of one device: contributions to dk and dv are rounded once more."""
     x = inputs_of(seqlen=128, nheads_k=1)
@@ -224,7 +223,7 @@ def test_order_of_tokens(layout):
     np.testing.assert_array_equal(shard_tokens(jnp.asarray(x.swapaxes(1, 2)), 3, layout, -1), moved.swapaxes(1, 2))
 
 
-@pytest.mark.parametrize("mode", ["gather", "ulysses", "ring"])
+@pytest.mark.parametrize("mode", ["gather", "ulysses"])
 def test_data_and_context_axes_and_checkpoint(mode):
     """Gradients inside shard_map of a loss of each device's rows, under jit and jax.checkpoint; without lse."""
     mesh, both = mesh_of(2, 2, names=("data", "context")), PartitionSpec("data", "context")
@@ -246,17 +245,15 @@ def test_a_sequence_over_two_axes():
     mesh, both = mesh_of(2, 2, names=("host", "device")), PartitionSpec(None, ("host", "device"))
     q, k, v = (jnp.asarray(inputs_of()[name]) for name in "qkv")
     attend = functools.partial(context_parallel_attention, axis_name=("host", "device"), causal=True)
-    for mode in ("gather", "ring"):
-        sharded = jax.shard_map(functools.partial(attend, mode=mode), mesh=mesh, in_specs=(both,) * 3, out_specs=both)
-        out = unshard_tokens(jax.jit(sharded)(*(shard_tokens(x, 4) for x in (q, k, v))), 4)
-        np.testing.assert_allclose(out, fa.flash_attn_func(q, k, v, causal=True), atol=2e-6)
+    sharded = jax.shard_map(functools.partial(attend, mode="gather"), mesh=mesh, in_specs=(both,) * 3, out_specs=both)
+    out = unshard_tokens(jax.jit(sharded)(*(shard_tokens(x, 4) for x in (q, k, v))), 4)
+    np.testing.assert_allclose(out, fa.flash_attn_func(q, k, v, causal=True), atol=2e-6)
 
 
-@pytest.mark.parametrize("mode", ["gather", "ring"])
-def test_nothing_of_other_devices_is_kept_for_the_gradient(mode):
+def test_nothing_of_other_devices_is_kept_for_the_gradient():
     mesh = mesh_of(4)
     x = inputs_of(seqlen=128)
-    attend = functools.partial(context_parallel_attention, axis_name="context", mode=mode, causal=True)
+    attend = functools.partial(context_parallel_attention, axis_name="context", mode="gather", causal=True)
     sharded = jax.shard_map(attend, mesh=mesh, in_specs=(TOKENS,) * 3, out_specs=TOKENS)
     _, pull = jax.vjp(jax.jit(sharded), x["q"], x["k"], x["v"])
     kept = sum(array.size for array in jax.tree.leaves(pull) if hasattr(array, "size"))
@@ -264,7 +261,7 @@ def test_nothing_of_other_devices_is_kept_for_the_gradient(mode):
     assert need <= kept <= need + 100
 
 
-@pytest.mark.parametrize("mode", ["gather", "ulysses", "ring"])
+@pytest.mark.parametrize("mode", ["gather", "ulysses"])
 def test_without_jit(mode):
     x = inputs_of()
     attend = functools.partial(context_parallel_attention, axis_name="context", mode=mode, layout="contiguous")
@@ -305,22 +302,18 @@ def test_what_auto_takes():
 def test_a_window_fetches_what_it_reaches():
     assert collectives(window_size=(8, 0), layout="contiguous") == {"ppermute": 2}  # k and v of the rank before
     assert collectives(window_size=(8, 2), layout="contiguous") == {"ppermute": 4}
-    assert collectives("ring", window_size=(8, 0), layout="contiguous") == {"ppermute": 2}
-    assert collectives("ring", causal=True) == {"ppermute": 6}
 
 
 @pytest.mark.parametrize(
     "text, changes",
     [
         ("layout='ring' is not one of 'contiguous', 'zigzag'", {"layout": "ring"}),
-        ("mode='gathers' is not one of 'auto', 'gather', 'ulysses', 'ring'", {"mode": "gathers"}),
+        ("mode='gathers' is not one of 'auto', 'gather', 'ulysses'", {"mode": "gathers"}),
         ("layout='zigzag' needs a number of tokens that 2 * 4 divides", {"seqlen": 44}),
         ("mode='ulysses' does not serve nheads=6 on 4 devices", {"mode": "ulysses", "nheads": 6}),
         ("mode='ulysses' does not serve nheads_k=6 on 4 devices", {"mode": "ulysses", "nheads": 24, "nheads_k": 6}),
         ("mode='ulysses' does not serve dropout_p=0.5", {"mode": "ulysses", "dropout_p": 0.5, "dropout_seed": 1}),
         ("dropout_p=0.5 without dropout_seed", {"dropout_p": 0.5}),
-        ("mode='ring' does not serve dropout_p=0.5 with chunks of 6 keys", {"mode": "ring", "dropout_p": 0.5}),
-        ("mode='ring' does not serve bias", {"mode": "ring", "bias": np.zeros((1, 1, 1, 48), np.float32)}),
         ("mode='ulysses' does not serve mask", {"mode": "ulysses", "mask": np.ones((12, 48), bool)}),
         ("bias has shape (48, 48): expected one that broadcasts", {"bias": np.zeros((48, 48), np.float32)}),
         ("nheads=4 is not a multiple of nheads_k=3", {"nheads_k": 3}),

@@ -10,8 +10,8 @@ from conftest import CPU, Device, torch
 from ranks import LEAST, devices, on, shared_groups, watchdog
 
 import flash_attn_minimal as fa
+from flash_attn_lab import reference
 from flash_attn_minimal import distributed as fad
-from flash_attn_minimal import reference
 
 
 @dataclass(frozen=True)

@@ -22,20 +22,20 @@ RNG = np.random.default_rng(0)
 def workspaces(monkeypatch):
     """(bytes told, bytes there) of every workspace. Workspaces on a CPU, too, are made through the arrays' framework,
     as on a GPU."""
-    seen, make, put = [], _prepared.Prepared.__init__, _prepared.Prepared._put_workspace
+    seen, make, workspace = [], _prepared.RankCall.__init__, _prepared.RankCall._workspace
 
     def made(self, *args):
         make(self, *args)
         self.on_cpu = False
 
-    def checked(self, *args):
-        kept = put(self, *args)
-        there = 0 if kept is None else int(np.prod(kept.shape))
-        seen.append((self.inner.workspace_bytes, there))
-        return kept
+    def checked(self, group, size, array):
+        kept, address, told = workspace(self, group, size, array)
+        assert told == size
+        seen.append((told, 0 if kept is None else int(np.prod(kept.shape))))
+        return kept, address, told
 
-    monkeypatch.setattr(_prepared.Prepared, "__init__", made)
-    monkeypatch.setattr(_prepared.Prepared, "_put_workspace", checked)
+    monkeypatch.setattr(_prepared.RankCall, "__init__", made)
+    monkeypatch.setattr(_prepared.RankCall, "_workspace", checked)
     return seen
 
 

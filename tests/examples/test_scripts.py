@@ -148,8 +148,9 @@ def execute(*words, **kwargs):
 def check_program(program):
     done = subprocess.run([program], text=True, capture_output=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    at_once, cached, refused = done.stdout.splitlines()
+    at_once, cached, prepared, refused = done.stdout.splitlines()
     assert at_once.startswith("500 tokens at once: cpu_") and cached.startswith("the last one over a cache: cpu_")
+    assert prepared.startswith("the last 10 by one prepared call: cpu_")
     assert refused == "refused: nheads=8 is not a multiple of nheads_k=3"
 
 

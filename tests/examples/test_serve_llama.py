@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
+from flash_attn_lab.models.synthetic import write_checkpoint, write_tokenizer
 from flash_attn_minimal import BadArgument, FlashAttnError
 from flash_attn_minimal.llama.config import Config
 from flash_attn_minimal.llama.engine import Engine
 from flash_attn_minimal.llama.generate import open_device
 from flash_attn_minimal.llama.model import Llama
 from flash_attn_minimal.llama.sampling import Sampling
-from flash_attn_minimal.llama.synthetic import write_checkpoint, write_tokenizer
 from flash_attn_minimal.llama.weights import find_tokenizer, load_checkpoint
 
 openai = pytest.importorskip("openai")

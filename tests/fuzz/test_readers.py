@@ -11,19 +11,20 @@ import pytest
 
 from flash_attn_lab.bench import report
 from flash_attn_lab.fuzz import readers
-from flash_attn_minimal import BadArgument
-from flash_attn_minimal._core import files
-from flash_attn_minimal.llama import quality, quality_report, w4
-from flash_attn_minimal.llama.config import Config, RopeScaling
-from flash_attn_minimal.llama.generate import find_tokenizer, main
-from flash_attn_minimal.llama.huggingface import JsonTokenizer, stop_ids
-from flash_attn_minimal.llama.synthetic import (
+from flash_attn_lab.models import quality, quality_report
+from flash_attn_lab.models.synthetic import (
     synthetic_vocabulary,
     write_checkpoint,
     write_folder,
     write_tokenizer,
     write_tokenizer_json,
 )
+from flash_attn_minimal import BadArgument
+from flash_attn_minimal._core import files
+from flash_attn_minimal.llama import w4
+from flash_attn_minimal.llama.config import Config, RopeScaling
+from flash_attn_minimal.llama.generate import find_tokenizer, main
+from flash_attn_minimal.llama.huggingface import JsonTokenizer, stop_ids
 from flash_attn_minimal.llama.tokenizer import Tokenizer, load_tokenizer
 from flash_attn_minimal.llama.weights import load_checkpoint
 from flash_attn_minimal.transformer._safetensors import ALL, read_safetensors

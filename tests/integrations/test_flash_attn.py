@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 
 import flash_attn_minimal as fa  # noqa: E402
-from flash_attn_minimal import reference  # noqa: E402
+from flash_attn_lab import reference  # noqa: E402
 from flash_attn_minimal.integrations import flash_attn as fa2  # noqa: E402
 from flash_attn_minimal.integrations.flash_attn import flash_attn_interface, hopper  # noqa: E402
 

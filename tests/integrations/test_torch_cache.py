@@ -201,10 +201,13 @@ def test_fake_tensors_and_meta(device):
 def test_opcheck(device):
     q, k, v = step(device)
     k_cache, v_cache, _ = caches(device, "plain")
-    rest = (None, None, True, -1, -1, 0.0, True, 0, 0, 0, False, False, None, 0, True)
-    for name, new in (("kvcache_append", (k, v)), ("kvcache_attention", (None, None))):
-        arguments = (q, k_cache, v_cache, *new, *[None] * 10, table(device, 3, 9), *rest)
-        torch.library.opcheck(getattr(torch.ops.flash_attn_minimal, name).default, arguments)
+    numbers = {"bool": False, "int": 0, "float": 0.0}
+    for name, new in (("kvcache_append", {"k": k, "v": v}), ("kvcache_attention", {})):
+        operator = getattr(torch.ops.flash_attn_minimal, name).default
+        given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": table(device, 3, 9), **new}
+        given |= {"causal": True, "window_left": -1, "window_right": -1, "return_lse": True}
+        arguments = [given.get(x.name, numbers.get(str(x.type))) for x in operator._schema.arguments]
+        torch.library.opcheck(operator, tuple(arguments))
 
 
 def test_flops(device):

@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT, ml_dtypes
 
 from flash_attn_lab.bench import check
-from flash_attn_minimal.reference import standard_attention
+from flash_attn_lab.reference import standard_attention
 
 if not (ROOT / "ladder").is_dir():
     pytest.skip("the ladder is not beside the tests", allow_module_level=True)

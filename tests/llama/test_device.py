@@ -13,13 +13,14 @@ from real_models import model_file
 from w4_models import CONFIG, KEPT, TOLERANCE, decoded, logits
 from w4_models import model as random_model
 
+from flash_attn_lab.models import standard
+from flash_attn_lab.models.synthetic import write_folder
 from flash_attn_minimal.llama import cuda as cuda_module
 from flash_attn_minimal.llama.config import Config
 from flash_attn_minimal.llama.engine import Engine
 from flash_attn_minimal.llama.huggingface import numpy_dtype
 from flash_attn_minimal.llama.model import Llama
 from flash_attn_minimal.llama.sampling import Sampling
-from flash_attn_minimal.llama.synthetic import write_folder
 from flash_attn_minimal.llama.weights import load_checkpoint
 
 
@@ -118,7 +119,7 @@ def cuda(monkeypatch):
         return on_device(memory), memory
 
     monkeypatch.setattr(cuda_module.Cuda, "shared", shared)
-    return cuda_module.Cuda
+    return standard.Cuda
 
 
 @pytest.fixture(params=[8, 0], ids=["fused", "cublas"])
@@ -155,7 +156,7 @@ def test_golden_texts(cuda, fused_rows, dtype, cache_dtype, attention, page_size
 @pytest.mark.parametrize("attention", ["flash", "standard"])
 def test_biases_and_a_window(cuda, fused_rows, attention, tmp_path):
     """Biases and a window give the results of the host."""
-    from flash_attn_minimal.llama.host import Host
+    from flash_attn_lab.models.standard import Host
 
     shape = (48, 56, 2, 6, 2, 70, 40)
     for config, biases in ((Config(*shape, rope_interleaved=False, window=5), False),
@@ -192,8 +193,8 @@ def test_standard_attention_reads_nothing_of_a_slot_s_last_owner(cuda, dtype, tm
 def test_4_bit_weights(cuda, fused_rows, attention, dtype):
     """Packed products take any number of rows; matrices that are not quantized use 16-bit products."""
     pytest.importorskip("ml_dtypes", reason="the ml_dtypes package is not installed")
+    from flash_attn_lab.models.standard import Host
     from flash_attn_minimal.llama import w4
-    from flash_attn_minimal.llama.host import Host
 
     device = cuda(attention, dtype)
     quantized = w4.quantize(random_model(tied=False), "nvfp4", KEPT, device)
@@ -218,7 +219,7 @@ def test_the_fastest_of_several_reads_counts():
 
     event = types.SimpleNamespace(record=lambda stream: None, synchronize=lambda: None)
     timing = types.SimpleNamespace(Event=lambda: event, get_elapsed_time=lambda start, end: next(times))
-    device = object.__new__(cuda_module.Cuda)
+    device = object.__new__(standard.Cuda)
     device.xp, device.stream = types.SimpleNamespace(zeros=Sums, empty=np.empty, cuda=timing), Stream()
     assert device.read_bandwidth(4_000_000) == pytest.approx(2e9)
     assert device.read_bandwidth(1 << 40) == pytest.approx((1 << 29) / 2e-3)

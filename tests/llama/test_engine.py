@@ -8,13 +8,14 @@ import pytest
 from conftest import NO_CUDA, cupy
 from real_models import model_file
 
+from flash_attn_lab.models.held import HeldEngine
+from flash_attn_lab.models.standard import Host
+from flash_attn_lab.models.synthetic import write_checkpoint
 from flash_attn_minimal import BadArgument, FlashAttnError
 from flash_attn_minimal.llama.config import Config
 from flash_attn_minimal.llama.engine import KEPT_STEPS, Engine
-from flash_attn_minimal.llama.host import Host
 from flash_attn_minimal.llama.model import Llama
 from flash_attn_minimal.llama.sampling import GREEDY, Sampler, Sampling
-from flash_attn_minimal.llama.synthetic import write_checkpoint
 from flash_attn_minimal.llama.weights import load_checkpoint
 
 CONFIG = Config(dim=48, hidden_dim=56, n_layers=3, n_heads=6, n_kv_heads=2, vocab_size=70, seq_len=40)
@@ -22,7 +23,7 @@ PAGE_SIZES = [None, 1, 16, 17]
 
 
 def cuda(attention, dtype="float32"):
-    from flash_attn_minimal.llama.cuda import Cuda
+    from flash_attn_lab.models.standard import Cuda
 
     return Cuda(attention, dtype)
 
@@ -180,7 +181,7 @@ def test_hold_refuses(model, batch, position):
     with pytest.raises(
         BadArgument, match=f"batch={batch}, position={position} cannot be held: max_batch=2, context=40"
     ):
-        Engine(model, 2).hold(batch, position)
+        HeldEngine(model, 2).hold(batch, position)
 
 
 def test_no_new_tokens(model):
@@ -473,7 +474,7 @@ def test_a_text_after_a_step_was_held(model):
     """hold advances the device's state. The next sequence still has its tokens where the host looks for them."""
     job = ([3, 4, 5], 12, Sampling(1.5, seed=3))
     [alone] = run(Engine(model, 1), [job])
-    engine = Engine(model, 2, page_size=4)
+    engine = HeldEngine(model, 2, page_size=4)
     held = engine.hold(2, 7)
     for _ in range(3):
         held()

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from real_models import model_file
 
+from flash_attn_lab.models import huggingface, synthetic
+from flash_attn_lab.models.synthetic import SHAPES, RandomTensors, write_checkpoint, write_folder, write_tokenizer
 from flash_attn_minimal import BadArgument
-from flash_attn_minimal.llama import huggingface, synthetic
 from flash_attn_minimal.llama.checkpoint import LAYERED
 from flash_attn_minimal.llama.config import Config
 from flash_attn_minimal.llama.llama2c import checkpoint_bytes, save_checkpoint, tensor_shapes
-from flash_attn_minimal.llama.synthetic import SHAPES, RandomTensors, write_checkpoint, write_folder, write_tokenizer
 from flash_attn_minimal.llama.tokenizer import load_tokenizer
 from flash_attn_minimal.llama.weights import load_checkpoint
 

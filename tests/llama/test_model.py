@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 from real_models import model_file
 
+from flash_attn_lab.models.huggingface import save_folder
+from flash_attn_lab.models.standard import Host
+from flash_attn_lab.models.synthetic import RandomTensors, write_checkpoint, write_folder
 from flash_attn_minimal import BadArgument
 from flash_attn_minimal.llama.cache import KVCache, PagePool
 from flash_attn_minimal.llama.config import Config, RopeScaling
-from flash_attn_minimal.llama.host import Host
-from flash_attn_minimal.llama.huggingface import load_folder, save_folder
+from flash_attn_minimal.llama.huggingface import load_folder
 from flash_attn_minimal.llama.model import Llama, Rows
-from flash_attn_minimal.llama.synthetic import RandomTensors, write_checkpoint, write_folder
 from flash_attn_minimal.llama.weights import load_checkpoint
 
 CONFIGS = {

@@ -7,8 +7,8 @@ import time
 import numpy as np
 import pytest
 
+from flash_attn_lab.models.synthetic import write_tokenizer_json
 from flash_attn_minimal.llama.huggingface import CONTEXT, JsonTokenizer
-from flash_attn_minimal.llama.synthetic import write_tokenizer_json
 from flash_attn_minimal.llama.weights import DEFAULT_CHECKPOINT, find_tokenizer, load_checkpoint
 
 pytest.importorskip("tokenizers", reason="the tokenizers package is not installed")

@@ -7,9 +7,9 @@ import struct
 import pytest
 from real_models import model_file
 
+from flash_attn_lab.models.synthetic import synthetic_vocabulary, write_checkpoint, write_tokenizer
 from flash_attn_minimal import BadArgument
 from flash_attn_minimal.llama.config import Config
-from flash_attn_minimal.llama.synthetic import synthetic_vocabulary, write_checkpoint, write_tokenizer
 from flash_attn_minimal.llama.tokenizer import BOS, EOS, Tokenizer, load_tokenizer
 from flash_attn_minimal.llama.weights import load_checkpoint
 

@@ -10,21 +10,21 @@ import numpy as np
 import pytest
 from w4_models import CONFIG, KEPT, TOLERANCE, decoded, logits, model
 
+from flash_attn_lab import reference_w4 as reference
+from flash_attn_lab.models import compare, measure, quality
+from flash_attn_lab.models.huggingface import save_folder
+from flash_attn_lab.models.standard import Host
+from flash_attn_lab.models.synthetic import RandomTensors, write_tokenizer
 from flash_attn_minimal import BadArgument
-from flash_attn_minimal.llama import cuda, quality, quantize, w4
-from flash_attn_minimal.llama import generate as generate_module
+from flash_attn_minimal.llama import cuda, quantize, w4
 from flash_attn_minimal.llama.cache import KVCache
 from flash_attn_minimal.llama.checkpoint import STACKED
 from flash_attn_minimal.llama.config import Config
 from flash_attn_minimal.llama.engine import Engine
 from flash_attn_minimal.llama.generate import main as generate
 from flash_attn_minimal.llama.generate import open_device, with_weights
-from flash_attn_minimal.llama.host import Host
-from flash_attn_minimal.llama.huggingface import save_folder
 from flash_attn_minimal.llama.model import Llama, Rows
-from flash_attn_minimal.llama.synthetic import RandomTensors, write_tokenizer
 from flash_attn_minimal.llama.weights import DEFAULT_CHECKPOINT, find_tokenizer, load_checkpoint
-from flash_attn_minimal.transformer import reference_w4 as reference
 from flash_attn_minimal.transformer._safetensors import ALL, read_metadata, read_safetensors, write_safetensors
 from flash_attn_minimal.transformer.quantized import W4Weight
 
@@ -323,7 +323,7 @@ def test_the_engine_multiplies_what_the_bits_stand_for(device, attention, dtype,
     config = replace(CONFIG, dim=172, hidden_dim=130, n_heads=2, n_kv_heads=1)  # no multiples of the blocks
     source = model(config, tied=False)
     quantized = w4.quantize(source, weights, KEPT)
-    opened = open_device(device, attention, dtype, "float32", weights=weights)
+    opened = compare.open_device(device, dtype, "float32", "auto", weights, attention=attention)
     assert opened.matrix_dtype.name == dtype
     llama = Llama(quantized, opened)
     assert len(llama.packed) == 4 * CONFIG.n_layers - len(KEPT)
@@ -341,7 +341,7 @@ def test_a_quantised_model_writes_a_story(device):
     found = []
     for max_batch, page_size in ((1, None), (3, 16)):
         opened = open_device(device, weights="mxfp4", dtype="float16")
-        engine = Engine(Llama(with_weights(source, "mxfp4", False, opened), opened), max_batch, 64, page_size)
+        engine = Engine(Llama(with_weights(source, "mxfp4", opened), opened), max_batch, 64, page_size)
         requests = [engine.add([1, *range(300, 300 + i)], 40) for i in range(3)]
         engine.run()
         found.append([request.tokens for request in requests])
@@ -377,7 +377,7 @@ def test_memory_of_the_engine_is_that_of_the_format(weights):
 
 def test_generate_takes_files_and_quantises_others(tmp_path, capsys):
     path = tmp_path / "m.safetensors"
-    assert quantize.main(["--weights", "int4", "--tokens", "0", "--out", str(path)]) == 0
+    assert quantize.main(["--weights", "int4", "--out", str(path)]) == 0
     out = capsys.readouterr().out
     assert "codes 216.0 KiB" in out and f"wrote {tmp_path / 'm.tokenizer.bin'}: a copy of the tokenizer" in out
     steps = ["--steps", "20", "--device", "cpu"]
@@ -397,9 +397,6 @@ def test_generate_takes_files_and_quantises_others(tmp_path, capsys):
     [
         (["FILE", "--weights", "mxfp4"], "weights='mxfp4', but checkpoint"),
         (["FILE", "--weights", "bf16"], "weights='bf16', but checkpoint"),
-        (["FILE", "--mixed"], "keeps no matrix in 16 bits"),
-        (["--mixed"], "--mixed needs --weights nvfp4, mxfp4, int4"),
-        (["--mixed", "--weights", "bf16"], "--mixed needs --weights nvfp4, mxfp4, int4"),
     ],
     ids=str,
 )
@@ -412,46 +409,44 @@ def test_generate_refuses(arguments, message, tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_generate_chooses_what_stays_wide(monkeypatch, capsys):
-    asked = []
-    monkeypatch.setattr(generate_module, "choose_kept", lambda *a: asked.append(a) or [(0, "w2"), (2, "wo")])
-    assert generate(["--weights", "nvfp4", "--mixed", "--steps", "5", "--device", "cpu"]) == 0
-    assert asked[0][1] == "nvfp4" and "mixed nvfp4" in capsys.readouterr().err
-
-
-def test_the_short_choice():
-    checkpoint = load_checkpoint(DEFAULT_CHECKPOINT)
-    assert quality.choose_kept(checkpoint, "nvfp4", 50.0) == []
-    all_wide = [(layer, name) for layer in range(3) for name in STACKED]
-    assert set(quality.choose_kept(checkpoint, "nvfp4", -50.0)) == set(all_wide)
-
-
-def test_the_command_measures_and_writes(tmp_path, capsys):
+def test_quality_measures_and_quantize_writes_what_it_chose(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
-    arguments = ["--tokens", "1024", "--weights", "nvfp4", "--mixed", "--budget", "0"]
-    files = {"report": tmp_path / "r.json", "picture": tmp_path / "p.png", "out": tmp_path / "m.safetensors"}
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--tokens", "1024", "--weights", "nvfp4", "--budget", "0"]
+    files = {"report": tmp_path / "r.json", "picture": tmp_path / "p.png"}
     for name, path in files.items():
         arguments += [f"--{name}", str(path)]
-    assert quantize.main(arguments) == 0
+    assert measure.main(arguments) == 0
     shown = capsys.readouterr().out
+    [line] = [line for line in shown.splitlines() if " quantize " in line]
+    assert line.startswith("python -m flash_attn_minimal quantize --weights nvfp4 ")
+    assert quantize.main(line.split()[4:]) == 0
     data = json.loads(files["report"].read_text())
     assert [row["weights"] for row in data["rows"]] == ["float32, stored", "16 bit", "nvfp4", "nvfp4 mixed"]
     for row in data["rows"]:
         assert f"{row['perplexity']:.4f}" in shown and 1.2 < row["perplexity"] < 1.7
     assert data["text"]["source"] == "held_out.txt"
-    assert data["command"] == "python -m flash_attn_minimal quantize --weights nvfp4 --budget 0.0 --tokens 1024"
+    assert data["command"] == "python -m flash_attn_lab quality --weights nvfp4 --budget 0.0 --tokens 1024"
     assert "| nvfp4 | 4.50 |" in files["report"].with_suffix(".md").read_text()
     assert files["picture"].stat().st_size > 10000
-    checkpoint = load_checkpoint(files["out"])
+    checkpoint = load_checkpoint(tmp_path / "nvfp4.safetensors")
     kept = {(m["layer"], m["matrix"]) for m in data["formats"]["nvfp4"]["matrices"] if m["kept"]}
     assert checkpoint.kept == kept and data["rows"][3]["kept"] == len(kept)
     assert find_tokenizer(checkpoint).vocab_size == checkpoint.config.vocab_size
 
 
+def test_the_line_that_writes_the_mixed_model(tmp_path, capsys):
+    rows = [{"layer": layer, "matrix": name, "kept": layer == 1} for layer in range(3) for name in STACKED]
+    line = measure.keep_line({"formats": {"int4": {"matrices": rows}}}, "int4", str(DEFAULT_CHECKPOINT)).split()
+    assert line[4:8] == ["--weights", "int4", "--keep", ",".join(f"1.{name}" for name in STACKED)]
+    assert quantize.main([*line[4:-1], str(tmp_path / "m.safetensors")]) == 0
+    assert load_checkpoint(tmp_path / "m.safetensors").kept == {(1, name) for name in STACKED}
+
+
 def test_the_command_says_that_it_needs_ml_dtypes(monkeypatch, capsys):
     assert quantize.main(["--help"]) == 0 and "ml_dtypes" in capsys.readouterr().out
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
-    assert quantize.main([]) == 2
+    assert quantize.main(["--weights", "int4", "--out", "x.safetensors"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("quantize: bfloat16 needs the ml_dtypes package (pip install ml_dtypes)")
     assert said.count("\n") == 1, "nothing has begun"
@@ -462,19 +457,34 @@ def test_the_command_says_that_it_needs_ml_dtypes(monkeypatch, capsys):
     [
         (["--report", "/nowhere/x.json"], "--report /nowhere/x.json: cannot write there"),
         (["--picture", "/nowhere/x.png"], "--picture /nowhere/x.png: cannot write there"),
-        (["--tokens", "-1"], "--tokens: -1 is negative"),
+        (["--tokens", "0"], "--tokens: 0 is not positive"),
         (["--budget", "nan"], "--budget: 'nan' is not a number"),
-        (["--out", "x.safetensors"], "--out x.safetensors holds one format"),
-        (["--out", "x.bin", "--weights", "int4"], "--out x.bin does not end in .safetensors"),
-        (["--mixed"], "--mixed is about the file of --out"),
-        (["--tokens", "0"], "leaves nothing to do"),
         (["--weights", "fp4"], "--weights: 'fp4' is not one of nvfp4, "),
         (["--text", "/nowhere"], "text '/nowhere'"),
         (["nowhere.bin"], "checkpoint 'nowhere.bin'"),
+    ],
+    ids=str,
+)
+def test_quality_refuses(arguments, message, capsys):
+    assert measure.main(arguments) == 2
+    err = capsys.readouterr().err.splitlines()
+    assert message in err[-1] and err[-1].startswith("quality: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--out", "x.safetensors"], "arguments are required: --weights"),
+        (["--weights", "int4"], "arguments are required: --out"),
+        (["--out", "x.bin", "--weights", "int4"], "--out x.bin does not end in .safetensors"),
+        (["--out", "x.safetensors", "--weights", "fp4"], "--weights: 'fp4' is not one of nvfp4, "),
+        (["--out", "x.safetensors", "--weights", "int4", "--keep", "0.w9"], "--keep: '0.w9' is not a layer and one of"),
         (
-            ["--out", "/nowhere/x.safetensors", "--weights", "int4", "--tokens", "0"],
-            "--out /nowhere/x.safetensors: cannot write there",
+            ["--out", "x.safetensors", "--weights", "int4", "--keep", "3.w2"],
+            "--keep 3.w2: the model's layers are 0 to 2",
         ),
+        (["--out", "x.safetensors", "--weights", "int4", "nowhere.bin"], "checkpoint 'nowhere.bin'"),
+        (["--out", "/nowhere/x.safetensors", "--weights", "int4"], "--out /nowhere/x.safetensors: cannot write there"),
     ],
     ids=str,
 )

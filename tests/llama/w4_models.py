@@ -2,11 +2,11 @@
 
 import numpy as np
 
+from flash_attn_lab.models.synthetic import RandomTensors
 from flash_attn_minimal.llama.cache import KVCache
 from flash_attn_minimal.llama.checkpoint import STACKED, Checkpoint
 from flash_attn_minimal.llama.config import Config
 from flash_attn_minimal.llama.model import Llama, Rows
-from flash_attn_minimal.llama.synthetic import RandomTensors
 
 CONFIG = Config(dim=40, hidden_dim=56, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=360, seq_len=48)
 KEPT = frozenset({(0, "wqkv"), (2, "w2")})

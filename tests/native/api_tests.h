@@ -253,6 +253,73 @@ inline void two_threads(const Context& context) {
     for (const Caller& caller : callers) EXPECT(caller.complaint.empty(), "%s", caller.complaint.c_str());
 }
 
+// ---- calls as data ----
+
+// One prepared call with holes for the addresses of two problems of one shape: each gets the bits of its own plain call, on any thread.
+inline void prepared_calls(const Context& context) {
+    const auto problem = [&](uint64_t seed) {
+        Context other = context;
+        other.seed += seed;
+        return std::make_unique<Problem>(small(other, FA_FLOAT32));
+    };
+    const std::unique_ptr<Problem> problems[] = {problem(0), problem(1)};
+    std::vector<std::vector<unsigned char>> wanted;
+    for (const auto& p : problems) launch(*p, nullptr), wanted.push_back(outputs(*p));
+    EXPECT(wanted[0] != wanted[1], "two problems have the same result");
+
+    const struct Image {
+        fa_attention_args args;
+        char kernel[32];
+    } image = [&] {
+        Image made{problems[0]->args(), {}};
+        std::snprintf(made.kernel, sizeof made.kernel, "%s", query(made.args).kernel);
+        return made;
+    }();
+    const auto at = [](size_t byte) { return int32_t(byte); };
+    const fa_hole holes[] = {{at(offsetof(fa_attention_args, q.data)), 8, 0},
+                             {at(offsetof(fa_attention_args, k.data)), 8, 1},
+                             {at(offsetof(fa_attention_args, v.data)), 8, 2},
+                             {at(offsetof(fa_attention_args, out.data)), 8, 3},
+                             {at(offsetof(fa_attention_args, lse)), 8, 4},
+                             {at(offsetof(fa_attention_args, workspace)), 8, 5},
+                             {at(offsetof(fa_attention_args, workspace_bytes)), 8, 6},
+                             {at(offsetof(fa_attention_args, kernel)), 8, -1 - at(offsetof(Image, kernel))}};
+    const fa_call call = {FA_OP_ATTENTION_FORWARD, 0, &image, sizeof image, holes, 8, 7};
+    for (int repetition = 0; repetition < 3; ++repetition)
+        for (size_t i = 0; i < 2; ++i) {
+            problems[i]->reset();
+            const fa_attention_args own = problems[i]->args();
+            uint64_t values[7];
+            const void* const addresses[] = {own.q.data, own.k.data, own.v.data, own.out.data, own.lse, nullptr, nullptr};
+            for (size_t n = 0; n < 7; ++n) values[n] = reinterpret_cast<uintptr_t>(addresses[n]);
+            fa_attention_plan plan;
+            plan.struct_size = sizeof plan;
+            expect_ok(fa_query_call(&call, values, &plan), "fa_query_call");
+            EXPECT(plan.workspace_bytes == query(own).workspace_bytes, "%zu bytes of workspace", plan.workspace_bytes);
+            const Workspace workspace(context.device, plan.workspace_bytes);
+            fa_attention_args told = own;
+            workspace.attach(&told);
+            values[5] = reinterpret_cast<uintptr_t>(told.workspace), values[6] = told.workspace_bytes;
+            expect_ok(fa_run_call(&call, values, nullptr), "fa_run_call");
+            wait(context.device, nullptr);
+            workspace.check();
+            EXPECT(outputs(*problems[i]) == wanted[i], "problem %zu, repetition %d: a prepared call gives other bits", i, repetition);
+        }
+    if (query(problems[0]->args()).workspace_bytes) {
+        const uint64_t none[7] = {reinterpret_cast<uintptr_t>(image.args.q.data),
+                                  reinterpret_cast<uintptr_t>(image.args.k.data),
+                                  reinterpret_cast<uintptr_t>(image.args.v.data),
+                                  reinterpret_cast<uintptr_t>(image.args.out.data),
+                                  reinterpret_cast<uintptr_t>(image.args.lse),
+                                  0,
+                                  0};
+        EXPECT(fa_run_call(&call, none, nullptr) == FA_WORKSPACE_TOO_SMALL, "a call without workspace is made");
+    }
+    EXPECT(fa_run_call(nullptr, nullptr, nullptr) == FA_BAD_ARGUMENT && fa_query_call(nullptr, nullptr, nullptr) == FA_BAD_ARGUMENT,
+           "call is NULL");
+    EXPECT(fa_run_call(&call, nullptr, nullptr) == FA_BAD_ARGUMENT, "values is NULL");
+}
+
 // ---- 64-bit offsets ----
 
 inline void far_apart(const Context& context) {
@@ -417,6 +484,7 @@ inline std::vector<Test> api_tests() {
         {"api/threads/lists", api::lists_from_threads},
         {"api/threads/gradients", api::gradients_from_threads},
         {"api/processors/quotas", api::quotas_of_control_groups},
+        {"api/prepared_calls", api::prepared_calls},
         {"api/merge/formula", api::merge_formula},
         {"api/merge/pieces", api::merge_pieces},
         {"api/merge/refuses", api::merge_refuses},

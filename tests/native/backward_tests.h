@@ -214,33 +214,6 @@ inline void workspace_is_small(const Context& context) {
     }
 }
 
-// A struct with the size that it had before dlse was added, followed by arbitrary bytes: dlse must count as zero.
-inline void older_header(const Context& context) {
-    for (const std::string& kernel : context.backward_kernels) {
-        BackwardProblem b(small_case(), context.device, context.seed, context.num_threads);
-        fa_attention_args forward = b.forward_args();
-        forward.kernel = kernel.c_str(), forward.deterministic = 1;
-        fa_attention_backward_args args = b.args(&forward);
-        args.dlse = nullptr;
-        const fa_attention_plan plan = query(args);
-        if (plan.status == FA_UNSUPPORTED) continue;
-        const Workspace workspace(b.p.device, plan.workspace_bytes);
-        workspace.attach(&forward);
-        const auto run = [&] {
-            b.reset();
-            expect_ok(fa_attention_backward(&args, nullptr), "fa_attention_backward");
-            wait(b.p.device);
-            return b.outputs();
-        };
-        const std::vector<unsigned char> want = run();
-        args.struct_size = offsetof(fa_attention_backward_args, dlse), args.dlse = reinterpret_cast<const float*>(uintptr_t(1));
-        EXPECT(run() == want, "%s: what stands behind an older struct changed the gradients", kernel.c_str());
-        args.struct_size -= 1;
-        EXPECT(fa_attention_backward(&args, nullptr) == FA_BAD_ARGUMENT && std::strstr(fa_last_error(), "struct_size"), "%s",
-               fa_last_error());
-    }
-}
-
 // Without queries, keys or batch entries the gradients that exist are zero. With accumulate they keep their contents.
 inline void empty_axes(const Context& context) {
     for (const std::string& kernel : context.backward_kernels)
@@ -459,7 +432,6 @@ inline std::vector<Test> backward_tests(uint64_t seed, bool quick) {
         {"backward/api/query/workspace_is_small", backward::workspace_is_small},
         {"backward/api/query/environment", backward::environment_forces},
         {"backward/api/empty_axes", backward::empty_axes},
-        {"backward/api/older_header", backward::older_header},
         {"backward/api/offsets_above_2^31", backward::far_apart},
         {"backward/refuses/null", backward::refuse_null},
     };

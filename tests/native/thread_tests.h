@@ -82,9 +82,10 @@ struct Step {
         sample.logits = matrix(logits, kVocab), sample.out = tokens.data(), sample.temperature = 1, sample.top_k = 50;
         sample.top_p = 0.9f, sample.seed = seed, sample.num_threads = num_threads;
 
-        calls = {{FA_OP_RMS_NORM, 0, &rms},          {FA_OP_LINEAR, 0, &linear},     {FA_OP_W4_QUANTIZE, 0, &quantize},
-                 {FA_OP_W4_PACK, 0, &pack},          {FA_OP_W4_LINEAR, 0, &product}, {FA_OP_ATTENTION_FORWARD, 0, &attention},
-                 {FA_OP_ATTENTION_MERGE, 0, &merge}, {FA_OP_SAMPLE, 0, &sample}};
+        const auto call = [](fa_operation operation, const void* args) { return fa_call{operation, 0, args, 0, nullptr, 0, 0}; };
+        calls = {call(FA_OP_RMS_NORM, &rms),          call(FA_OP_LINEAR, &linear),     call(FA_OP_W4_QUANTIZE, &quantize),
+                 call(FA_OP_W4_PACK, &pack),          call(FA_OP_W4_LINEAR, &product), call(FA_OP_ATTENTION_FORWARD, &attention),
+                 call(FA_OP_ATTENTION_MERGE, &merge), call(FA_OP_SAMPLE, &sample)};
     }
     Step(const Step&) = delete;
     Step& operator=(const Step&) = delete;

@@ -10,6 +10,10 @@ import pytest
 from conftest import NO_CUDA
 
 import flash_attn_minimal as fa
+from flash_attn_lab import command as lab_command
+from flash_attn_lab import reference
+from flash_attn_lab.__main__ import COMMANDS
+from flash_attn_lab.__main__ import main as lab
 from flash_attn_minimal._commands import cli, info, verify
 from flash_attn_minimal._commands import command as _command
 
@@ -24,7 +28,7 @@ def run(*arguments, **environment):
 def test_help_lists_the_commands_without_importing_them():
     said = run("--help", FLASH_ATTN_LIBRARY="/nowhere")
     assert said.returncode == 0 and not said.stderr
-    for command in ("info", "verify", "generate", "quantize", "synthetic"):
+    for command in ("info", "verify", "generate", "quantize"):
         assert f"\n  {command} " in said.stdout
 
 
@@ -63,10 +67,45 @@ def test_the_installed_script_calls_itself_by_its_name(monkeypatch, capsys):
 
 @pytest.mark.parametrize("command", cli._COMMANDS)
 def test_a_mistyped_option_is_one_line_and_no_usage(command, capsys):
-    needed = ["tiny", "x"] if command == "synthetic" else []
+    needed = ["--weights", "int4", "--out", "x.safetensors"] if command == "quantize" else []
     assert cli.main([command, *needed, "--hepl"]) == 2
     assert capsys.readouterr().err == f"{command}: --hepl is not an option of this command; did you mean --help?\n"
     assert cli.main([command, *needed, "--hel"]) == 2, "options are not abbreviated"
+
+
+# ---- the laboratory ----
+
+
+def test_the_laboratory_has_its_own_commands():
+    env = {**os.environ, "FLASH_ATTN_LIBRARY": "/nowhere"}
+    command = [sys.executable, "-m", "flash_attn_lab"]
+    said = subprocess.run([*command, "--help"], capture_output=True, text=True, env=env)
+    assert said.returncode == 0 and not said.stderr and "usage: python -m flash_attn_lab COMMAND" in said.stdout
+    assert all(f"\n  {name} " in said.stdout for name in COMMANDS)
+    said = subprocess.run([*command, "bnech"], capture_output=True, text=True, env=env)
+    assert (said.returncode, said.stdout, said.stderr) == (2, "", "'bnech' is not a command; did you mean bench?\n")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_and_mistyped_options_of_the_laboratory(command, capsys):
+    assert lab([command, "--help"]) == 0
+    assert f"usage: python -m flash_attn_lab {command}" in capsys.readouterr().out
+    assert lab([command, *(["tiny", "x"] if command == "synthetic" else []), "--hepl"]) == 2
+    assert capsys.readouterr().err == f"{command}: --hepl is not an option of this command; did you mean --help?\n"
+
+
+@pytest.mark.parametrize("command", ["bench", "context-parallel", "experiment", "fuzz", "synthetic"])
+def test_the_old_word_of_a_command_says_where_it_is(command, monkeypatch, capsys):
+    """In a checkout, and where a wheel is installed, which has no laboratory."""
+    assert cli.main([command, "--help"]) == 2
+    assert capsys.readouterr() == ("", f"'{command}' is now `python -m flash_attn_lab {command}`\n")
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
+    assert cli.main([command]) == 2
+    where = f"in a checkout, `PYTHONPATH=python python -m flash_attn_lab {command}` runs it"
+    assert capsys.readouterr() == ("", f"'{command}' is not in the installed package; {where}\n")
+
+
+# ---- exit statuses and options ----
 
 
 @pytest.mark.parametrize(
@@ -96,11 +135,11 @@ def test_exit_statuses(error, status, says, monkeypatch, capsys):
         (_command.integer(), "7", ["0", "-1", "x", "", "1.5", "99999999999"]),
         (_command.integer(0), "0", ["-1"]),
         (_command.any_seed, "9223372036854775807", ["-1", "9223372036854775808"]),
-        (_command.integers, "1,2", ["1,", "0,1", "1;2"]),
+        (lab_command.integers, "1,2", ["1,", "0,1", "1;2"]),
         (_command.real(), "0", ["-0.1", "nan", "x"]),
         (_command.real(above=True), "1e-9", ["0"]),
         (_command.real(most=1), "1", ["1.1", "inf"]),
-        (_command.some_of(("a", "b")), "a,b", ["a,c", ""]),
+        (lab_command.some_of(("a", "b")), "a,b", ["a,c", ""]),
         (_command.one_of(("a", "b"))["type"], "a", ["c"]),
     ],
 )
@@ -113,7 +152,7 @@ def test_values_of_options(make, good, bad):
 
 def test_the_arguments_without_those_that_say_where_results_go():
     words = ["--a", "1", "--output", "x", "--json=y", "--b", "--output=z", "--c"]
-    assert _command.without(words, "--output", "--json") == ["--a", "1", "--b", "--c"]
+    assert lab_command.without(words, "--output", "--json") == ["--a", "1", "--b", "--c"]
 
 
 def test_files_and_folders_are_checked_without_a_trace(tmp_path):
@@ -179,6 +218,19 @@ def test_verify_quick():
     assert said.returncode == 0, said.stdout + said.stderr
     assert "0 failed" in said.stdout and said.stdout.count("\nok") >= 2
     assert said.stderr.count("/4] ") == 4, "one line of progress per case when no one watches"
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"causal": True}, {"causal": True, "top_left": True}, {"causal": True, "window_size": (20, 0)},
+    {"window_size": (5, 3)}, {"softcap": 20.0, "causal": True},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("seqlen_q", [1, 33, 90])
+def test_the_formula_of_verify_is_the_reference(options, seqlen_q):
+    rng = np.random.default_rng(seqlen_q)
+    q, k, v = (rng.standard_normal((1, n, h, d)) for n, h, d in ((seqlen_q, 6, 16), (90, 3, 16), (90, 3, 8)))
+    found, exact = verify.formula(q, k, v, rows=16, **options), reference.standard_attention(q, k, v, **options)
+    for mine, its in zip(found, exact, strict=True):
+        np.testing.assert_allclose(mine, its, rtol=1e-12, atol=1e-14)
 
 
 def test_verify_reports_failure(monkeypatch, capsys):

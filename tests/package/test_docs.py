@@ -30,6 +30,9 @@ DOCUMENTS = (
 )
 
 
+COMMAND = r"^python (-m flash_attn_(?:minimal|lab) .*)$"
+
+
 def blocks(language):
     """(document, number, code) of every fenced block in that language."""
     for name in DOCUMENTS:
@@ -57,10 +60,10 @@ def test_commands_of_the_generate_page_run(tmp_path):
     """Runs every command that needs no file of the reader, in order, in one folder."""
     pytest.importorskip("tokenizers", reason="the tokenizers package is not installed")
     page = (ROOT / "docs/generate.md").read_text()
-    commands = re.findall(r"^python (-m flash_attn_minimal .*)$", page, re.MULTILINE)
+    commands = re.findall(COMMAND, page, re.MULTILINE)
     foreign = ("stories15M.bin --prompt", "Llama-3.2-1B/")
     ran = [command for command in commands if not any(name in command for name in foreign)]
-    assert len(ran) == 7 and len(commands) == 9
+    assert len(ran) == 8 and len(commands) == 10
     for command in ran:
         done = subprocess.run(
             [sys.executable, *shlex.split(command)], cwd=tmp_path, capture_output=True, text=True, timeout=300
@@ -74,7 +77,7 @@ def test_commands_of_the_generate_page_run(tmp_path):
 def test_commands_of_the_quantization_page_run(tmp_path):
     pytest.importorskip("ml_dtypes", reason="the ml_dtypes package is not installed")
     page = (ROOT / "docs/quantization.md").read_text()
-    commands = re.findall(r"^python (-m flash_attn_minimal .*)$", page, re.MULTILINE)
+    commands = re.findall(COMMAND, page, re.MULTILINE)
     assert len(commands) >= 4
     for command in commands:
         done = subprocess.run(
@@ -134,7 +137,7 @@ def test_every_function_that_the_quick_reference_recommends_is_there():
     assert len(names) > 20
     arguments = {"out", "lse", "q_descale", "k_descale", "v_descale", "score_mod", "mask_mod", "x.transpose"}
     for name in sorted(names - arguments):
-        module, _, member = name.rpartition(".")
+        module, _, member = name.removeprefix("flash_attn_minimal.").rpartition(".")
         folder = package / module.replace(".", "/")
         files = [folder / "__init__.py"] if folder.is_dir() else [folder.with_suffix(".py")]
         found = any(re.search(rf"^(def|class) {member}\b|\b{member}\b", file.read_text(), re.M) for file in files)

@@ -15,7 +15,7 @@ import pytest
         "flash_attn_minimal.distributed.groups",
         "flash_attn_minimal.distributed.layouts",
         "flash_attn_minimal.transformer.ops",
-        "flash_attn_minimal.reference",
+        "flash_attn_lab.reference",
     ],
 )
 def test_examples(name):

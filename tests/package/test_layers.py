@@ -35,6 +35,7 @@ BELOW = {
     "api/transformer": [
         *("api/common", "flash_attn_transformer.h", "transformer", "cpu/transformer", "cpu/common", "common")
     ],
+    "api/kernel_limits.cpp": ["api/attention", "api/transformer", "flash_attn_transformer.h"],
     "api/calls.cpp": [
         *("api/common", "flash_attn.h", "flash_attn_transformer.h", "flash_attn_distributed.h", "cpu/common")
     ],
@@ -87,6 +88,22 @@ def test_every_file_includes_only_what_lies_below_it():
             if name not in FILES or not any(inside(name, room) for room in allowed):
                 wrong.append(f"cuda/{file} includes {name}; it may include {', '.join(allowed)}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_what_others_include_is_there():
+    """The variants of the ladder and the native tests are not part of every build."""
+    missing = []
+    for file in [
+        *(ROOT / "ladder").rglob("*.[ch]*"),
+        *(ROOT / "tests/native").iterdir(),
+        *(ROOT / "examples").rglob("*.c"),
+    ]:
+        for name in re.findall(r'^\s*#\s*include "([^"]+)"', file.read_text(), re.MULTILINE):
+            if not any(
+                (place / name).is_file() for place in (file.parent, CUDA, ROOT, ROOT / "tests", ROOT / "tests/native")
+            ):
+                missing.append(f"{file.relative_to(ROOT)} includes {name}")
+    assert not missing, "\n".join(missing)
 
 
 def test_the_parts_have_no_circle():

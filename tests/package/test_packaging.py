@@ -228,6 +228,13 @@ def test_build_script_explains_itself():
         assert re.search(rf"(^|\s){re.escape(word)}\s", result.stdout), word
 
 
+def test_the_product_is_light():
+    """All that a wheel installs: what measures and tries it is in python/flash_attn_lab."""
+    files = sorted((ROOT / "python/flash_attn_minimal").rglob("*.py"))
+    lines = sum(file.read_bytes().count(b"\n") for file in files)
+    assert 10_000 < lines <= 19_000, f"{lines} lines of Python"
+
+
 @pytest.fixture
 def wheel():
     named = os.environ.get("FLASH_ATTN_WHEEL")

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from conftest import CUDA, NO_CUDA, jax, ml_dtypes, torch
 
+from flash_attn_lab import reference_ops as reference
 from flash_attn_lab.fuzz.small import rounded as check
 from flash_attn_minimal import BadArgument, FlashAttnError, Unsupported
 from flash_attn_minimal._core import structs
 from flash_attn_minimal.transformer import _library as transformer
 from flash_attn_minimal.transformer import ops
-from flash_attn_minimal.transformer import reference_ops as reference
 
 DTYPES = ("float32", "float16", "bfloat16")
 DIMS = (1, 7, 33, 288, 768, 4096)

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from conftest import CPU, NO_CUDA, jax, ml_dtypes, torch
 
+from flash_attn_lab import reference_w4 as reference
 from flash_attn_minimal import BadArgument
 from flash_attn_minimal.transformer import _safetensors, quantized
-from flash_attn_minimal.transformer import reference_w4 as reference
 from flash_attn_minimal.transformer.quantized import BLOCK, W4Weight
 
 FORMATS = tuple(BLOCK)

@@ -58,7 +58,9 @@ const char* scores_refuse([[maybe_unused]] const BackwardParams& b, [[maybe_unus
     if (backward_scores_blocks(b) > kMostBlocks)
         return say(text, size, "dbias of batch=%d x nheads=%d x %d x %d needs more blocks than a grid has", p.batch, p.nheads, p.seqlen_q,
                    p.seqlen_k);
-    if (backward_delta_blocks(p) > kMostBlocks) return Limits::too_large(p, text, size);
+    if (backward_delta_blocks(p) > kMostBlocks)
+        return say(text, size, "gradients of batch=%d x nheads=%d x seqlen_q=%d need more blocks than a grid has", p.batch, p.nheads,
+                   p.seqlen_q);
 #endif
     return nullptr;
 }

@@ -6,12 +6,17 @@
 namespace fa {
 namespace {
 
+int lowest(uint32_t bits) {
+    int i = 0;
+    while (!(bits >> i & 1)) ++i;
+    return i;
+}
+
 const char* takes_others(uint32_t dtypes, char* text, size_t size) {
-    if (dtypes == kFloat32) return "takes float32 only";
-    if (dtypes == k16Bits) return "takes float16 and bfloat16 only";
-    if (dtypes == kFloat8) return "takes float8_e4m3 only";
     if (dtypes == kAllButFloat8) return "takes no float8_e4m3: of all kernels only fp8_sm90 (Hopper) does";
-    return say(text, size, "does not take this dtype");
+    const int first = lowest(dtypes);
+    const uint32_t rest = dtypes & ~(uint32_t(1) << first);
+    return say(text, size, "takes %s%s%s only", dtype_name(first), rest ? " and " : "", rest ? dtype_name(lowest(rest)) : "");
 }
 
 const char* other_head_dims(const HeadDims& dims, const AttentionParams& p, char* text, size_t size) {
@@ -30,12 +35,6 @@ const char* needs_feature(uint32_t feature) {
         case kFastAccum: return "fast_accum=0: the tensor cores keep 14 bits of its sums, which the call must allow";
     }
     return "the call lacks what it is for";
-}
-
-int lowest(uint32_t bits) {
-    int i = 0;
-    while (!(bits >> i & 1)) ++i;
-    return i;
 }
 
 int bytes_of(DType dtype) { return int(dtype_size(int32_t(dtype))); }

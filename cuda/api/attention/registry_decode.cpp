@@ -81,6 +81,10 @@ const char* ring_refuses(const AttentionParams& p, const DeviceInfo& device, cha
         return say(text, size, "headdim=%d, headdim_v=%d: above 64 with an 8-bit cache", p.headdim, p.headdim_v);
     return no_tensor_map_of_keys(p, has_8bit_cache(p) ? 1 : 2, text, size);
 }
+bool mla_fits(const AttentionParams& p, const DeviceInfo& device) {
+    const int64_t rows = int64_t(p.seqlen_q) * p.group * p.batch * p.nheads_k;
+    return rows <= kMostBlocks / 64 && decode_mla_sm90_blocks(p, device) <= kMostBlocks && !rows_overflow(p.seqlen_k);
+}
 #endif
 #endif
 
@@ -150,6 +154,19 @@ constexpr Kernel kKernels[] = {
      .yields = FA_SM80(others_are_faster),
      .workspace = FA_SM80(workspace<DecodeKernel::kLanes>),
      .launch = FA_SM80(run<DecodeKernel::kLanes>)},
+    {.name = "decode_mla_sm90",
+     .summary = "Hopper: a cache of headdim 576 and 512, fastest where the values are the first columns of the keys; float16, bfloat16",
+     .device = FA_CUDA,
+     .limits = {.dtypes = k16Bits,
+                .gpus = kHopper,
+                .head_dims = {1, 576, 576, 512, 512},
+                .takes = kHints | kKeySums | kCache | kPages | kLeftEdge,
+                .needs = kCache,
+                .page_step = 8,
+                .memory = Memory::kTensorMaps},
+     .fits = FA_SM90(mla_fits),
+     .workspace = FA_SM90(decode_mla_sm90_workspace),
+     .launch = FA_SM90(decode_mla_sm90)},
 };
 
 }  // namespace

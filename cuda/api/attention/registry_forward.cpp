@@ -91,10 +91,6 @@ const char* wide_yields(const AttentionParams& p, const DeviceInfo&, char* text,
 const char* split_yields(const AttentionParams& p, const DeviceInfo& device, char*, size_t) {
     return forward_wgmma_split_sm90_wins(p, device) ? nullptr : "other kernels are faster where rows fill the GPU, or are few";
 }
-bool mla_fits(const AttentionParams& p, const DeviceInfo& device) {
-    const int64_t rows = int64_t(p.seqlen_q) * p.group * p.batch * p.nheads_k;
-    return rows <= kMostBlocks / 64 && decode_mla_sm90_blocks(p, device) <= kMostBlocks && !rows_overflow(p.seqlen_k);
-}
 AttentionParams with_fast_accum(AttentionParams p, bool fast_accum) {
     p.fast_accum = fast_accum;
     return p;
@@ -126,19 +122,6 @@ constexpr uint32_t kResults = kMaxScore | kKeySums;  // beside out and lse
 
 // Best first within a device; those of registry_decode.cpp come before these.
 constexpr Kernel kKernels[] = {
-    {.name = "decode_mla_sm90",
-     .summary = "Hopper: a cache of headdim 576 and 512, fastest where the values are the first columns of the keys; float16, bfloat16",
-     .device = FA_CUDA,
-     .limits = {.dtypes = k16Bits,
-                .gpus = kHopper,
-                .head_dims = {1, 576, 576, 512, 512},
-                .takes = kHints | kKeySums | kCache | kPages | kLeftEdge,
-                .needs = kCache,
-                .page_step = 8,
-                .memory = Memory::kTensorMaps},
-     .fits = FA_SM90(mla_fits),
-     .workspace = FA_SM90(decode_mla_sm90_workspace),
-     .launch = FA_SM90(decode_mla_sm90)},
     {.name = "wgmma_split_sm90",
      .summary = "Hopper: as wgmma_sm90 where rows do not fill the GPU: keys in pieces, the heads of a key head packed; plain, causal",
      .device = FA_CUDA,

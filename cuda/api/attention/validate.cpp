@@ -14,7 +14,7 @@ namespace fa {
 namespace {
 
 constexpr int32_t kMaxHeadDim = 512;
-constexpr int kMostRead = 16;  // the most arrays that a call reads
+constexpr int kMostRead = 20;  // the most arrays that a call reads
 
 fa_status check_descale(const char* name, const fa_descale& d, bool fp8, bool need) {
     if (!fp8 && d.data) return fail(FA_BAD_ARGUMENT, "%s.data is set, but only dtype=float8_e4m3 has factors", name);
@@ -79,29 +79,62 @@ fa_status check_ascending(const fa_attention_args& a) {
     return FA_OK;
 }
 
-// Adds the arrays that a forward pass reads beside q, k and v.
-void add_options(const fa_attention_args& a, Regions<kMostRead>* read) {
+// The shapes of a call's arrays in memory: a varlen call has one batch entry for all sequences. k and v of a cache have other entries.
+struct Shapes {
+    int64_t batch, rows_q, rows_k, entries, entry_rows;
+    int32_t headdim_v;
+    size_t element, key_element, out_element;  // bytes
+};
+Shapes shapes_of(const fa_attention_args& a, const CacheView* cache = nullptr) {
+    const bool varlen = a.cu_seqlens_q;
+    const int64_t batch = varlen ? 1 : a.batch, rows_k = varlen ? a.total_k : a.seqlen_k;
+    const size_t element = dtype_size(a.dtype), out_element = dtype_size(a.dtype == FA_FLOAT8_E4M3 ? FA_BFLOAT16 : a.dtype);
+    Shapes s{batch,      varlen ? a.total_q : a.seqlen_q, rows_k, batch, rows_k, a.headdim_v ? a.headdim_v : a.headdim, element, element,
+             out_element};
+    if (cache && cache->entries) s.entries = cache->entries, s.key_element = dtype_size(int32_t(cache->dtype));
+    if (cache && cache->page_size) s.entry_rows = cache->page_size;
+    return s;
+}
+
+// What a forward pass writes. A query sets only whether statistics are wanted, not their addresses.
+Regions<4> outputs_of(const fa_attention_args& a, const Shapes& s, bool statistics = true) {
+    Regions<4> written;
+    written.add(region("out", a.out, s.batch, s.rows_q, a.nheads, s.headdim_v, s.out_element));
+    if (!statistics) return written;
+    written.add(region("lse", a.lse, s.batch * a.nheads * s.rows_q, 4));
+    written.add(region("max_score", a.max_score, int64_t(a.batch) * a.nheads, 4));
+    written.add(region("key_sums", a.key_sums, s.batch * a.nheads * s.rows_k, 4));
+    return written;
+}
+
+// What a forward pass reads.
+Regions<kMostRead> inputs_of(const fa_attention_args& a, const Shapes& s) {
+    Regions<kMostRead> read;
+    read.add(region("q", a.q, s.batch, s.rows_q, a.nheads, a.headdim, s.element));
+    read.add(region("k", a.k, s.entries, s.entry_rows, a.nheads_k, a.headdim, s.key_element));
+    read.add(region("v", a.v, s.entries, s.entry_rows, a.nheads_k, s.headdim_v, s.key_element));
     const auto factors = [&](const char* name, const fa_descale& d, int64_t heads) {
-        read->add(Region{name,
-                         d.data,
-                         {{"batch", "batch", a.batch, d.batch_stride}, {"row", "rows", 1, 0}, {"head", "nheads", heads, d.head_stride}},
-                         1,
-                         4});
+        read.add(Region{name,
+                        d.data,
+                        {{"batch", "batch", a.batch, d.batch_stride}, {"row", "rows", 1, 0}, {"head", "nheads", heads, d.head_stride}},
+                        1,
+                        4});
     };
-    read->add(region("bias", a.bias, a.batch, a.seqlen_q, a.nheads, a.seqlen_k, dtype_size(a.bias_dtype ? a.bias_dtype : a.dtype)));
-    read->add(region("mask", a.mask, a.batch, a.seqlen_q, a.nheads, a.seqlen_k, 1));
-    read->add(Region{"alibi_slopes",
-                     a.alibi_slopes,
-                     {{"batch", "batch", a.batch, a.alibi_batch_stride}, {"row", "rows", 1, 0}, {"head", "nheads", 1, 0}},
-                     a.nheads,
-                     4});
-    read->add(region("sinks", a.sinks, a.nheads, 4));
-    read->add(region("cu_seqlens_q", a.cu_seqlens_q, int64_t(a.batch) + 1, 4));
-    read->add(region("cu_seqlens_k", a.cu_seqlens_k, int64_t(a.batch) + 1, 4));
-    read->add(region("parts", a.parts, a.batch, sizeof(fa_part)));
+    read.add(region("bias", a.bias, a.batch, a.seqlen_q, a.nheads, a.seqlen_k, dtype_size(a.bias_dtype ? a.bias_dtype : a.dtype)));
+    read.add(region("mask", a.mask, a.batch, a.seqlen_q, a.nheads, a.seqlen_k, 1));
+    read.add(Region{"alibi_slopes",
+                    a.alibi_slopes,
+                    {{"batch", "batch", a.batch, a.alibi_batch_stride}, {"row", "rows", 1, 0}, {"head", "nheads", 1, 0}},
+                    a.nheads,
+                    4});
+    read.add(region("sinks", a.sinks, a.nheads, 4));
+    read.add(region("cu_seqlens_q", a.cu_seqlens_q, int64_t(a.batch) + 1, 4));
+    read.add(region("cu_seqlens_k", a.cu_seqlens_k, int64_t(a.batch) + 1, 4));
+    read.add(region("parts", a.parts, a.batch, sizeof(fa_part)));
     factors("q_descale", a.q_descale, a.nheads);
     factors("k_descale", a.k_descale, a.nheads_k);
     factors("v_descale", a.v_descale, a.nheads_k);
+    return read;
 }
 
 DescaleView view(const fa_descale& d) { return {d.data, d.batch_stride, d.head_stride}; }
@@ -111,7 +144,7 @@ ScoreView view(const fa_score_tensor& t) { return {t.data, t.batch_stride, t.hea
 
 fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attention_args* full, AttentionParams* params, const Keys* keys,
                    bool writes_out) {
-    FA_RETURN_IF_ERROR(copy_args(args, "fa_attention_args", offsetof(fa_attention_args, q_descale), full));
+    FA_RETURN_IF_ERROR(copy_args(args, "fa_attention_args", sizeof(fa_attention_args), full));
     const fa_attention_args& a = *full;
     const bool need = pointers == Pointers::kRequired;
 
@@ -187,26 +220,12 @@ fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attentio
     FA_RETURN_IF_ERROR(check_pointer("key_sums", a.key_sums, 4, false));
     if (parts && a.key_sums && writes_out)
         return fail(FA_BAD_ARGUMENT, "key_sums=%p with parts=%p, which may share keys", static_cast<void*>(a.key_sums), parts);
-    const int64_t batch = varlen ? 1 : a.batch;
-    const Region out = region("out", a.out, batch, rows_q, a.nheads, headdim_v, dtype_size(out_dtype));
     FA_RETURN_IF_ERROR(check_options(a));
     if (writes_out) {  // the backward pass reads out, which may then have strides of 0
-        FA_RETURN_IF_ERROR(check_output(out));
-        Regions<4> written;
-        Regions<kMostRead> read;
-        written.add(out);
-        if (need) {  // a query sets only whether statistics are wanted, not their addresses
-            written.add(region("lse", a.lse, batch * a.nheads * rows_q, 4));
-            written.add(region("max_score", a.max_score, int64_t(a.batch) * a.nheads, 4));
-            written.add(region("key_sums", a.key_sums, batch * a.nheads * rows_k, 4));
-        }
-        read.add(region("q", a.q, batch, rows_q, a.nheads, a.headdim, element));
-        if (!keys) {  // a cache has entries or pages instead, which validate_kvcache.cpp checks
-            read.add(region("k", a.k, batch, rows_k, a.nheads_k, a.headdim, element));
-            read.add(region("v", a.v, batch, rows_k, a.nheads_k, headdim_v, element));
-        }
-        add_options(a, &read);
-        FA_RETURN_IF_ERROR(check_apart(written, read));
+        Shapes shapes = shapes_of(a);
+        if (keys) shapes.entries = 0;  // validate_kvcache.cpp checks a cache
+        FA_RETURN_IF_ERROR(check_output(region("out", a.out, shapes.batch, rows_q, a.nheads, headdim_v, shapes.out_element)));
+        FA_RETURN_IF_ERROR(check_apart(outputs_of(a, shapes, need), inputs_of(a, shapes)));
     }
     const int32_t bias_dtype = a.bias_dtype ? a.bias_dtype : a.dtype;
 
@@ -256,56 +275,56 @@ Region region_of(const char* name, const View& v, int64_t batch, int64_t rows, i
             columns,
             int64_t(element)};
 }
+
+// What a backward pass writes.
+Regions<5> gradients_of(const fa_attention_args& a, const BackwardParams& p, const Shapes& s) {
+    Regions<5> written;
+    written.add(region_of("dq", p.dq, s.batch, s.rows_q, a.nheads, a.headdim, s.element));
+    written.add(region_of("dk", p.dk, s.batch, s.rows_k, a.nheads_k, a.headdim, s.element));
+    written.add(region_of("dv", p.dv, s.batch, s.rows_k, a.nheads_k, s.headdim_v, s.element));
+    written.add(region_of("dbias", p.dbias, a.batch, a.seqlen_q, a.nheads, a.seqlen_k, 4));  // strides of 0 sum over an axis
+    written.add(region("dsinks", p.dsinks, a.nheads, 4));
+    return written;
+}
+// What it reads.
+Regions<kMostRead> inputs_of(const fa_attention_args& a, const BackwardParams& p, const Shapes& s) {
+    Regions<kMostRead> read = inputs_of(a, s);
+    read.add(region("out", a.out, s.batch, s.rows_q, a.nheads, s.headdim_v, s.element));
+    read.add(region("lse", a.lse, s.batch * a.nheads * s.rows_q, 4));
+    read.add(region_of("dout", p.dout, s.batch, s.rows_q, a.nheads, s.headdim_v, s.element));
+    read.add(region("dlse", p.dlse, s.batch * a.nheads * s.rows_q, 4));
+    return read;
+}
+
+template <int kMost>
+fa_status check_apart_from(const void* workspace, size_t bytes, const Regions<kMost>& arrays) {
+    for (const Region& array : arrays) FA_RETURN_IF_ERROR(check_apart(region("workspace", workspace, int64_t(bytes), 1), array));
+    return FA_OK;
+}
 }  // namespace
 
 fa_status check_workspace_apart(const fa_attention_args& a, const AttentionParams& p, size_t bytes) {
-    const Region workspace = region("workspace", a.workspace, int64_t(bytes), 1);
-    const int64_t batch = p.cu_seqlens_q ? 1 : p.batch;
-    const int64_t rows_q = p.cu_seqlens_q ? p.total_q : p.seqlen_q, rows_k = p.cu_seqlens_q ? p.total_k : p.seqlen_k;
-    const CacheView& cache = p.cache;
-    const int64_t entries = cache.entries ? cache.entries : batch, entry_rows = cache.page_size ? cache.page_size : rows_k;
-    const size_t of_q = dtype_size(a.dtype), of_k = cache.entries ? dtype_size(int32_t(cache.dtype)) : of_q;
-    Regions<kMostRead + 8> arrays;
-    arrays.add(region("q", a.q, batch, rows_q, p.nheads, p.headdim, of_q));
-    arrays.add(region("k", a.k, entries, entry_rows, p.nheads_k, p.headdim, of_k));
-    arrays.add(region("v", a.v, entries, entry_rows, p.nheads_k, p.headdim_v, of_k));
-    arrays.add(region("out", a.out, batch, rows_q, p.nheads, p.headdim_v, dtype_size(int32_t(p.out_dtype))));
-    arrays.add(region("lse", a.lse, batch * p.nheads * rows_q, 4));
-    arrays.add(region("max_score", a.max_score, int64_t(p.batch) * p.nheads, 4));
-    arrays.add(region("key_sums", a.key_sums, batch * p.nheads * rows_k, 4));
-    arrays.add(region("cache_seqlens", cache.seqlens, p.batch, 4));
-    Regions<kMostRead> options;
-    add_options(a, &options);
-    for (const Region& array : arrays) FA_RETURN_IF_ERROR(check_apart(workspace, array));
-    for (const Region& array : options) FA_RETURN_IF_ERROR(check_apart(workspace, array));
-    return FA_OK;
+    const Shapes shapes = shapes_of(a, &p.cache);
+    FA_RETURN_IF_ERROR(check_apart_from(a.workspace, bytes, inputs_of(a, shapes)));
+    FA_RETURN_IF_ERROR(check_apart_from(a.workspace, bytes, outputs_of(a, shapes)));
+    Regions<1> lengths;
+    lengths.add(region("cache_seqlens", p.cache.seqlens, p.batch, 4));
+    return check_apart_from(a.workspace, bytes, lengths);
 }
 
 fa_status check_workspace_apart(const fa_attention_args& a, const AppendParams& p, size_t bytes) {
-    const Region workspace = region("workspace", a.workspace, int64_t(bytes), 1);
     const AttentionParams& f = p.attention;
-    for (const Region& added : {region_of("k_new", p.k_new, f.batch, p.seqlen_new, f.nheads_k, f.headdim, dtype_size(a.dtype)),
-                                region_of("v_new", p.v_new, f.batch, p.seqlen_new, f.nheads_k, f.headdim_v, dtype_size(a.dtype))})
-        if (added.data && !added.empty()) FA_RETURN_IF_ERROR(check_apart(workspace, added));
+    Regions<2> added;
+    added.add(region_of("k_new", p.k_new, f.batch, p.seqlen_new, f.nheads_k, f.headdim, dtype_size(a.dtype)));
+    added.add(region_of("v_new", p.v_new, f.batch, p.seqlen_new, f.nheads_k, f.headdim_v, dtype_size(a.dtype)));
+    FA_RETURN_IF_ERROR(check_apart_from(a.workspace, bytes, added));
     return check_workspace_apart(a, f, bytes);
 }
 
 fa_status check_workspace_apart(const fa_attention_args& a, const BackwardParams& p, size_t bytes) {
-    const Region workspace = region("workspace", a.workspace, int64_t(bytes), 1);
-    const AttentionParams& f = p.forward;
-    const bool varlen = f.cu_seqlens_q;
-    const int64_t batch = varlen ? 1 : f.batch, rows_q = varlen ? f.total_q : f.seqlen_q, rows_k = varlen ? f.total_k : f.seqlen_k;
-    const size_t element = dtype_size(a.dtype);
-    Regions<7> arrays;
-    arrays.add(region_of("dout", p.dout, batch, rows_q, f.nheads, f.headdim_v, element));
-    arrays.add(region_of("dq", p.dq, batch, rows_q, f.nheads, f.headdim, element));
-    arrays.add(region_of("dk", p.dk, batch, rows_k, f.nheads_k, f.headdim, element));
-    arrays.add(region_of("dv", p.dv, batch, rows_k, f.nheads_k, f.headdim_v, element));
-    arrays.add(region_of("dbias", p.dbias, f.batch, f.seqlen_q, f.nheads, f.seqlen_k, 4));
-    arrays.add(region("dsinks", p.dsinks, f.nheads, 4));
-    arrays.add(region("dlse", p.dlse, batch * f.nheads * rows_q, 4));
-    for (const Region& array : arrays) FA_RETURN_IF_ERROR(check_apart(workspace, array));
-    return check_workspace_apart(a, f, bytes);
+    const Shapes shapes = shapes_of(a);
+    FA_RETURN_IF_ERROR(check_apart_from(a.workspace, bytes, gradients_of(a, p, shapes)));
+    return check_apart_from(a.workspace, bytes, inputs_of(a, p, shapes));
 }
 
 namespace {
@@ -318,7 +337,7 @@ fa_status check_gradient_axis(const char* axis, int64_t extent, int64_t bias, in
 
 fa_status validate(const fa_attention_backward_args* args, Pointers pointers, fa_attention_args* forward, BackwardParams* params) {
     fa_attention_backward_args a;
-    FA_RETURN_IF_ERROR(copy_args(args, "fa_attention_backward_args", offsetof(fa_attention_backward_args, dlse), &a));
+    FA_RETURN_IF_ERROR(copy_args(args, "fa_attention_backward_args", sizeof(fa_attention_backward_args), &a));
     BackwardParams& p = *params;
     FA_RETURN_IF_ERROR(validate(a.forward, pointers, forward, &p.forward, nullptr, false));
     const fa_attention_args& f = *forward;
@@ -334,8 +353,6 @@ fa_status validate(const fa_attention_backward_args* args, Pointers pointers, fa
     FA_RETURN_IF_ERROR(check_pointer("dq", a.dq.data, element, has_q));
     FA_RETURN_IF_ERROR(check_pointer("dk", a.dk.data, element, has_k));
     FA_RETURN_IF_ERROR(check_pointer("dv", a.dv.data, element, has_k));
-    const int64_t batch = varlen ? 1 : f.batch;
-    const int32_t headdim_v = p.forward.headdim_v;
     FA_RETURN_IF_ERROR(check_pointer("dbias", a.dbias.data, 4, false));
     if (a.dbias.data) {
         if (!f.bias.data) return fail(FA_BAD_ARGUMENT, "dbias.data=%p is set, but bias.data is NULL", static_cast<void*>(a.dbias.data));
@@ -346,30 +363,17 @@ fa_status validate(const fa_attention_backward_args* args, Pointers pointers, fa
     FA_RETURN_IF_ERROR(check_pointer("dsinks", a.dsinks, 4, false));
     if (a.dsinks && !f.sinks) return fail(FA_BAD_ARGUMENT, "dsinks=%p is set, but sinks is NULL", static_cast<void*>(a.dsinks));
     FA_RETURN_IF_ERROR(check_pointer("dlse", a.dlse, 4, false));
-    Regions<5> written;
-    Regions<kMostRead> read;
-    for (const Region& gradient : {region("dq", a.dq, batch, rows_q, f.nheads, f.headdim, element),
-                                   region("dk", a.dk, batch, rows_k, f.nheads_k, f.headdim, element),
-                                   region("dv", a.dv, batch, rows_k, f.nheads_k, headdim_v, element)}) {
-        FA_RETURN_IF_ERROR(check_output(gradient));  // also for a query without addresses
-        written.add(gradient);
-    }
-    written.add(region("dbias", a.dbias, f.batch, f.seqlen_q, f.nheads, f.seqlen_k, 4));  // strides of 0 sum over an axis
-    written.add(region("dsinks", a.dsinks, f.nheads, 4));
-    read.add(region("q", f.q, batch, rows_q, f.nheads, f.headdim, element));
-    read.add(region("k", f.k, batch, rows_k, f.nheads_k, f.headdim, element));
-    read.add(region("v", f.v, batch, rows_k, f.nheads_k, headdim_v, element));
-    read.add(region("out", f.out, batch, rows_q, f.nheads, headdim_v, element));
-    read.add(region("dout", a.dout, batch, rows_q, f.nheads, headdim_v, element));
-    read.add(region("lse", f.lse, batch * f.nheads * rows_q, 4));
-    read.add(region("dlse", a.dlse, batch * f.nheads * rows_q, 4));
-    add_options(f, &read);
-    FA_RETURN_IF_ERROR(check_apart(written, read));
-    FA_RETURN_IF_ERROR(check_bool("accumulate", a.accumulate));
-    if (a.reserved) return fail(FA_BAD_ARGUMENT, "reserved=%d must be 0", a.reserved);
     p.dout = view(a.dout), p.dq = view(a.dq), p.dk = view(a.dk), p.dv = view(a.dv);
     p.dbias = {a.dbias.data, a.dbias.batch_stride, a.dbias.head_stride, a.dbias.row_stride};
     p.dsinks = a.dsinks, p.dlse = a.dlse;
+    const Shapes shapes = shapes_of(f);
+    for (const Region& gradient : {region("dq", a.dq, shapes.batch, rows_q, f.nheads, f.headdim, element),
+                                   region("dk", a.dk, shapes.batch, rows_k, f.nheads_k, f.headdim, element),
+                                   region("dv", a.dv, shapes.batch, rows_k, f.nheads_k, shapes.headdim_v, element)})
+        FA_RETURN_IF_ERROR(check_output(gradient));  // also for a query without addresses
+    FA_RETURN_IF_ERROR(check_apart(gradients_of(f, p, shapes), inputs_of(f, p, shapes)));
+    FA_RETURN_IF_ERROR(check_bool("accumulate", a.accumulate));
+    if (a.reserved) return fail(FA_BAD_ARGUMENT, "reserved=%d must be 0", a.reserved);
     p.accumulate = a.accumulate, p.deterministic = f.deterministic;
     return FA_OK;
 }

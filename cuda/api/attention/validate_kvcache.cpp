@@ -220,7 +220,7 @@ fa_status check_tree(const fa_kvcache_args& a, const fa_attention_args& f, bool 
 
 fa_status validate(const fa_kvcache_args* args, Pointers pointers, fa_attention_args* forward, AppendParams* params) {
     fa_kvcache_args a;
-    FA_RETURN_IF_ERROR(copy_args(args, "fa_kvcache_args", offsetof(fa_kvcache_args, programmatic), &a));
+    FA_RETURN_IF_ERROR(copy_args(args, "fa_kvcache_args", sizeof(fa_kvcache_args), &a));
     AppendParams& append = *params;
     append = {};
     AttentionParams& p = append.attention;

@@ -44,8 +44,6 @@ inline fa_status check_options(const fa_attention_args& a) {
     if (!(a.dropout_p >= 0 && a.dropout_p < 1)) return fail(FA_BAD_ARGUMENT, "dropout_p=%g is outside 0 <= p < 1", a.dropout_p);
     if (a.num_threads < 0 || a.num_threads > 4096) return fail(FA_BAD_ARGUMENT, "num_threads=%d is outside 0 .. 4096", a.num_threads);
     FA_RETURN_IF_ERROR(check_range("first_head", a.first_head, 0, INT32_MAX - a.nheads));
-    if (a.reserved0 || a.reserved1 || a.reserved2)
-        return fail(FA_BAD_ARGUMENT, "reserved0=%d, reserved1=%d, reserved2=%d must be 0", a.reserved0, a.reserved1, a.reserved2);
     return FA_OK;
 }
 

@@ -15,16 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from flash_attn_minimal._commands.report import table as markdown_table
 from flash_attn_minimal.llama.cache import KVCache
 from flash_attn_minimal.llama.checkpoint import STACKED, Checkpoint
-from flash_attn_minimal.llama.engine import Engine
 from flash_attn_minimal.llama.host import Host
 from flash_attn_minimal.llama.model import Llama, Rows, blocks, load_layer
-from flash_attn_minimal.llama.synthetic import SHAPES, RandomTensors
 from flash_attn_minimal.llama.w4 import FORMATS, quantize
 from flash_attn_minimal.transformer.quantized import PackedW4
 
+from ..models.held import HeldEngine
+from ..models.synthetic import SHAPES, RandomTensors
+from ..report import table as markdown_table
 from .figure import MINE, figure_of, set_title
 from .llama import TOLERANCE, DeviceTensors, fill, logit_error, times
 from .machine import library_has_cuda, load_average, open_machine
@@ -44,10 +44,10 @@ BLOCK_ERROR = 2e-2  # relative to what the blocks add to x; x, q, k, v and the 1
 def _device(kind: str, dtype: str) -> Any:
     """A device with 16-bit matrices, also on the host."""
     if kind == "cpu":
-        return Host("flash", "float32", dtype)
+        return Host("float32", dtype)
     from flash_attn_minimal.llama.cuda import Cuda
 
-    return Cuda("flash", dtype)
+    return Cuda(dtype)
 
 
 def _random(name: str, config, device, seed: int) -> Checkpoint:
@@ -176,7 +176,7 @@ def _steps(machine, name: str, dtype: str, batches, seed: int, protocol: Protoco
     for batch in batches:
         launches, rows, engines = {}, {}, {}
         for weights, model in models.items():
-            engine = engines[weights] = Engine(model, batch, position + 8)
+            engine = engines[weights] = HeldEngine(model, batch, position + 8)
             fill(engine, seed)
             launches[weights] = engine.hold(batch, position)
             row = {"suite": "block", "system": "ours", "pass": "model", "model": name, "dtype": weights, "batch": batch}

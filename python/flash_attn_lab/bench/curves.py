@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
-from flash_attn_minimal._commands.report import table as markdown_table
-
+from ..report import table as markdown_table
 from .figure import MASKS, MINE, figure_of, legend, looks_of, plain_log, set_title
 from .rows import device_name, label, number, order_of, series, unit
 from .systems import LABELS, MODES, PACKAGES

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from flash_attn_minimal import flash_attn_with_kvcache, kvcache_query
-from flash_attn_minimal._commands.report import table as markdown_table
 
+from ..report import table as markdown_table
 from .check import largest
 from .figure import figure_of, set_title
 from .machine import DTYPES, SHORT, BenchError, load_average, open_machine

@@ -24,9 +24,9 @@ from typing import Any
 
 from flash_attn_minimal import flash_attn_func
 from flash_attn_minimal._commands.report import plural
-from flash_attn_minimal._commands.report import table as markdown_table
 from flash_attn_minimal.errors import BadArgument, Unsupported
 
+from ..report import table as markdown_table
 from .attention import PEER_FACTOR
 from .check import Exact
 from .figure import LINES, MASKS, figure_of, plain_log, set_title

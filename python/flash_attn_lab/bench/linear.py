@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from flash_attn_minimal._commands.report import plural
-from flash_attn_minimal._commands.report import table as markdown_table
 from flash_attn_minimal.transformer import ops
 from flash_attn_minimal.transformer._library import W4_FORMATS
 from flash_attn_minimal.transformer.quantized import W4Weight
 
+from ..report import table as markdown_table
 from .figure import MINE, figure_of, legend, set_title
 from .machine import BenchError, load_average, open_machine
 from .rows import label, number

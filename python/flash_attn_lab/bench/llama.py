@@ -15,15 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from flash_attn_minimal._commands.report import table as markdown_table
-from flash_attn_minimal.llama.attend import ATTENTIONS
 from flash_attn_minimal.llama.checkpoint import Checkpoint
-from flash_attn_minimal.llama.engine import Engine
-from flash_attn_minimal.llama.host import Host
 from flash_attn_minimal.llama.model import Llama
-from flash_attn_minimal.llama.synthetic import SHAPES, RandomTensors
 from flash_attn_minimal.llama.w4 import FORMATS, quantize
 
+from ..models.held import HeldEngine
+from ..models.standard import ATTENTIONS, Cuda, Host
+from ..models.synthetic import SHAPES, RandomTensors
+from ..report import table as markdown_table
 from .figure import LINES, figure_of, legend, set_title
 from .machine import SHORT, BenchError, library_has_cuda, load_average, open_machine
 from .rows import number
@@ -76,7 +75,7 @@ def _model(name: str, device, seed: int, weights: str) -> Llama:
         return Llama(quantize(checkpoint, weights, device=device) if weights in FORMATS else checkpoint, device)
 
 
-def fill(engine: Engine, seed: int) -> None:
+def fill(engine: HeldEngine, seed: int) -> None:
     """Fills the cache with keys and values of unit variance, as a model's have."""
     device = engine.device
     with device.scope():
@@ -140,14 +139,12 @@ def _device(kind: str, dtype: str) -> Any:
     four = matrices in FORMATS
     if kind == "cpu":
         return Host("flash", cache or "float32", "bfloat16") if four else Host("flash", cache or matrices)
-    from flash_attn_minimal.llama.cuda import Cuda
-
     return Cuda("flash", cache if four else matrices, cache or None)
 
 
 def _one(model, name, dtype, batch, positions, bandwidth, seed, protocol, outcome) -> list[str]:
     """Times all positions of one batch size; returns the lines to print."""
-    engine = Engine(model, batch, context=min(model.config.seq_len, max(positions) + 8))
+    engine = HeldEngine(model, batch, context=min(model.config.seq_len, max(positions) + 8))
     fill(engine, seed)
     lines = []
     for position in positions:
@@ -186,7 +183,7 @@ def _one(model, name, dtype, batch, positions, bandwidth, seed, protocol, outcom
     return lines
 
 
-def _step(engine: Engine, batch: int, position: int, attention: str) -> Callable[[], Any]:
+def _step(engine: HeldEngine, batch: int, position: int, attention: str) -> Callable[[], Any]:
     device = engine.device
     device.attention = attention
     step = engine.hold(batch, position)

@@ -328,6 +328,22 @@ class Cupy:
 FRAMEWORKS = {"numpy": [Numpy], "torch": [TorchCuda, TorchCpu], "cupy": [Cupy]}
 
 
+def gpus(asked: str | None) -> list[str]:
+    """The value of CUDA_VISIBLE_DEVICES for each worker."""
+    count = load().fa_cuda_device_count()
+    visible = [word for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word]
+    names = visible or [str(i) for i in range(count)]
+    if asked is None:
+        return names[:count]
+    chosen = asked.split(",")
+    for word in chosen:
+        if not word.isdigit() or int(word) >= count:
+            raise BenchError(
+                f"--devices {asked}: {word!r} is not a number below {count}, which is how many GPUs there are"
+            )
+    return [names[int(word)] for word in chosen]
+
+
 def open_machine(device: str | None, framework: str | None, suite: str = ""):
     """A machine on `device` (None: a GPU if there is one) with arrays of `framework`. None chooses PyTorch, which has
     peers to time, or without it CuPy on a GPU and NumPy on the CPU. `suite` names what asked, if no option did."""

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from flash_attn_minimal import flash_attn_func, query
-from flash_attn_minimal._commands.report import table as markdown_table
 
+from ..report import table as markdown_table
 from .check import largest
 from .figure import MINE, figure_of, set_title
 from .machine import BenchError, load_average, open_machine

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from flash_attn_minimal import flash_attn_func, flash_attn_with_kvcache, kvcache_query, query
-from flash_attn_minimal._commands.report import table as markdown_table
 
+from ..report import table as markdown_table
 from .check import FACTOR, FLOOR, attend, largest
 from .machine import DTYPES, SHORT, load_average, open_machine
 from .rows import number, unit

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from flash_attn_minimal._commands.report import table as markdown_table
-
-from .calls import Arrays, BadCall, Call, Judge, ours
+from ..report import table as markdown_table
+from .calls.call import BadCall, Call
+from .calls.judge import Judge
+from .calls.make import Arrays, ours
 from .figure import LINES, figure_of, legend, set_title
 from .machine import SHORT, BenchError, load_average, open_machine
 from .rows import unit

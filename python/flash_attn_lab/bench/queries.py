@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from flash_attn_minimal._commands.report import table as markdown_table
-
+from ..report import table as markdown_table
 from .decode import Caches, Point, base_row, check, leave_out, one_kernel, others, ours, peers_on
 from .figure import LINES, figure_of, plain_log, set_title
 from .machine import load_average, open_machine

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from flash_attn_minimal import __version__
-from flash_attn_minimal._commands.report import STYLE, commit, cores, cpu_model, plural
+from flash_attn_minimal._commands.report import cores, cpu_model, plural
 from flash_attn_minimal._core.files import parse_json, quoted, read_bytes
 from flash_attn_minimal._core.library import load
 from flash_attn_minimal.errors import BadArgument
 
+from ..report import STYLE, commit
 from . import figure
 from .machine import BenchError, Meter
 from .rows import ROOFS, device_name, dtypes, label, number, series, timed, unit

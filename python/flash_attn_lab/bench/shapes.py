@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flash_attn_minimal._commands.report import table as markdown_table
-
+from ..report import table as markdown_table
 from .attention import compared
 from .figure import MASKS, figure_of, legend, looks_of, set_title
 from .machine import SHORT, load_average, open_machine

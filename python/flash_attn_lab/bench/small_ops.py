@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from flash_attn_minimal._commands.report import plural
-from flash_attn_minimal._commands.report import table as markdown_table
 from flash_attn_minimal.transformer import ops
-from flash_attn_minimal.transformer import reference_ops as reference
 
+from .. import reference_ops as reference
+from ..report import table as markdown_table
 from .machine import SHORT, load_average, open_machine
 from .suite import Outcome, Suite, measuring, register, rounded
 from .timing import Protocol, interleave

@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flash_attn_minimal._commands.command import interruptible
-from flash_attn_minimal._commands.progress import Progress
-
+from ..command import interruptible
+from ..progress import Progress
 from .machine import Meter, first_line
 
 

@@ -20,17 +20,17 @@ from statistics import geometric_mean as geometric
 from statistics import median
 from typing import Any
 
-from flash_attn_minimal._commands.command import interruptible, wait_for
-from flash_attn_minimal._commands.progress import Progress
 from flash_attn_minimal._commands.report import cores, plural
-from flash_attn_minimal._commands.report import table as markdown_table
 from flash_attn_minimal._core.files import parse_json, read_bytes
-from flash_attn_minimal._core.library import load
 
-from .calls import FEW, OPTIONS, BadCall, Call, drawn
+from ..children import python_path
+from ..command import interruptible, wait_for
+from ..progress import Progress
+from ..report import table as markdown_table
+from .calls.call import FEW, OPTIONS, BadCall, Call, drawn
 from .child import Child, Lost
 from .figure import LINES, figure_of, plain_log, set_title
-from .machine import BenchError, library_has_cuda, load_average
+from .machine import BenchError, gpus, library_has_cuda, load_average
 from .rows import label, number, unit
 from .suite import Outcome, Suite, register
 from .timing import Protocol
@@ -52,8 +52,7 @@ class Worker(Child):
         if gpu:  # the check of an answer in NumPy is to leave cores to the other workers
             env["CUDA_VISIBLE_DEVICES"] = gpu
             env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // about["workers"])))
-        package = str(Path(__file__).resolve().parents[2])
-        env["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+        env["PYTHONPATH"] = python_path()
         super().__init__([sys.executable, "-m", f"{__package__}.sweep_worker", json.dumps(about)], env)
         if "ready" not in self.said:
             self.end()
@@ -200,22 +199,6 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
             if row["call"] in earlier:
                 row["before_us"] = earlier[row["call"]]
     return Machine(next(iter(machines.values())), len(machines)), outcome
-
-
-def gpus(asked: str | None) -> list[str]:
-    """The value of CUDA_VISIBLE_DEVICES for each worker."""
-    count = load().fa_cuda_device_count()
-    visible = [word for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word]
-    names = visible or [str(i) for i in range(count)]
-    if asked is None:
-        return names[:count]
-    chosen = asked.split(",")
-    for word in chosen:
-        if not word.isdigit() or int(word) >= count:
-            raise BenchError(
-                f"--devices {asked}: {word!r} is not a number below {count}, which is how many GPUs there are"
-            )
-    return [names[int(word)] for word in chosen]
 
 
 def _earlier(file: Path) -> dict[str, float]:

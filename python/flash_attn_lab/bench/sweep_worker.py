@@ -18,10 +18,12 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from .calls import USUAL, Arrays, Call, Judge, Made, Refused, dtypes_of, ours, peer
+from .calls.call import Call
+from .calls.judge import Judge
+from .calls.make import USUAL, Arrays, Made, dtypes_of, ours, peer
 from .machine import BenchError, Meter, first_line, open_machine
 from .suite import rounded
-from .systems import PACKAGES, installed
+from .systems import PACKAGES, Refused, installed
 from .timing import Protocol, Timing, interleave
 
 PEER_FACTOR = 5  # a peer may round more than ours; beyond this factor its answer is wrong, and it is left out

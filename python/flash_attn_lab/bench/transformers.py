@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from flash_attn_minimal._commands.report import plural
-from flash_attn_minimal._commands.report import table as markdown_table
 
+from ..report import table as markdown_table
 from .machine import BenchError, first_line, load_average, open_machine
 from .rows import label, number
 from .suite import Outcome, Suite, measuring, register, rounded

@@ -7,11 +7,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from flash_attn_minimal._commands.report import STYLE, plural, table
+from flash_attn_minimal._commands.report import plural
 
 from ..bench import figure
 from ..bench.rows import number
 from ..bench.suite import rounded
+from ..report import STYLE, table
 from .peers import LABELS
 
 ONE = ("one_ms", "one_slowest_ms", "one_min_ms", "one_max_ms", "one_each_ms", "one_calls")  # fields of one device alone

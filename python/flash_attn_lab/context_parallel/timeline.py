@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
-from flash_attn_minimal._commands.report import STYLE
-
 from ..bench import figure
+from ..report import STYLE
 
 CALLS = 3  # recorded calls; only the last one counts, because the profiler starts its work in the first
 BETWEEN = ("copies_kernel", "store_kernel", "negative_delta_kernel", "sum_kernel", "merge_parts_kernel",

@@ -20,6 +20,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..children import python_path
+
 DURATION = "gpu__time_duration.sum"
 BYTES = {
     "dram_bytes": ("dram__bytes_read.sum", "dram__bytes_write.sum"),
@@ -145,8 +147,7 @@ def profile(metrics: Iterable[str], framework: str, calls: list[dict[str, Any]])
         raise NcuError("ncu is not on PATH")
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
-        paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "LC_ALL": "C"}  # decimal points in numbers
+        environment = os.environ | {"PYTHONPATH": python_path(), "LC_ALL": "C"}  # decimal points in numbers
         words = command(metrics, {"framework": framework, "calls": calls}, log)
         try:
             done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT, env=environment)

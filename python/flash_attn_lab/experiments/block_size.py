@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 
 from flash_attn_minimal import kernels
-from flash_attn_minimal._commands.report import table as markdown_table
 
 from ..bench.check import attend
 from ..bench.figure import figure_of
@@ -16,6 +15,7 @@ from ..bench.rows import number
 from ..bench.suite import rounded, speed_text
 from ..bench.systems import Shape
 from ..bench.timing import interleave
+from ..report import table as markdown_table
 from ._counted import plain_v2
 from ._measure import kernel, measure, summary
 from ._traffic import Problem, Tile, v2

@@ -17,7 +17,6 @@ from flash_attn_minimal import (
     quantize_kvcache,
     query,
 )
-from flash_attn_minimal._commands.report import table as markdown_table
 from flash_attn_minimal.errors import FlashAttnError
 
 from ..bench.check import Exact, attend, largest, worst
@@ -27,6 +26,7 @@ from ..bench.rows import number
 from ..bench.suite import rounded
 from ..bench.systems import Shape
 from ..bench.timing import interleave
+from ..report import table as markdown_table
 from .experiment import Experiment, Rows, Run, register
 from .report import set_title
 

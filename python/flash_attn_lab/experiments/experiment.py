@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flash_attn_minimal._commands.command import Interrupt
-from flash_attn_minimal._commands.progress import Progress
-
 from ..bench.machine import Meter
 from ..bench.suite import Outcome, rounded
 from ..bench.timing import Protocol
+from ..command import Interrupt
+from ..progress import Progress
 
 Rows = list[dict[str, Any]]
 DEFAULT_FOLDER = Path("experiments")  # in the current folder; each device has one below it

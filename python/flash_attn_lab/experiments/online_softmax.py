@@ -20,16 +20,16 @@ from typing import Any
 
 import numpy as np
 
-from flash_attn_minimal._commands.report import table as markdown_table
 from flash_attn_minimal.llama.cache import KVCache
 from flash_attn_minimal.llama.engine import Engine
-from flash_attn_minimal.llama.host import Host
 from flash_attn_minimal.llama.model import Llama, Rows
 from flash_attn_minimal.llama.sampling import Sampling
 from flash_attn_minimal.llama.weights import DEFAULT_CHECKPOINT, find_tokenizer, load_checkpoint
 
 from ..bench.check import round_to
 from ..bench.figure import COLOURS, MINE, figure_of
+from ..models.standard import Host, on
+from ..report import table as markdown_table
 from .experiment import Experiment, Run, register
 from .experiment import Rows as Table
 from .report import set_title
@@ -77,7 +77,7 @@ def activations(seed: int, length: int | None = None) -> Iterator[tuple[int, np.
     model = Llama(checkpoint, device)
     length = min(length or model.config.seq_len, model.config.seq_len)
     start = find_tokenizer(checkpoint).encode("")
-    writer = Engine(model.on(Host()), 1, context=length)
+    writer = Engine(on(model, Host()), 1, context=length)
     request = writer.add(start, length - len(start) + 1, Sampling(temperature=1.0, seed=seed))
     while writer.busy:
         writer.step()

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from flash_attn_minimal._commands.report import table as markdown_table
-
 from ..bench.figure import MINE, figure_of, plain_log
 from ..bench.rows import number
 from ..bench.systems import Shape
+from ..report import table as markdown_table
 from . import _ncu
 from ._calls import call_of
 from ._measure import measure

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flash_attn_minimal._commands.report import STYLE
 from flash_attn_minimal._core.files import parse_json, quoted, read_bytes
 
 from ..bench import figure
 from ..bench.machine import BenchError
 from ..bench.report import a_result, encoded, machine_parts
 from ..bench.report import result as bench_result
+from ..report import STYLE
 from .experiment import EXPERIMENTS, results, roofs
 
 FIELDS = ("experiment", "machine", "date", "command", "rows", "left_out")

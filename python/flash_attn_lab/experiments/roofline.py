@@ -6,12 +6,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 from flash_attn_minimal import kernels
-from flash_attn_minimal._commands.report import table as markdown_table
 
 from ..bench.attention import roofs as measured_roofs
 from ..bench.figure import LINES, figure_of, plain_log
 from ..bench.rows import number
 from ..bench.systems import Shape
+from ..report import table as markdown_table
 from . import _traffic
 from ._measure import kernel, measure, summary
 from ._tiles import tile_of

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from flash_attn_minimal._commands.report import table as markdown_table
-
 from ..bench.figure import LINES, MASKS, figure_of, plain_log
 from ..bench.rows import number
 from ..bench.systems import Shape
+from ..report import table as markdown_table
 from ._measure import Candidate, kernel, measure, summary
 from ._tiles import BLOCKS_PER_SM, multiprocessors, tile_of
 from .experiment import Experiment, Rows, Run, register

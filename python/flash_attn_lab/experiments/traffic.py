@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from flash_attn_minimal._commands.report import table as markdown_table
-
 from ..bench.check import attend
 from ..bench.figure import LINES, figure_of
 from ..bench.systems import Shape
+from ..report import table as markdown_table
 from . import _counted, _ncu, _traffic
 from ._calls import call_of
 from ._tiles import BLOCKS_PER_SM, multiprocessors, tile_of

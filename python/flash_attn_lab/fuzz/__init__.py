@@ -18,7 +18,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from flash_attn_minimal._commands.command import command, interruptible
+from flash_attn_minimal._commands.command import command
+
+from ..command import interruptible
 
 
 def reproduce(spec: dict[str, Any], device: str = "cpu", framework: str | None = None):

@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from flash_attn_minimal.transformer import reference_w4
-
+from .. import reference_w4
 from .judge import Wrong, round_to
 
 GUARD = 2048  # bytes between arrays

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from flash_attn_minimal import attention, reference
+from flash_attn_minimal import attention
 from flash_attn_minimal._core.queries import kernel_tables
 from flash_attn_minimal.backward import backward_query
 
+from .. import reference
 from . import judge
 from .arrays import Array, as_dtype, normal
 from .draw import Draw

@@ -7,9 +7,9 @@ import functools
 
 import numpy as np
 
-from flash_attn_minimal import reference
 from flash_attn_minimal.backward import backward, backward_query
 
+from .. import reference
 from . import judge
 from .attention import DENSE, E4M3, VARLEN, Forward, clean, repeated, runnable
 from .judge import EPSILON, Wrong, round_to

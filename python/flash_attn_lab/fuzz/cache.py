@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from flash_attn_minimal import kvcache, kvcache_quantize, reference
+from flash_attn_minimal import kvcache, kvcache_quantize
 
+from .. import reference
 from . import judge
 from .arrays import Array, as_dtype, normal
 from .attention import INT_OPTIONS, SCORE_OPTIONS, repeated, results_of, runnable

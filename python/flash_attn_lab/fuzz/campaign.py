@@ -32,13 +32,14 @@ from flash_attn_minimal._commands.command import (
     one_of,
     real,
 )
-from flash_attn_minimal._commands.progress import Progress, Silent
 from flash_attn_minimal._commands.report import cores
 from flash_attn_minimal._core.library import load
 from flash_attn_minimal.attention import query
 from flash_attn_minimal.errors import FlashAttnError
 
 from .. import PROGRAM
+from ..children import python_path
+from ..progress import Progress, Silent
 from . import readers, report
 from .arrays import without_ml_dtypes
 from .case import functions
@@ -54,9 +55,7 @@ class Worker:
     def __init__(self, about: dict[str, Any], seconds: float):
         self.about, self.seconds = about, seconds
         self.errors = tempfile.TemporaryFile()
-        package = str(Path(__file__).resolve().parents[2])
-        paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
-        env = {"FLASH_ATTN_NUM_THREADS": "2"} | os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+        env = {"FLASH_ATTN_NUM_THREADS": "2"} | os.environ | {"PYTHONPATH": python_path()}
         for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
             env.setdefault(name, "1")
         env = {k: v for k, v in env.items() if not (k.startswith("FLASH_ATTN_") and k.endswith("KERNEL"))}

@@ -10,7 +10,7 @@ import functools
 
 import numpy as np
 
-from flash_attn_minimal import reference
+from .. import reference
 
 EPSILON = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 

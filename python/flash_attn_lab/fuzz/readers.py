@@ -27,23 +27,14 @@ from typing import Any
 
 import numpy as np
 
-from flash_attn_minimal._commands.command import Parser, any_seed, check_folder, command, integer, real, without
-from flash_attn_minimal._commands.report import commit, cpu_model, plural
+from flash_attn_minimal._commands.command import Parser, any_seed, check_folder, command, integer, real
+from flash_attn_minimal._commands.report import cpu_model, plural
 from flash_attn_minimal.errors import BadArgument
 from flash_attn_minimal.llama import w4
 from flash_attn_minimal.llama.checkpoint import Checkpoint
 from flash_attn_minimal.llama.config import Config, RopeScaling
 from flash_attn_minimal.llama.huggingface import JsonTokenizer, stop_ids
 from flash_attn_minimal.llama.llama2c import checkpoint_bytes
-from flash_attn_minimal.llama.quality import find_text
-from flash_attn_minimal.llama.synthetic import (
-    RandomTensors,
-    synthetic_vocabulary,
-    write_checkpoint,
-    write_folder,
-    write_tokenizer,
-    write_tokenizer_json,
-)
 from flash_attn_minimal.llama.tokenizer import load_tokenizer
 from flash_attn_minimal.llama.weights import find_tokenizer, load_checkpoint
 from flash_attn_minimal.transformer import quantized
@@ -51,6 +42,17 @@ from flash_attn_minimal.transformer._safetensors import ALL, read_safetensors
 
 from .. import PROGRAM
 from ..bench import report as bench_report
+from ..command import without
+from ..models.quality import find_text
+from ..models.synthetic import (
+    RandomTensors,
+    synthetic_vocabulary,
+    write_checkpoint,
+    write_folder,
+    write_tokenizer,
+    write_tokenizer_json,
+)
+from ..report import commit
 from .edits import (
     Random,
     edit_entries,

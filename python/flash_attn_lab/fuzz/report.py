@@ -11,9 +11,10 @@ from typing import Any
 
 from flash_attn_minimal import __version__
 from flash_attn_minimal._commands.info import gpus
-from flash_attn_minimal._commands.report import commit, cores, cpu_model, plural
+from flash_attn_minimal._commands.report import cores, cpu_model, plural
 from flash_attn_minimal._core.library import load
 
+from ..report import commit
 from .case import functions
 from .function import FINE, PASSED, REFUSED, REJECTED
 

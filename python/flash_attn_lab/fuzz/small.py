@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from flash_attn_minimal import attention, reference
-from flash_attn_minimal.transformer import ops, reference_ops
+from flash_attn_minimal import attention
+from flash_attn_minimal.transformer import ops
 
+from .. import reference, reference_ops
 from . import judge
 from .arrays import Array, as_dtype, normal
 from .attention import repeated, runnable

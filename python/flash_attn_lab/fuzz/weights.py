@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from flash_attn_minimal.transformer import ops, reference_w4
+from flash_attn_minimal.transformer import ops
 from flash_attn_minimal.transformer.quantized import BLOCK, W4Weight
 
+from .. import reference_w4
 from . import judge
 from .arrays import Array
 from .attention import INT_OPTIONS, runnable

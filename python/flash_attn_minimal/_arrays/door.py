@@ -39,8 +39,8 @@ class View:
 class Door:
     """The interface of all doors; one instance serves all arrays of one framework.
 
-    The attributes and methods from `plain` on serve the shortcut of _repeat.py; a door whose `plain` is None has no
-    shortcut."""
+    The attributes and methods from `plain` on serve the shortcut of _core/repeats.py; a door whose `plain` is None has
+    no shortcut."""
 
     name: str
 

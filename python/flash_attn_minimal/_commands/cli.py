@@ -12,11 +12,10 @@ _COMMANDS = {
     "info": ("flash_attn_minimal._commands.info", "version, library, devices, kernels, and which kernel serves what"),
     "verify": ("flash_attn_minimal._commands.verify", "check large shapes against NumPy float64"),
     "generate": ("flash_attn_minimal.llama.generate", "text from a Llama model, with this attention"),
-    "quantize": ("flash_attn_minimal.llama.quantize", "what 4-bit weights cost a model, and the model with them"),
-    "synthetic": ("flash_attn_minimal.llama.synthetic", "write a random model of a known shape"),
+    "quantize": ("flash_attn_minimal.llama.quantize", "a model with 4-bit weights"),
 }
 _LABORATORY = "flash_attn_lab"  # a package of checkouts, not of wheels
-_MOVED = ("bench", "context-parallel", "experiment", "fuzz")  # there
+_MOVED = ("bench", "context-parallel", "experiment", "fuzz", "synthetic")  # there
 
 
 def main(argv: list[str]) -> int:

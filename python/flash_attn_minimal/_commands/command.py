@@ -14,12 +14,9 @@ import importlib
 import math
 import os
 import shutil
-import signal
 import sys
 import tempfile
 import textwrap
-import threading
-import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -100,11 +97,6 @@ def any_seed(text: str) -> int:
     return integer(0, LARGEST_SEED)(text)
 
 
-def integers(text: str) -> list[int]:
-    """Positive whole numbers: 64,128."""
-    return [integer()(part) for part in text.split(",")]
-
-
 def real(least: float = 0.0, most: float = math.inf, above: bool = False) -> Callable[[str], float]:
     """A number from `least` to `most`; with `above`, `least` itself is too small."""
 
@@ -131,35 +123,17 @@ def one_of(names: Collection[str], what: str | None = None) -> dict[str, Any]:
     """Arguments of add_argument for an option that takes one of some names. `what` stands for them in the usage."""
 
     def parsed(text: str) -> str:
-        return _known(text, names)
+        return known(text, names)
 
     return {"type": parsed, "metavar": what or "{" + ",".join(names) + "}"}
 
 
-def some_of(names: Collection[str]) -> Callable[[str], list[str]]:
-    """Some of the names, separated by commas."""
-
-    def parsed(text: str) -> list[str]:
-        return [_known(word, names) for word in text.split(",")]
-
-    return parsed
-
-
-def _known(text: str, names: Collection[str]) -> str:
+def known(text: str, names: Collection[str]) -> str:
+    """The text, if it is one of the names."""
     if text not in names:
         hint = did_you_mean(text, names) if len(names) > 6 else ""
         raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(names)}{hint}")
     return text
-
-
-def without(argv: list[str], *options: str) -> list[str]:
-    """The arguments without these options and their values: where results go does not change them."""
-    kept, skip = [], False
-    for word in argv:
-        if not skip and word not in options and not word.startswith(tuple(f"{option}=" for option in options)):
-            kept.append(word)
-        skip = not skip and word in options
-    return kept
 
 
 # ---- running a command ----
@@ -238,48 +212,6 @@ def run(name: str, body: Callable[[], int]) -> int:
 def drop_output() -> None:
     """Discards all further output."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-class Interrupt:
-    """Whether a signal has come inside `interruptible`."""
-
-    came = False
-
-    def check(self) -> None:
-        """Raises what was lost: a KeyboardInterrupt raised inside a callback of the interpreter goes nowhere."""
-        if self.came:
-            raise KeyboardInterrupt
-
-
-@contextlib.contextmanager
-def interruptible() -> Iterator[Interrupt]:
-    """Ctrl-C, and SIGTERM, which `timeout` sends, raise a KeyboardInterrupt inside the block."""
-    interrupt = Interrupt()
-
-    def stop(number: int, frame: Any) -> None:
-        interrupt.came = True
-        raise KeyboardInterrupt
-
-    before = {}
-    with contextlib.suppress(ValueError):  # not the main thread, which alone gets signals
-        for number in (signal.SIGINT, signal.SIGTERM):
-            before[number] = signal.signal(number, stop)
-    try:
-        yield interrupt
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def wait_for(threads: Collection[threading.Thread], seconds: float = math.inf) -> None:
-    """Returns when all threads have ended, or after `seconds`.
-
-    Unlike Thread.join, it notices a signal that arrives just before it begins to wait; and Python before 3.13 takes a
-    thread for ended whose join() was interrupted.
-    """
-    ends = time.monotonic() + seconds
-    while any(thread.is_alive() for thread in threads) and time.monotonic() < ends:
-        time.sleep(0.05)
 
 
 # ---- files that a command will write ----

@@ -1,4 +1,4 @@
-"""`python -m flash_attn_minimal verify`: attention on large shapes against blocked float64 attention in NumPy."""
+"""`python -m flash_attn_minimal verify`: attention on large shapes against its formula in float64 NumPy."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from .. import reference
 from .._core.library import load
 from ..attention import flash_attn_func, query
 from ..errors import Unsupported
 from .command import Parser, UsageError, command, one_of
-from .progress import Progress
 
 
 @dataclass
@@ -47,7 +45,7 @@ _CASES = [
     Case("float16", 3001, 4999, 256, 256, options={"softcap": 20.0, "causal": True}),
     Case("bfloat16", 4096, 4096, 128, 128, options={"causal": True}),
     Case("bfloat16", 2048, 8192, 192, 128, options={"causal": True, "top_left": True}),
-    Case("float32", 2111, 3001, 512, 512, 1, 1, options={"dropout_p": 0.1, "dropout_seed": 1}),
+    Case("float32", 2111, 3001, 512, 512, 1, 1),
 ]
 _QUICK = [
     Case("float32", 1023, 1024, 64, 64, options={"causal": True}),
@@ -98,6 +96,29 @@ def _numpy_dtype(name: str) -> np.dtype:
     return np.dtype(name)
 
 
+def formula(q, k, v, *, causal=False, top_left=False, window_size=(-1, -1), softcap=0.0, rows=512):
+    """(out, lse) of one sequence by the definition, some rows at a time; float64, (1, seqlen, heads, dim)."""
+    (m, nheads), (n, nheads_k) = q.shape[1:3], k.shape[1:3]
+    left, right = window_size[0], 0 if causal else window_size[1]
+    out, lse = np.empty((*q.shape[:3], v.shape[-1])), np.empty((1, nheads, m))
+    for head in range(nheads):
+        keys, values = (x[0, :, head * nheads_k // nheads] for x in (k, v))
+        for first in range(0, m, rows):
+            block = slice(first, min(first + rows, m))
+            s = q[0, block, head] @ keys.T * q.shape[-1] ** -0.5
+            if softcap:
+                s = softcap * np.tanh(s / softcap)
+            # How far each key is behind the last key that a row sees by causality.
+            behind = np.arange(block.start, block.stop)[:, None] + (0 if top_left else n - m) - np.arange(n)
+            s[((left >= 0) & (behind > left)) | ((right >= 0) & (behind < -right))] = -np.inf
+            top = s.max(1, keepdims=True)
+            p = np.exp(s - top)
+            total = p.sum(1, keepdims=True)
+            out[0, block, head] = p @ values / total
+            lse[0, head, block] = (top + np.log(total))[:, 0]
+    return out, lse
+
+
 def check(case: Case, to_device: Callable, to_numpy: Callable) -> tuple[str, float, float, float]:
     """Runs a case. Returns the kernel, its seconds, the error of out, and the used part of the allowed error, the
     larger of out's and lse's."""
@@ -114,9 +135,7 @@ def check(case: Case, to_device: Callable, to_numpy: Callable) -> tuple[str, flo
     out, lse = flash_attn_func(q, k, v, return_lse=True, out=out, **case.options)
     out, lse = to_numpy(out), to_numpy(lse)  # on a GPU this waits for the result
     seconds = time.perf_counter() - start
-    exact, exact_lse = reference.flash_attention_v2(
-        *map(to_numpy, (q, k, v)), block_q=512, block_k=1024, **case.options
-    )
+    exact, exact_lse = formula(*map(to_numpy, (q, k, v)), **case.options)
     if not np.array_equal(np.isfinite(out), np.isfinite(exact)) or not np.array_equal(
         np.isneginf(lse), np.isneginf(exact_lse)
     ):
@@ -138,22 +157,21 @@ def main(argv: list[str]) -> int:
     framework, to_device, to_numpy = _arrays_for(device)
     cases = _QUICK if options.quick else _CASES
     lines, failures, skipped, interrupted = [], 0, 0, False
-    with Progress(len(cases), "verify", file=sys.stderr) as progress:
-        for case in cases:
-            progress.step(str(case))
-            try:
-                kernel, seconds, error, used = check(case, to_device, to_numpy)
-            except Unsupported as reason:
-                lines.append(f"skip  {case}: {reason}")
-                skipped += 1
-                continue
-            except KeyboardInterrupt:  # the cases that were checked are reported
-                interrupted = True
-                break
-            failures += not used <= 1  # NaN fails too
-            verdict = "ok  " if used <= 1 else "FAIL"
-            measured = f"{kernel}, {1e3 * seconds:.1f} ms, max error {error:.2e}, {used:.0%} of the allowed"
-            lines.append(f"{verdict}  {case}: {measured}")
+    for number, case in enumerate(cases, 1):
+        print(f"[{number}/{len(cases)}] {case}", file=sys.stderr, flush=True)
+        try:
+            kernel, seconds, error, used = check(case, to_device, to_numpy)
+        except Unsupported as reason:
+            lines.append(f"skip  {case}: {reason}")
+            skipped += 1
+            continue
+        except KeyboardInterrupt:  # the cases that were checked are reported
+            interrupted = True
+            break
+        failures += not used <= 1  # NaN fails too
+        verdict = "ok  " if used <= 1 else "FAIL"
+        measured = f"{kernel}, {1e3 * seconds:.1f} ms, max error {error:.2e}, {used:.0%} of the allowed"
+        lines.append(f"{verdict}  {case}: {measured}")
     print(*lines, sep="\n", end="\n" * bool(lines))
     passed = sum(line.startswith("ok") for line in lines)
     rest = f", {len(cases) - len(lines)} not run: interrupted" if interrupted else ""

@@ -1,1 +1,1 @@
-"""What all functions share, from the arguments of a call to the shared library."""
+"""The core: arguments are checked, put into structs of the C ABI, and become calls of the shared library."""

@@ -4,21 +4,20 @@ flash_attn_varlen_func and the operators of torch/ end here."""
 from __future__ import annotations
 
 import ctypes as ct
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from .._arrays import View
 from . import recordings
-from .checks import _flag
+from .checks import _dtype_name, _flag
 from .fields import _results
 from .launch import _with_workspace
 from .library import load
-from .options import Options, _output, _prepare
+from .options import ARRAYS, Options, _output, _prepare
 from .repeats import Made, Repeats
-from .structs import CPU, AttentionArgs
+from .structs import CPU, DTYPES, AttentionArgs
 
 repeats = Repeats(
     "attention_forward",
@@ -30,23 +29,35 @@ repeats = Repeats(
     ),
 )
 QKV = ("q", "k", "v")
-QKV_OUT = (*QKV, "out")
-_OPTIONAL = ("bias", "mask", "alibi_slopes", "sinks", "q_descale", "k_descale", "v_descale", "out")
-_NAMES = (*QKV, *_OPTIONAL)
-_VARLEN_NAMES = (*QKV, "cu_seqlens_q", "cu_seqlens_k", *_OPTIONAL)
+QKV_VARLEN = (*QKV, "cu_seqlens_q", "cu_seqlens_k")
 
 
-def present(*arrays: Any, names: tuple[str, ...] = _NAMES) -> tuple[tuple[str, ...], tuple]:
-    """The names of the arrays that are not None, and these arrays."""
-    there = [array is not None for array in arrays]
-    return tuple(itertools.compress(names, there)), tuple(itertools.compress(arrays, there))
+def joined(given: tuple[str, ...], arrays: tuple, values: tuple, options: Mapping[str, Any]) -> tuple:
+    """Adds options to what decides whether a call repeats an earlier one: the names of its arrays, the arrays, and its
+    other arguments. The last are None for a call with a dropout seed or offset, which is never repeated."""
+    for name, x in options.items():
+        if name in ARRAYS:
+            if x is not None:
+                given += (name,)
+                arrays += (x,)
+            continue
+        if name == "dropout_seed" and x is not None or name == "dropout_offset" and (type(x) is not int or x):
+            return given, arrays, None
+        if name == "out_dtype" and x is not None and type(x) is not str:
+            x = _dtype_name("out_dtype", x, DTYPES)  # a name can be part of a repeat
+        values += name, x
+    return given, arrays, values
 
 
-def given_arrays(q, k, v, varlen: tuple | None, out, options: Options) -> tuple[tuple[str, ...], tuple]:
-    optional = [getattr(options, name) for name in _OPTIONAL[:-1]]
-    if varlen is None:
-        return present(q, k, v, *optional, out)
-    return present(q, k, v, *varlen[:2], *optional, out, names=_VARLEN_NAMES)
+def given_arrays(
+    q, k, v, varlen: tuple | None, out, options: Options, sign: tuple | None = None
+) -> tuple[tuple[str, ...], tuple]:
+    """The names of the arrays of a call and the arrays, in the order of its signature if it has one."""
+    cu_q, cu_k = varlen[:2] if varlen else (None, None)
+    named = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+    named |= {name: getattr(options, name) for name in ARRAYS} | {"out": out}
+    given = sign[0][0] if sign else tuple([name for name, array in named.items() if array is not None])
+    return given, tuple([named[name] for name in given])
 
 
 def find(q, k, v, varlen: tuple | None, out, return_lse, options: Options) -> tuple[Any, tuple | None]:
@@ -84,7 +95,7 @@ def attend(
     if workspace := _launch(args, views, out_view, lse_view):
         made["workspace"] = Made(workspace)
     if sign:
-        arrays = given_arrays(q, k, v, varlen, out, options)[1]
+        arrays = given_arrays(q, k, v, varlen, out, options, sign)[1]
         repeats.remember(sign, args, arrays, views[:3], made, fits=fits, finish=finish, views=[out_view])
     return _results(out, out_view, lse_view)
 

@@ -7,9 +7,11 @@ options.
 
 from __future__ import annotations
 
+import inspect
 import math
-import operator
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypedDict, TypeVar
+from collections import namedtuple
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeAlias, TypedDict, TypeVar
 
 from .. import _arrays
 from .._arrays import View
@@ -52,45 +54,96 @@ DType: TypeAlias = str | type | _DType
 Array = TypeVar("Array", bound=AnyArray)  # of one call's framework: numpy.ndarray, torch.Tensor, jax.Array, ...
 
 
-class Options(NamedTuple):
-    """The options of a call, with flash_attn_func's defaults. A new option needs a field here and in the types below,
-    lines in `put`, a field of AttentionArgs in structs.py, and an argument of flash_attn_func and
-    flash_attn_varlen_func."""
+class ScoreOptions(TypedDict, total=False):
+    """For type checkers: keyword-only options of every function of attention, of those with a cache too."""
 
-    dropout_p: float = 0.0
-    softmax_scale: float | None = None
-    causal: bool = False
-    window_size: tuple[int, int] = _OPEN
-    softcap: float = 0.0
-    num_threads: int = 0
-    # From here on every option that is not an array must also be listed in `numbers`.
-    alibi_slopes: AnyArray | None = None
-    deterministic: bool = False
-    bias: AnyArray | None = None
-    mask: AnyArray | None = None
-    sinks: AnyArray | None = None
-    top_left: bool = False
-    dropout_seed: int | None = None
-    dropout_offset: int = 0
-    kernel: str | None = None
-    allow_tf32: bool = False
-    q_descale: AnyArray | None = None
-    k_descale: AnyArray | None = None
-    v_descale: AnyArray | None = None
-    out_dtype: DType | None = None
-    fast_accum: bool = False
-    attention_chunk: int = 0
+    sinks: AnyArray | None
+    attention_chunk: int
+    kernel: str | None
+    num_threads: int
+
+
+class KeywordOptions(ScoreOptions, total=False):
+    """For type checkers: the options that flash_attn_func takes by keyword only."""
+
+    bias: AnyArray | None
+    mask: AnyArray | None
+    top_left: bool
+    dropout_seed: int | None
+    dropout_offset: int
+    allow_tf32: bool
+    q_descale: AnyArray | None
+    k_descale: AnyArray | None
+    v_descale: AnyArray | None
+    out_dtype: DType | None
+    fast_accum: bool
+
+
+class PositionalOptions(TypedDict, total=False):
+    """For type checkers: the options that flash_attn_func also takes by position."""
+
+    dropout_p: float
+    softmax_scale: float | None
+    causal: bool
+    window_size: tuple[int, int]
+    softcap: float
+    alibi_slopes: AnyArray | None
+    deterministic: bool
+
+
+class AttentionOptions(PositionalOptions, KeywordOptions, total=False):
+    """For type checkers: all options of flash_attn_func."""
+
+
+def hints_of(declared: type) -> dict[str, str]:
+    """The type of each option of a TypedDict, as it is written there."""
+    return {name: hint.__forward_arg__ for name, hint in declared.__annotations__.items()}
+
+
+def default_of(hint: str) -> Any:
+    """The default of every option of this type."""
+    if hint.endswith("| None"):
+        return None
+    return {"bool": False, "int": 0, "float": 0.0, "tuple[int, int]": _OPEN}[hint]
+
+
+def arrays_of(declared: type) -> tuple[str, ...]:
+    """The options of a TypedDict that are arrays."""
+    return tuple(name for name, hint in hints_of(declared).items() if hint.startswith("AnyArray"))
+
+
+def with_signature(declared: type) -> Callable[[Any], Any]:
+    """Shows the options that a function takes as **options as parameters of its signature."""
+
+    def named(function: Any) -> Any:
+        signature = inspect.signature(function)
+        *before, _ = signature.parameters.values()
+        after = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default_of(hint), annotation=hint)
+            for name, hint in hints_of(declared).items()
+        ]
+        function.__signature__ = signature.replace(parameters=[*before, *after])
+        return function
+
+    return named
+
+
+_HINTS = hints_of(AttentionOptions)
+ARRAYS = arrays_of(AttentionOptions)
+
+
+class Options(namedtuple("_Options", _HINTS, defaults=map(default_of, _HINTS.values()))):  # type: ignore[misc]
+    """The options of a call: those of AttentionOptions, with flash_attn_func's defaults. A new option needs a line in
+    one of the TypedDicts above, lines in `put`, and a field of AttentionArgs in structs.py."""
+
+    __slots__ = ()
 
     def numbers(self) -> tuple | None:
-        """The options that are not arrays, for the signature of a call; only the first _USUAL where the others have
-        their defaults. None for a call with a dropout seed or offset, which is never repeated."""
+        """The options that are not arrays, for the signature of a call. None for a call with a dropout seed or offset,
+        which is never repeated."""
         if self.dropout_seed is not None or type(self.dropout_offset) is not int or self.dropout_offset:
             return None
-        others = (
-            *(self.deterministic, self.top_left, self.kernel, self.allow_tf32, self.out_dtype, self.fast_accum),
-            self.attention_chunk,
-        )
-        return self[:_USUAL] if all(map(operator.is_, others, _OTHERS)) else (*self[:_USUAL], *others)
+        return tuple([getattr(self, name) for name in _NUMBERS])
 
     def put(self, args: AttentionArgs, views: list[View]) -> None:
         """Checks the options and writes them into a struct with sizes and dtype; their arrays are added to views."""
@@ -179,55 +232,14 @@ def _flat(name: str, view: View, heads: int) -> str:
     return f"; pass {name}.reshape({heads})" if math.prod(view.shape) == heads else ""
 
 
-_USUAL = Options._fields.index("alibi_slopes")
-_OTHERS = (
-    False,
-    False,
-    None,
-    False,
-    None,
-    False,
-    0,
-)  # the defaults that `numbers` leaves out, compared by identity: 0.0 equals False, but is not a legal flag
+_NUMBERS = tuple(name for name in Options._fields if name not in ARRAYS)
 
 
-class KeywordOptions(TypedDict, total=False):
-    """For type checkers: the options that flash_attn_func takes by keyword only."""
-
-    bias: AnyArray | None
-    mask: AnyArray | None
-    sinks: AnyArray | None
-    top_left: bool
-    dropout_seed: int | None
-    dropout_offset: int
-    kernel: str | None
-    allow_tf32: bool
-    num_threads: int
-    q_descale: AnyArray | None
-    k_descale: AnyArray | None
-    v_descale: AnyArray | None
-    out_dtype: DType | None
-    fast_accum: bool
-    attention_chunk: int
-
-
-class AttentionOptions(KeywordOptions, total=False):
-    """For type checkers: these and the options that flash_attn_func also takes by position."""
-
-    dropout_p: float
-    softmax_scale: float | None
-    causal: bool
-    window_size: tuple[int, int]
-    softcap: float
-    alibi_slopes: AnyArray | None
-    deterministic: bool
-
-
-def _options_of(function: str, given: dict[str, Any]) -> Options:
-    """The Options of a function's keyword arguments."""
+def _options_of(function: str, given: Mapping[str, Any], **named: Any) -> Options:
+    """The Options of a function's keyword arguments: those in `given`, which may be wrong, and the named ones."""
     if unknown := [name for name in given if name not in Options._fields]:
         raise TypeError(f"{function}() got an unexpected keyword argument {unknown[0]!r}")
-    return Options(**given)
+    return Options(**given, **named)
 
 
 def _put_kernel(args: Any, kernel: Any) -> None:

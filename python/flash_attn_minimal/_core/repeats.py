@@ -1,6 +1,6 @@
 """The shortcut for a call that repeats an earlier one.
 
-Most calls differ from an earlier one only in addresses. Everything that the long way (_forward.attend and similar
+Most calls differ from an earlier one only in addresses. Everything that the long way (forward.attend and similar
 functions) checks and derives follows from the call's signature. So a call that worked leaves its structs, and the next
 one of the same signature fills in the addresses, allocates and launches. A call that is not plain, or does not fit,
 takes the long way, which has the texts of errors.
@@ -185,7 +185,8 @@ class Repeats:
         makers = [_maker(door, likes, one) for name, one in made.items() if name != "workspace"]
         workspace_bytes = made["workspace"].view.shape[0] if "workspace" in made else 0
         make_workspace, like_workspace = _maker(door, likes, made["workspace"]) if workspace_bytes else (None, 0)
-        alone = given_out + len(makers) == 1 and not finish
+        make_out, like_out = makers.pop(0) if not given_out else (None, 0)
+        alone, checked = not makers and not finish, given_out or fits
         run, call_address, pack, pick = runner(), prepared.address, prepared.pack, _picker(written)
         new_keys, most_keys = keys[1:] if keys else (0, 0)
 
@@ -193,12 +194,17 @@ class Repeats:
             stream = None
             try:
                 values = [*map(address, arrays)]
-                if given_out and values[-1] in values[:3] or fits and not fits(values):
-                    return None
-                results = [arrays[-1]] if given_out else []
-                for make, i in makers:  # on a GPU by the caller's allocator, which knows about streams and captures
-                    results.append(array := make(arrays[i]))
-                    values.append(address(array))
+                if checked:
+                    if given_out and values[-1] in values[:3] or fits and not fits(values):
+                        return None
+                if make_out:  # on a GPU by the caller's allocator, which knows about streams and captures
+                    out = make_out(arrays[like_out])
+                    values.append(address(out))
+                elif given_out:
+                    out = arrays[-1]
+                if makers:
+                    more = [make(arrays[i]) for make, i in makers]
+                    values += map(address, more)
                 if keys:
                     total = length + new_keys
                     if not new_keys <= total <= most_keys:
@@ -223,8 +229,9 @@ class Repeats:
             if pick:
                 wrote(pick(arrays))
             if alone:
-                return results[0]
-            return finish(results, arrays) if finish else tuple(results)
+                return out
+            results = (out, *more) if makers else (out,)
+            return finish(results, arrays) if finish else results
 
         return call
 

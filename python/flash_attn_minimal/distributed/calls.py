@@ -16,14 +16,15 @@ from .. import _arrays
 from .._arrays import View, torch_modes
 from .._core.checks import _check_last_axis, _check_same_place, _flag, _integer, _name, _quoted
 from .._core.fields import _destination, _put_strides
+from .._core.forward import repeats
 from .._core.library import last_error, load
-from .._core.options import Array, AttentionOptions, Options, _options_of
+from .._core.options import ARRAYS, Array, AttentionOptions, Options, _options_of
 from .._core.queries import reasons
 from .._core.repeats import signature
 from .._core.structs import DTYPES, AttentionArgs, AttentionBackwardArgs, new
 from ..backward import _contiguous_input, _input, _new_dbias
 from ..errors import BadArgument, Unsupported
-from ._prepared import Prepared, make_call
+from ._prepared import RankCall, make_call
 from ._structs import KINDS, LAYOUTS, MODES, MOST_RANKS, DistributedArgs, DistributedBackwardArgs
 from .groups import Group
 from .layouts import _local, _segments, check_flat, equal_lengths, host_lengths
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _FLOAT8 = ("q_descale", "k_descale", "v_descale", "out_dtype", "fast_accum")
-_ARRAYS = ("alibi_slopes", "bias", "mask", "sinks")  # options that are arrays
-_PLACES = {"alibi_slopes": "alibi_slopes", "bias": "bias_data", "mask": "mask_data", "sinks": "sinks"}
+_ARRAYS = tuple(name for name in ARRAYS if name not in _FLOAT8)  # options that are arrays
+_PLACES = {name: repeats.fields[name][1] for name in _ARRAYS}
 _NUMBERS = tuple(i for i, name in enumerate(Options._fields) if name not in _ARRAYS)
 _MODE_NAMES = {number: name for name, number in MODES.items()}
 
@@ -274,11 +275,11 @@ def forward(
     check_group(group)
     arrays = q, k, v, *[options.get(name) for name in _ARRAYS], out
 
-    def prepare(whole: _Whole, chosen: Options) -> tuple[Prepared, list[View]]:
+    def prepare(whole: _Whole, chosen: Options) -> tuple[RankCall, list[View]]:
         args, call, views, lengths = _prepare(q, k, v, whole, chosen, group.rank, group.size)
         qv = views[0]
         check_place(group, qv)
-        prepared = Prepared("forward", call, args, qv, lengths)
+        prepared = RankCall("forward", call, args, qv, lengths)
         prepared.places = _places(args, arrays, ("q_data", "k_data", "v_data", *_PLACES.values(), "out_data"))
         shape = (*qv.shape[:-1], args.headdim_v)
         if out is None:
@@ -347,13 +348,13 @@ def backward(
     given = dq, dk, dv
     arrays = q, k, v, *[options.get(name) for name in _ARRAYS], out, lse, dout, dlse, *given
 
-    def prepare(whole: _Whole, chosen: Options) -> tuple[Prepared, list[View]]:
+    def prepare(whole: _Whole, chosen: Options) -> tuple[RankCall, list[View]]:
         args, call, views, lengths = _prepare(q, k, v, whole, chosen, group.rank, group.size)
         qv, kv, vv = views[:3]
         check_place(group, qv)
         outer, gradients = new(DistributedBackwardArgs), new(AttentionBackwardArgs)
         outer.forward, outer.gradients = ct.pointer(call), ct.pointer(gradients)
-        prepared = Prepared("backward", outer, args, qv, lengths)
+        prepared = RankCall("backward", outer, args, qv, lengths)
         forward_fields = ("q_data", "k_data", "v_data", *_PLACES.values(), "out_data", "lse")
         prepared.places = [
             *_places(args, arrays[: len(forward_fields)], forward_fields),
@@ -469,7 +470,7 @@ def plan(
         ):
             _put_strides(gradients, x, None, (0, n * d, d), ("batch", "row", "head"))
     lib = load()
-    found = Prepared(name, outer, args, qv, lengths).ask(kind, rank, size)
+    found = RankCall(name, outer, args, qv, lengths).ask(kind, rank, size)
     return DistributedPlan(
         status=lib.fa_status_name(found.status).decode(),
         error=last_error() if found.status else "",

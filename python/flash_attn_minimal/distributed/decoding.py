@@ -14,22 +14,13 @@ from .._core.checks import _OPEN, _check_contiguous, _check_last_axis, _check_sa
 from .._core.fields import _put_tensor
 from .._core.options import Array
 from .._core.repeats import signature
-from .._core.structs import DTYPES, new
+from .._core.structs import DTYPES, AttentionArgs, new
 from ..errors import BadArgument
-from ..kvcache import _LENGTHS, _given_out, _prepare_step, _shorten, _Step
-from ._prepared import Prepared, make_call
+from ..kvcache import _LENGTHS, _given_out, _keys, _prepare_step, _repeats, _Step
+from ._prepared import RankCall, make_call
 from ._structs import DistributedDecodeArgs, DistributedMergeArgs
 from .calls import check_group, check_place, put_rows, rows_of
 from .groups import Group
-
-# The field for the address of each array of a step, in fa_attention_args and in fa_kvcache_args.
-_ATTENTION = {"q": "q_data", "k_cache": "k_data", "v_cache": "v_data", "alibi_slopes": "alibi_slopes", "sinks": "sinks"}
-_CACHE = {"k": "k_new_data", "v": "v_new_data", "k_scale": "k_scale_data", "v_scale": "v_scale_data"} | {
-    name: name
-    for name in (
-        *("rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad", "block_table", "tree_mask", "cache_seqlens"),
-    )
-}
 
 
 def decode(
@@ -86,31 +77,31 @@ def decode(
     check_group(group)
     return_lse = _wants_lse(return_lse, return_softmax_lse)
     step = _Step(
-        q, k_cache, v_cache, k, v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_batch_idx=cache_batch_idx,
-        cache_leftpad=cache_leftpad, block_table=block_table, alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale,
-        v_scale=v_scale, cache_seqlens=cache_seqlens, softmax_scale=softmax_scale, causal=causal,
-        window_size=window_size, softcap=softcap, rotary_interleaved=rotary_interleaved, num_splits=num_splits,
-        batch_invariant=batch_invariant, programmatic=programmatic, kernel=kernel, num_threads=num_threads,
+        q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+        cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table,
+        alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, cache_seqlens=cache_seqlens,
+        softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+        rotary_interleaved=rotary_interleaved, num_splits=num_splits, batch_invariant=batch_invariant,
+        programmatic=programmatic, kernel=kernel, num_threads=num_threads,
     )  # fmt: skip
     at_once = type(cache_seqlens) is int  # one length for all sequences, not an array
     arrays = (*step[:_LENGTHS], None if at_once else cache_seqlens, out)
 
-    def prepare() -> tuple[Prepared, list[View]]:
+    def prepare() -> tuple[RankCall, list[View]]:
         call, args, views, room = _prepare_step(step)
         qv = views[0]
         check_place(group, qv)
         outer = new(DistributedDecodeArgs)
         outer.cache = ct.pointer(call)
-        prepared = Prepared("decode", outer, args, qv, call)
+        prepared = RankCall("decode", outer, args, qv, call)
         prepared.kept = call, room
+        prepared.numbers = [(args, "seqlen_k")] * at_once
         for name, array in zip((*_Step._fields[: _LENGTHS + 1], "out"), arrays, strict=True):
-            struct, field = (args, _ATTENTION[name]) if name in _ATTENTION else (call, _CACHE.get(name, ""))
-            if name == "out":
-                struct, field = args, "out_data"
-            elif name in ("k", "v") and not call.seqlen_new:
+            kind, field = _repeats.fields[name]
+            if name in ("k", "v") and not call.seqlen_new:
                 array = None  # nothing to append, so its address is not needed
             is_array = array is not None and not isinstance(array, (int, np.integer))
-            prepared.places.append((struct, field) if is_array else None)
+            prepared.places.append((args if kind is AttentionArgs else call, field) if is_array else None)
         shape = (*qv.shape[:3], args.headdim_v)
         view = qv.door.empty(qv, shape, qv.dtype) if out is None else _given_out(out, views, shape)
         _put_tensor(args, "out", view)
@@ -123,13 +114,13 @@ def decode(
         values = "decode", at_once, return_lse, *step[_LENGTHS + 1 :]
         return signature(arrays, values, window_size), prepare
 
-    def adjust(known: Prepared) -> None:
-        if at_once:
-            call, room = known.kept
-            known.inner.seqlen_k = room
-            _shorten(known.inner, cache_seqlens, call.seqlen_new)
+    def numbers(known: RankCall) -> tuple:
+        if not at_once:
+            return ()
+        call, room = known.kept
+        return (_keys(room, cache_seqlens, call.seqlen_new),)
 
-    results = make_call(group, arrays, start, adjust)
+    results = make_call(group, arrays, start, numbers)
     return tuple(results) if len(results) > 1 else results[0]
 
 
@@ -151,7 +142,7 @@ def merge(group: Group, out: Array, lse: Array) -> tuple[Array, Array]:
     check_group(group)
     arrays = out, lse
 
-    def prepare() -> tuple[Prepared, list[View]]:
+    def prepare() -> tuple[RankCall, list[View]]:
         views = [_arrays.view(out, "out"), _arrays.view(lse, "lse")]
         ov, lv = views
         if len(ov.shape) not in (3, 4):
@@ -173,7 +164,7 @@ def merge(group: Group, out: Array, lse: Array) -> tuple[Array, Array]:
         args.device, args.dtype = ov.device, DTYPES[ov.dtype]
         args.nheads, args.headdim_v, args.rows = nheads, headdim_v, rows
         put_rows(args, "out", ov)
-        prepared = Prepared("merge", args, args, ov, None)
+        prepared = RankCall("merge", args, args, ov, None)
         prepared.places = [(args, "out_data"), (args, "lse")]
         prepared.output(args, "out_data", ov, 0)
         prepared.output(args, "lse", lv, 1)

@@ -55,8 +55,8 @@ class Group:
         self._turn, self._ending = threading.RLock(), threading.RLock()
         self._calling = False  # whether the thread that holds _turn is in a call
         self._crew, self._process = crew, os.getpid()
-        self._scratch: np.ndarray | None = None
-        self.calls: dict[tuple, Any] = {}  # prepared calls by signature; see _prepared.py
+        self.at_hand: np.ndarray | None = None  # scratch memory of the CPU
+        self.calls: dict[tuple, Any] = {}  # calls by signature; see _prepared.py
         self._handle: int | None = None
         handle = ct.c_void_p()
         try:
@@ -173,13 +173,13 @@ class Group:
 
     def scratch(self, size: int) -> np.ndarray:
         """The workspace of a call on the CPU: at least `size` bytes."""
-        kept = self._scratch
+        kept = self.at_hand
         if kept is None or kept.size < size:
             try:
                 kept = np.empty(size, np.uint8)
             except (MemoryError, ValueError):
                 raise OutOfMemory(f"no memory for a workspace of {size} bytes") from None
-            self._scratch = kept if size <= _KEPT_SCRATCH else None
+            self.at_hand = kept if size <= _KEPT_SCRATCH else None
         return kept
 
 

@@ -13,10 +13,9 @@ import torch
 from diffusers.models import attention_dispatch
 
 from .._arrays import torch_modes
-from ..attention import flash_attn_func
 from ..errors import BadArgument
 from ..torch._inputs import autocast, dense_rows
-from .flash_attn._calls import draw_dropout
+from ..torch._seeded import attend
 
 torch_modes.active()  # loads PyTorch's functions now, because a trace could not
 NAME = "attn_minimal"
@@ -91,5 +90,5 @@ def attention(
                 f"attn_mask is {attn_mask.dtype}: expected bool or floating point; attn_mask.bool() attends to the ones"
             )
     options = {"softmax_scale": scale, "causal": is_causal, "top_left": is_causal, "bias": bias, "mask": mask}
-    results = flash_attn_func(q, k, v, return_lse=return_lse, **options, **draw_dropout(dropout_p, q.device))
+    results = attend(q, k, v, dropout_p=dropout_p, return_lse=return_lse, **options)
     return (results[0], results[1].transpose(1, 2)) if return_lse else results

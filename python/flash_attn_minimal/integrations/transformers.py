@@ -28,11 +28,11 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
 from .._arrays import torch_modes
-from ..attention import flash_attn_func, flash_attn_varlen_func
 from ..errors import BadArgument, Unsupported
 from ..kvcache import flash_attn_with_kvcache
+from ..torch import flash_attn_with_kvcache as kvcache_operator
 from ..torch._inputs import autocast, dense_rows
-from .flash_attn._calls import draw_dropout
+from ..torch._seeded import attend
 
 torch_modes.active()  # loads PyTorch's functions now, because a trace could not
 NAME = "attn_minimal"
@@ -410,14 +410,14 @@ def attention(
                     "attention_mask hides padding, but cu_seq_lens_q is given: packed sequences have none"
                 )
             options |= {"causal": mask.causal, "window_size": mask.window, "attention_chunk": mask.chunk}
-        return _packed(q, k, v, lengths, options | draw_dropout(dropout, q.device)), None
+        return _packed(q, k, v, lengths, options | {"dropout_p": dropout}), None
     if isinstance(attention_mask, torch.Tensor):
         bias = position_bias
         if attention_mask.dtype != torch.bool:
             bias = attention_mask if bias is None else bias + attention_mask
             attention_mask = None
         options |= {"bias": _aligned(bias, k), "mask": _aligned(attention_mask, k)}
-        return flash_attn_func(q, k, v, **options, **draw_dropout(dropout, q.device)), None
+        return attend(q, k, v, dropout_p=dropout, **options), None
     if attention_mask is None:
         shape = (q.shape[0], 1, q.shape[1], k.shape[1])
         attention_mask = Mask(shape, bool(is_causal), window, ends=k.shape[1])
@@ -478,26 +478,26 @@ def _attend(q, k, v, mask: Mask, bias, dropout: float, options: dict) -> torch.T
     if isinstance(mask.ends, int) and mask.ends < k.shape[1] and mask.valid is None:  # a static cache that is not full
         k, v = k[:, : mask.ends], v[:, : mask.ends]
         mask = replace(mask, shape=(*mask.shape[:3], mask.ends))
-    random = draw_dropout(dropout, q.device)
     graded = torch_modes.records() and any(x is not None and x.requires_grad for x in (q, k, v, options["sinks"]))
-    if bias is None and not random and not graded and mask.documents is None and not mask.pack_rows:
+    if bias is None and not dropout and not graded and mask.documents is None and not mask.pack_rows:
         if not mask.full or mask.starts is not None or q.shape[1] <= FEW_ROWS:
             if mask.valid is None or mask.starts is not None:
                 return _over_cache(q, k, v, mask, options)
     options = options | {"causal": mask.causal, "window_size": mask.window, "attention_chunk": mask.chunk}
+    options["dropout_p"] = dropout
     if mask.documents is not None and bias is None:
         _, cu_seqlens, longest = mask.document_packing
-        return _packed(q, k, v, (cu_seqlens, cu_seqlens, longest, longest), options | random)
+        return _packed(q, k, v, (cu_seqlens, cu_seqlens, longest, longest), options)
     if mask.pack_rows and bias is None:
-        return _unpadded_rows(q, k, v, mask.packing, options | random)
+        return _unpadded_rows(q, k, v, mask.packing, options)
     if mask.valid is not None and bias is None and not mask.positional:
-        return _unpadded_keys(q, k, v, mask.packing, options | random)
+        return _unpadded_keys(q, k, v, mask.packing, options)
     if not mask.full or mask.starts is not None or mask.documents is not None:
         sees = _documents_too(mask, mask.array(q.device))
         options |= {"causal": False, "window_size": (-1, -1), "attention_chunk": 0, "mask": sees}
     elif mask.valid is not None:
         options["mask"] = mask.valid[:, None, None]
-    return flash_attn_func(q, k, v, bias=_aligned(bias, k), **options, **random)
+    return attend(q, k, v, bias=_aligned(bias, k), **options)
 
 
 def _documents_too(mask: Mask, sees: torch.Tensor) -> torch.Tensor:
@@ -511,7 +511,7 @@ def _packed(q, k, v, lengths, options: dict) -> torch.Tensor:
     longest of each."""
     cu_q, cu_k, longest_q, longest_k = lengths
     q_, k_, v_ = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
-    out = flash_attn_varlen_func(q_, k_, v_, cu_q.int(), cu_k.int(), int(longest_q), int(longest_k), **options)
+    out = attend(q_, k_, v_, (cu_q.int(), cu_k.int(), int(longest_q), int(longest_k)), **options)
     return out.view(*q.shape[:2], *out.shape[1:])
 
 
@@ -523,7 +523,7 @@ def _unpadded_rows(q, k, v, packing: Packing, options: dict) -> torch.Tensor:
         rows = rows // k.shape[1] * seqlen + rows % k.shape[1]
         k, v = k[:, :seqlen], v[:, :seqlen]
     packed = (x.reshape(-1, *x.shape[2:]).index_select(0, rows) for x in (q, k, v))
-    out = flash_attn_varlen_func(*packed, cu_seqlens, cu_seqlens, longest, longest, **options)
+    out = attend(*packed, (cu_seqlens, cu_seqlens, longest, longest), **options)
     return out.new_zeros(batch * seqlen, *out.shape[1:]).index_copy(0, rows, out).unflatten(0, (batch, seqlen))
 
 
@@ -533,38 +533,19 @@ def _unpadded_keys(q, k, v, packing: Packing, options: dict) -> torch.Tensor:
     rows, cu_seqlens, longest = packing
     k, v = (x.reshape(-1, *x.shape[2:]).index_select(0, rows) for x in (k, v))
     cu_seqlens_q = torch.arange(0, (batch + 1) * seqlen, seqlen, device=q.device, dtype=torch.int32)
-    out = flash_attn_varlen_func(q.flatten(0, 1), k, v, cu_seqlens_q, cu_seqlens, seqlen, longest, **options)
+    out = attend(q.flatten(0, 1), k, v, (cu_seqlens_q, cu_seqlens, seqlen, longest), **options)
     return out.unflatten(0, (batch, seqlen))
 
 
 def _over_cache(q, k, v, mask: Mask, options: dict) -> torch.Tensor:
     """Attention over keys where they lie in the cache, some of which may not count. No gradient; nothing is copied."""
-    given = options["softmax_scale"], options["softcap"], mask.causal, *mask.window, mask.chunk
-    length, ends = (mask.ends, None) if isinstance(mask.ends, int) else (0, mask.ends)
-    call = _over_cache_op if torch.compiler.is_compiling() else _over_cache_now
-    return call(q, k, v, mask.starts, ends, options["sinks"], length, *given)
-
-
-def _over_cache_now(q, k, v, starts, ends, sinks, length, scale, softcap, causal, left, right, chunk):
-    return flash_attn_with_kvcache(
+    call = kvcache_operator if torch.compiler.is_compiling() else flash_attn_with_kvcache
+    return call(
         q, k, v,
-        cache_seqlens=length if ends is None else ends, cache_leftpad=starts, sinks=sinks, softmax_scale=scale,
-        softcap=softcap, causal=causal, window_size=(left, right), attention_chunk=chunk,
+        cache_seqlens=mask.ends, cache_leftpad=mask.starts, sinks=options["sinks"],
+        softmax_scale=options["softmax_scale"], softcap=options["softcap"], causal=mask.causal, window_size=mask.window,
+        attention_chunk=mask.chunk,
     )  # fmt: skip
-
-
-@torch.library.custom_op("flash_attn_minimal::transformers_over_cache", mutates_args=())
-def _over_cache_op(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor | None, ends: torch.Tensor | None,
-    sinks: torch.Tensor | None, length: int, scale: float | None, softcap: float, causal: bool, left: int, right: int,
-    chunk: int,
-) -> torch.Tensor:  # fmt: skip
-    return _over_cache_now(q, k, v, starts, ends, sinks, length, scale, softcap, causal, left, right, chunk)
-
-
-@_over_cache_op.register_fake
-def _(q, k, v, *_):
-    return q.new_empty(*q.shape[:-1], v.shape[-1])
 
 
 def _paged(module, query, key, value, cache, window: tuple[int, int], options: dict, kwargs: dict) -> torch.Tensor:
@@ -583,4 +564,4 @@ def _paged(module, query, key, value, cache, window: tuple[int, int], options: d
         cu_k, longest_k = cu_k[kind], longest_k[kind]
     q, k, v = dense_rows(*autocast(query[0].transpose(0, 1), k, v))
     lengths = kwargs["cu_seq_lens_q"].int(), cu_k.int(), int(longest_q), int(longest_k)
-    return flash_attn_varlen_func(q, k, v, *lengths, causal=True, window_size=window, **options)[None]
+    return attend(q, k, v, lengths, causal=True, window_size=window, **options)[None]

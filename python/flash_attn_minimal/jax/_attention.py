@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from .._core.checks import _flag
@@ -29,22 +30,25 @@ from ._partition import Rule, is_manual, laid_like, partitioned
 ARRAYS = ("bias", "mask", "alibi_slopes", "sinks")
 _DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
 _HALVES = ("float16", "bfloat16")
+RESULT = "flash_attn_minimal"  # the name of out and lse for policies of jax.checkpoint, which may then keep them
+_PART = ("key_begin", "seqlen_k", "shift", "first_row", "first_key", "sequence", "seqlen_q", "reserved")  # of fa_part
 
 
-def traced(q, k, v, varlen, out, return_lse, options: Options, filled=None):
+def traced(q, k, v, varlen, out, return_lse, options: Options, part: dict[str, Any] | None = None):
     """A call as part of a JAX program. Options that are not arrays are Python values, except softmax_scale.
 
-    varlen: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), the last two Python integers. filled: for
-    q, k and v with four axes, None or (seqlens_q, seqlens_k), (batch,) int32 each: the rows and keys from the start of
-    each sequence that count. Rows after them are 0 in out and -inf in lse. The alignment is then that of top_left.
+    varlen: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), the last two Python integers. part: for
+    q, k and v with four axes, which part of a longer sequence each sequence is: numbers, or (batch,) int32, of fields
+    of fa_part (flash_attn.h), with key_begin from the sequence's first row on. Rows after seqlen_q are 0 in out and
+    -inf in lse. Other fields than seqlen_k are 0 where they are not given.
     """
     given = {"q": q, "k": k, "v": v, **{name: getattr(options, name) for name in ARRAYS}}
     options = options._replace(**dict.fromkeys(ARRAYS))
     longest = ()
     if varlen:
         given["cu_seqlens_q"], given["cu_seqlens_k"], *longest = varlen
-    elif filled:
-        given["seqlens_q"], given["seqlens_k"] = filled
+    elif part:
+        given |= {name: jnp.broadcast_to(jnp.asarray(x, jnp.int32), q.shape[:1]) for name, x in part.items()}
     check_served(out, return_lse, options, longest)
     given = {name: as_array(name, array) for name, array in given.items() if array is not None}
     if str(given["q"].dtype) == "float8_e4m3fn":
@@ -63,7 +67,7 @@ def traced(q, k, v, varlen, out, return_lse, options: Options, filled=None):
 
     def forward(*inputs):
         inputs = tuple(x.value for x in inputs)
-        out, lse = attend(*inputs)
+        out, lse = (checkpoint_name(x, RESULT) for x in attend(*inputs))
         return (out, lse), (inputs, out, lse)
 
     def backward(saved, cotangents):
@@ -167,7 +171,7 @@ class _Passes:
         """The call for arrays of these sizes."""
         types = tuple((x.shape, str(x.dtype)) for x in arrays)
         if types not in self._calls:
-            kind = _FilledCall if "seqlens_q" in self.names else Call
+            kind = _PartsCall if "seqlen_k" in self.names else Call
             self._calls[types] = kind(self.names, types, self.longest, self.options)
         return self._calls[types]
 
@@ -208,7 +212,7 @@ class _Passes:
             rows = (batch,)
         axes = {"q": (*rows, None, heads, None), "sinks": (heads,)}
         axes["k"] = axes["v"] = (*rows, None, heads_k, None)
-        axes["seqlens_q"] = axes["seqlens_k"] = (batch,)
+        axes |= dict.fromkeys(_PART, (batch,))
         axes["cu_seqlens_q"] = axes["cu_seqlens_k"] = (None,)
         axes["bias"] = axes["mask"] = (batch, heads, None, None)
         axes["alibi_slopes"] = (batch, heads)
@@ -284,71 +288,60 @@ class Call:
         return args, q, v
 
 
-class _FilledCall:
-    """A call whose sequences fill only the first of their rows and keys. It becomes a varlen call in which each
-    sequence is a part (fa_part of flash_attn.h), so that a kernel skips what does not count. Its arrays have four
-    axes."""
+class _PartsCall:
+    """A call whose sequences are parts of longer ones, or fill only the first of their rows and keys: a varlen call in
+    which each sequence is an fa_part, so that a kernel skips what does not count. Its arrays have four axes."""
 
     def __init__(self, names, types, longest, options):
         by_name = dict(zip(names, types, strict=True))
-        (batch, rows, *_), (_, keys, *_) = self._check(by_name)
-        self.batch, self.rows, self.keys = batch, rows, keys
+        (self.batch, self.rows, *_), self.keys = by_name["q"][0], by_name["k"][0][1]
         self.names = names
-        inner = tuple(name for name in names if not name.startswith("seqlens"))
+        inner = tuple(name for name in names if name not in _PART)
         packed = [((shape[0] * shape[1], *shape[2:]), kind) for shape, kind in (by_name[name] for name in "qkv")]
-        packed += [by_name[name] for name in inner[3:]] + [((batch + 1,), "int32"), ((batch, 8), "int32")]
+        packed += [by_name[name] for name in inner[3:]] + [((self.batch + 1,), "int32"), ((self.batch, 8), "int32")]
         options = options._replace(top_left=False)  # the shift of a part gives the alignment
-        self.call = Call((*inner, "cu_seqlens_q", "parts"), tuple(packed), (rows, keys), options)
-
-    @staticmethod
-    def _check(by_name: dict) -> list:
-        for name in "qkv":
-            if len(by_name[name][0]) != 4:
-                raise BadArgument(f"{name} has shape {by_name[name][0]}: expected (batch, seqlen, nheads, headdim)")
-        batch = by_name["q"][0][0]
-        for name in "kv":
-            if by_name[name][0][0] != batch:
-                raise BadArgument(f"{name} has shape {by_name[name][0]}, but q has {by_name['q'][0]}: batch must agree")
-        for name in ("seqlens_q", "seqlens_k"):
-            if by_name[name] != ((batch,), "int32"):
-                shape, kind = by_name[name]
-                raise BadArgument(f"{name} is {kind} {shape}: expected int32 {(batch,)}")
-        return [by_name[name][0] for name in "qk"]
+        self.call = Call((*inner, "cu_seqlens_q", "parts"), tuple(packed), (self.rows, self.keys), options)
 
     def forward(self, *arrays):
-        out, lse = self.call.forward(*self._packed(arrays))
+        given = dict(zip(self.names, arrays, strict=True))
+        out, lse = self.call.forward(*self._packed(given))
         out, lse = self._four_axes(out), lse.reshape(lse.shape[0], self.batch, self.rows).swapaxes(0, 1)
-        covered = jnp.arange(self.rows) < self._lengths(arrays)[0][:, None]
+        if "seqlen_q" not in given:
+            return out, lse
+        covered = jnp.arange(self.rows) < given["seqlen_q"][:, None]
         return jnp.where(covered[:, :, None, None], out, 0), jnp.where(covered[:, None], lse, -jnp.inf)
 
     def backward(self, *arrays):
-        inputs, (out, lse, dout, *dlse) = arrays[: len(self.names)], arrays[len(self.names) :]
+        given, (out, lse, dout, *dlse) = dict(zip(self.names, arrays, strict=False)), arrays[len(self.names) :]
         by_row = [x.swapaxes(0, 1).reshape(x.shape[1], -1) for x in (lse, *dlse)]
         out, dout = (x.reshape(-1, *x.shape[2:]) for x in (out, dout))
-        found = self.call.backward(*self._packed(inputs), out, by_row[0], dout, *by_row[1:])
-        gradients = dict(zip(self.call.wanted, found, strict=True))
-        rows, keys = self._lengths(inputs)
-        for name, length in (("q", rows), ("k", keys), ("v", keys)):
-            x = self._four_axes(gradients[name])
-            covered = jnp.arange(x.shape[1]) < length[:, None]
-            gradients[name] = jnp.where(covered[:, :, None, None], x, 0)  # nothing writes the other rows
+        found = self.call.backward(*self._packed(given), out, by_row[0], dout, *by_row[1:])
+        gradients, part = dict(zip(self.call.wanted, found, strict=True)), self._part(given)
+        for name in "qkv":
+            gradients[name] = self._four_axes(gradients[name])
+            if name == "q" and "seqlen_q" not in given:
+                continue
+            first, count = (0, part["seqlen_q"]) if name == "q" else (part["key_begin"][:, None], part["seqlen_k"])
+            row = jnp.arange(gradients[name].shape[1]) - first
+            covered = (row >= 0) & (row < count[:, None])  # nothing writes the other rows
+            gradients[name] = jnp.where(covered[:, :, None, None], gradients[name], 0)
         return tuple(gradients.values())
 
-    def _packed(self, arrays) -> list:
-        given = dict(zip(self.names, arrays, strict=True))
-        rows, keys = self._lengths(arrays)
-        sequence, nothing = jnp.arange(self.batch, dtype=jnp.int32), jnp.zeros(self.batch, jnp.int32)
-        parts = sequence * self.keys, keys, nothing, nothing, nothing, sequence, rows, nothing
-        inner = {name: x for name, x in given.items() if not name.startswith("seqlens")}
-        packed = [x.reshape(-1, *x.shape[2:]) if name in "qkv" else x for name, x in inner.items()]
-        return [*packed, jnp.arange(self.batch + 1, dtype=jnp.int32) * self.rows, jnp.stack(parts, axis=1)]
+    def _part(self, given: dict) -> dict:
+        """The fields of fa_part, (batch,) each, with key_begin from the sequence's first row on."""
+        part = {name: given.get(name, jnp.zeros(self.batch, jnp.int32)) for name in _PART}
+        part["sequence"] = jnp.arange(self.batch, dtype=jnp.int32)
+        part["seqlen_k"] = jnp.clip(part["seqlen_k"], 0, self.keys)
+        if "seqlen_q" in given:  # a part with seqlen_q = 0 would have all rows; without rows there are no keys
+            part["seqlen_q"] = jnp.clip(part["seqlen_q"], 0, self.rows)
+            part["seqlen_k"] = jnp.where(part["seqlen_q"] > 0, part["seqlen_k"], 0)
+        return part
+
+    def _packed(self, given: dict) -> list:
+        part = self._part(given)
+        part["key_begin"] += part["sequence"] * self.keys
+        packed = [x.reshape(-1, *x.shape[2:]) if name in "qkv" else x for name, x in given.items() if name not in _PART]
+        return [*packed, jnp.arange(self.batch + 1, dtype=jnp.int32) * self.rows, jnp.stack([*part.values()], axis=1)]
 
     def _four_axes(self, x):
         return x.reshape(self.batch, -1, *x.shape[1:])
-
-    def _lengths(self, arrays) -> tuple:
-        """The rows and keys that count. Without rows there are no keys: a part with seqlen_q = 0 would have all
-        rows."""
-        given = dict(zip(self.names, arrays, strict=True))
-        rows, keys = jnp.clip(given["seqlens_q"], 0, self.rows), jnp.clip(given["seqlens_k"], 0, self.keys)
-        return rows, jnp.where(rows > 0, keys, 0)

@@ -1,14 +1,12 @@
 """Attention of sequences that are spread over the devices of a mesh axis, for use inside jax.shard_map.
 
-XLA owns devices and transfers, so the modes consist of JAX's collectives around calls of flash_attn_minimal.jax.
+XLA owns devices and transfers, so the modes consist of JAX's collectives around one call for each chunk of queries.
 
     gather     a device gets the keys and values of all others (with a window, of those that it reaches). Its queries
                are then parts of the whole sequences (fa_part of flash_attn.h). The position of a part is data, not
                shape, so one program serves every device, and a kernel skips keys that a part does not see
     ulysses    a device gets all tokens of some heads, and sends the rows of the result back
                (Jacobs et al. 2023, DeepSpeed Ulysses)
-    ring       keys and values move from device to device. Results are merged by their lse in float32
-               (Liu et al. 2023, Ring Attention)
 
 The backward pass repeats the transfers, so a device keeps only its own q, k, v, out and lse. (ulysses keeps its share
 of heads instead, which is as large.) The contributions of several devices to the gradient of a key are rounded to its
@@ -17,25 +15,22 @@ dtype, sent to its owner, and added up there in float32, in a fixed order.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 
 from .._core.checks import _flag, _quoted, _window
 from .._core.options import Options
 from ..errors import BadArgument, Unsupported
-from ._attention import Call, check_served, no_second_derivative, scaled, traced
+from ._attention import ARRAYS, RESULT, check_served, scaled, traced
 from ._axes import vary
 from ._custom_call import as_array
-from ._gradients import nothing
 
 LAYOUTS = {"contiguous": 1, "zigzag": 2}  # -> chunks of a sequence that a device holds
-MODES = ("auto", "gather", "ulysses", "ring")
-_ARRAYS = ("bias", "mask", "alibi_slopes", "sinks")
+MODES = ("auto", "gather", "ulysses")
 
 
 def context_parallel_attention(
@@ -75,8 +70,7 @@ def context_parallel_attention(
         layout: "contiguous": device r holds chunk r of P. "zigzag": it holds chunks r and 2 P - 1 - r of 2 P, so that
             devices have equal work under a causal mask; shard_tokens brings the tokens into this order. The local
             lengths must then be even: 2 P divides seqlen_q and seqlen_k.
-        mode: "auto" takes "ulysses" if it serves the call and no window makes "gather" cheaper, else "gather". "ring"
-            is for keys and values that together are too large for one device.
+        mode: "auto" takes "ulysses" if it serves the call and no window makes "gather" cheaper, else "gather".
         alibi_slopes, sinks: as in flash_attn_func, with all heads, the same on every device.
         bias, mask: broadcast to (batch, nheads, seqlen_q / P, seqlen_k): the device's rows, in its layout, and all
             keys in their natural order.
@@ -85,11 +79,9 @@ def context_parallel_attention(
         The other options are those of flash_attn_func. Those that are not arrays are Python values, except
             softmax_scale, which may be traced.
 
-    Not served:
-        by ulysses: nheads that P does not divide; nheads_k, unless P divides it or is a multiple of it (key heads are
-            then copied); a bias or mask with an axis of rows, even of size 1 where a device has one row, because it
-            may be the device's own row or one that all share; dropout.
-        by ring: bias and mask; dropout with chunks of keys whose length is not a multiple of 8.
+    Not served by ulysses: nheads that P does not divide; nheads_k, unless P divides it or is a multiple of it (key
+        heads are then copied); a bias or mask with an axis of rows, even of size 1 where a device has one row, because
+        it may be the device's own row or one that all share; dropout.
 
     Returns:
         out (batch, seqlen_q / P, nheads, headdim_v) in q's dtype; with return_lse the pair (out, lse), lse (batch,
@@ -127,14 +119,9 @@ def context_parallel_attention(
     by_row = frozenset(name for name in scores if _has_rows(given[name], given["q"], tokens))
     given |= {name: _four_axes(name, given, tokens) for name in scores}
     mode = _choose(mode, given, tokens, options, by_row)
-
-    def serve(given):
-        if mode == "ulysses":
-            return _ulysses(given, tokens, options, return_lse)
-        out, lse = _with_gradients((_Gather if mode == "gather" else _Ring)(tokens, options, given), given)
-        return (out, lse) if return_lse else out
-
-    return jax.jit(serve, inline=True)(given)  # jit, because jax.shard_map alone does not support symbolic zeros
+    attend = _ulysses if mode == "ulysses" else _gather
+    # jit, because jax.shard_map alone does not support symbolic zeros.
+    return jax.jit(lambda given: attend(given, tokens, options, return_lse), inline=True)(given)
 
 
 def shard_tokens(x: Any, size: int, layout: str = "zigzag", axis: int = 1) -> Any:
@@ -285,15 +272,9 @@ def _refusal(mode: str, given: dict, tokens: _Tokens, options: Options, by_row: 
             return f"nheads_k={nheads_k} on {size} devices: neither divides the other"
         if options.dropout_p:
             return f"dropout_p={options.dropout_p}: the masks of heads have to be known when the call is traced"
-    for name in ("bias", "mask"):
-        if name in given and (mode == "ring" or mode == "ulysses" and name in by_row):
+        for name in by_row:
             return f"{name} of shape {given[name].shape}, (batch, nheads, rows, keys)"
-    if mode == "ring" and options.dropout_p and tokens.keys % 8:
-        return f"dropout_p={options.dropout_p} with chunks of {tokens.keys} keys, no multiple of 8"
     return None
-
-
-# ---- ulysses ----
 
 
 def _ulysses(given: dict, tokens: _Tokens, options: Options, return_lse: int):
@@ -316,7 +297,7 @@ def _ulysses(given: dict, tokens: _Tokens, options: Options, return_lse: int):
         return jnp.repeat(x.astype(jnp.float32), copies, axis=2).astype(x.dtype) if copies > 1 else x
 
     q, k, v = all_tokens(given["q"]), all_tokens(copied(given["k"])), all_tokens(copied(given["v"]))
-    more = {name: given[name] for name in _ARRAYS if name in given}
+    more = {name: given[name] for name in ARRAYS if name in given}
     for name, x in more.items():
         axis = 1 if name in ("bias", "mask") else x.ndim - 1
         if x.shape[axis] > 1:
@@ -328,315 +309,111 @@ def _ulysses(given: dict, tokens: _Tokens, options: Options, return_lse: int):
     return own_tokens(out), own_tokens(lse.swapaxes(1, 2)).swapaxes(1, 2)
 
 
-# ---- gather and ring ----
+# ---- gather ----
 
 
-def _with_gradients(mode: _Gather | _Ring, given: dict):
-    """The results (out, lse) of a mode, differentiable."""
-    names = tuple(given)
-
-    @jax.custom_vjp
-    def attend(*inputs):
-        return mode.forward(dict(zip(names, inputs, strict=True)))
-
-    def forward(*inputs):
-        inputs = tuple(x.value for x in inputs)
-        out, lse = attend(*inputs)
-        return (out, lse), (inputs, out, lse)
-
-    def backward(saved, cotangents):
-        inputs, out, lse = saved
-        dout, dlse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
-        if dout is None:
-            (dout,) = vary([jnp.zeros_like(out)], [out])
-        gradients = gradients_of(inputs, out, lse, dout, dlse)
-        return tuple(gradients.get(name, nothing(x)) for name, x in zip(names, inputs, strict=True))
-
-    attend.defvjp(forward, backward, symbolic_zeros=True)  # most losses do not depend on lse
-
-    @jax.custom_vjp
-    def gradients_of(inputs, *more):
-        given = dict(zip(names, inputs, strict=True))
-        return {name: x.astype(given[name].dtype) for name, x in mode.backward(given, *more).items()}
-
-    gradients_of.defvjp(lambda *inputs: (gradients_of(*inputs), None), no_second_derivative)
-    return attend(*given.values())
-
-
-class _Keys(NamedTuple):
-    """The keys that a call gets: from key `first` of its sequence on, in rows begin .. begin + count - 1 of every
-    sequence in k and v. The numbers may be traced."""
-
-    first: Any
-    begin: Any
-    count: Any
-
-
-class _Mode:
-    """Attention of one chunk of queries over some keys, by one call of the library.
-
-    The call is a varlen one: row b of the batch is a part of sequence b, and the part's position in the whole sequence
-    is read on the device."""
-
-    def __init__(self, tokens: _Tokens, options: Options):
-        self.tokens, self.options = tokens, options._replace(top_left=False)
-        self.calls: dict = {}
-
-    def attend(self, chunk, keys: _Keys, q, k, v, more: dict):
-        """(out, lse). chunk: the number of q's chunk, which may be traced; more: the arrays among the options, by
-        name."""
-        call, arrays = self._describe(chunk, keys, q, k, v, more)
-        out, lse = call.forward(*arrays)
-        return out.reshape(*q.shape[:-1], -1), self._unpacked(lse, q)
-
-    def gradients(self, chunk, keys: _Keys, q, k, v, more: dict, out, lse, dout, dlse) -> dict:
-        """The gradients by name, bias's as float32. lse may include more keys than these; the gradients are then those
-        through these keys only."""
-        call, arrays = self._describe(chunk, keys, q, k, v, more)
-        rows = [out, dout] if dlse is None else [out, dout, dlse]
-        packed = [x.reshape(-1, *x.shape[2:]) if x.ndim == 4 else self._packed(x) for x in rows]
-        found = call.backward(*arrays, packed[0], self._packed(lse), *packed[1:])
-        gradients = dict(zip(call.wanted, found, strict=True))
-        for name, x in zip("qkv", (q, k, v), strict=True):
-            gradients[name] = gradients[name].reshape(x.shape)
-        row = jnp.arange(k.shape[1])
-        covered = (keys.begin <= row) & (row < keys.begin + keys.count)  # nothing writes the other rows
-        for name in "kv":
-            gradients[name] = jnp.where(covered[:, None, None], gradients[name], 0)
-        return gradients
-
-    @staticmethod
-    def _packed(lse):  # (batch, nheads, rows) to (nheads, batch * rows)
-        return lse.swapaxes(0, 1).reshape(lse.shape[1], -1)
-
-    @staticmethod
-    def _unpacked(lse, q):
-        return lse.reshape(q.shape[2], *q.shape[:2]).swapaxes(0, 1)
-
-    def _describe(self, chunk, keys: _Keys, q, k, v, more: dict):
-        (batch, rows), length = q.shape[:2], k.shape[1]
-        first_row = chunk * self.tokens.rows
-        sequence = np.arange(batch)
-        fields = (
-            sequence * length + keys.begin, keys.count, first_row + self.tokens.shift - keys.first,
-            first_row, keys.first, sequence, 0, 0,
-        )  # fmt: skip
-        parts = [jnp.broadcast_to(jnp.asarray(x, jnp.int32), (batch,)) for x in fields]
-        given = {name: x.reshape(-1, *x.shape[2:]) for name, x in zip("qkv", (q, k, v), strict=True)}
-        given |= more
-        given["cu_seqlens_q"] = jnp.arange(batch + 1, dtype=jnp.int32) * rows
-        given["parts"] = jnp.stack(parts, axis=1)
-        types = tuple((x.shape, str(x.dtype)) for x in given.values())
-        if types not in self.calls:
-            self.calls[types] = Call(tuple(given), types, (rows, length), self.options)
-        return self.calls[types], vary(list(given.values()), [q])
-
-
-def _options_in(given: dict) -> dict:
-    return {name: given[name] for name in _ARRAYS if name in given}
-
-
-class _Gather(_Mode):
+def _gather(given: dict, tokens: _Tokens, options: Options, return_lse: bool):
     """One call for each chunk of queries. Chunks share keys, and a call writes the gradient of a key only once."""
+    t, options = tokens, options._replace(top_left=False)
+    counts_from_start = options.dropout_p or "bias" in given or "mask" in given
+    reach = None if counts_from_start else _find_reach(t)
 
-    def __init__(self, tokens: _Tokens, options: Options, given: dict):
-        super().__init__(tokens, options)
-        self.reach = self._find_reach(given)
-
-    def forward(self, given: dict):
-        rows = []
-        for slot, (q, k, v) in enumerate(self._inputs(given)):
-            chunk, keys = self._place(slot)
-            rows.append(self.attend(chunk, keys, q, k, v, self._options_of(slot, given)))
-        out, lse = zip(*rows, strict=True)
-        return jnp.concatenate(out, 1), jnp.concatenate(lse, 2)
-
-    def backward(self, given: dict, out, lse, dout, dlse) -> dict:
-        split = self.tokens.split
-        dlses = [None] * self.tokens.slots if dlse is None else split(dlse, 2)
-        rows = [split(out), split(lse, 2), split(dout), dlses]
+    # Keys of other devices are not kept for the backward pass, which fetches them again.
+    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(RESULT))
+    def attend(given):
+        queries, keys, values = t.split(given["q"]), _fetched(t, reach, given["k"]), _fetched(t, reach, given["v"])
         found = []
-        for slot, (inputs, *row) in enumerate(zip(self._inputs(given), *rows, strict=True)):
-            found.append(self.gradients(*self._place(slot), *inputs, self._options_of(slot, given), *row))
-        gradients = {name: [x[name] for x in found] for name in found[0]}
-        sums = {name: self._return(x) if name in "kv" else _sum(x) for name, x in gradients.items() if name != "q"}
-        if "bias" in given and given["bias"].shape[2] > 1:
-            sums["bias"] = jnp.concatenate(gradients["bias"], 2)
-        return {"q": jnp.concatenate(gradients["q"], 1), **sums}
+        for slot, of_slot in enumerate(zip(queries, keys, values, strict=True)):
+            more = {name: given[name] for name in ARRAYS if name in given}
+            for name in ("bias", "mask"):
+                if name in more and more[name].shape[2] > 1:
+                    more[name] = t.split(more[name], 2)[slot]
+            found.append(traced(*of_slot, None, None, return_lse, options._replace(**more), _part(t, reach, slot)))
+        if not return_lse:
+            return jnp.concatenate(found, 1)
+        return tuple(jnp.concatenate(x, axis) for x, axis in zip(zip(*found, strict=True), (1, 2), strict=True))
 
-    def _inputs(self, given: dict):
-        """q, k and v for the call of each slot."""
-        return zip(self.tokens.split(given["q"]), self._fetch(given["k"]), self._fetch(given["v"]), strict=True)
+    return attend(given)
 
-    def _options_of(self, slot: int, given: dict) -> dict:
-        more = _options_in(given)
-        for name in ("bias", "mask"):
-            if name in more and more[name].shape[2] > 1:
-                more[name] = self.tokens.split(more[name], 2)[slot]
-        return more
 
-    def _find_reach(self, given: dict) -> list | None:
-        """For each slot, the first and last distance to the chunks of keys that its queries see on any rank. None if
-        fetching everything costs no more, or if an option counts keys from the start."""
-        t, reach = self.tokens, []
-        for slot in range(t.slots):
-            own = [t.chunk(rank, slot) for rank in range(t.size)]
-            seen = [other - chunk for chunk in own for other in range(t.chunks) if t.sees(chunk, other)] or [0]
-            reach.append((min(seen), max(seen)))
-        from_start = self.options.dropout_p or "bias" in given or "mask" in given
-        return None if from_start or sum(last - first + 1 for first, last in reach) >= t.chunks else reach
+def _find_reach(t: _Tokens) -> list[tuple[int, int]] | None:
+    """For each slot, the first and last distance to the chunks of keys that its queries see on any rank. None if
+    fetching everything costs no more."""
+    reach = []
+    for slot in range(t.slots):
+        own = [t.chunk(rank, slot) for rank in range(t.size)]
+        seen = [other - chunk for chunk in own for other in range(t.chunks) if t.sees(chunk, other)] or [0]
+        reach.append((min(seen), max(seen)))
+    return None if sum(last - first + 1 for first, last in reach) >= t.chunks else reach
 
-    def _place(self, slot: int):
-        """The chunk of a slot's queries, and the keys of the slot's call."""
-        t = self.tokens
-        chunk = t.chunk(lax.axis_index(t.axis_name), slot)
-        if self.reach is None:
-            return chunk, _Keys(0, 0, t.chunks * t.keys)
-        low, high = self.reach[slot]
-        first, last = jnp.clip(chunk + low, 0, t.chunks), jnp.clip(chunk + high + 1, 0, t.chunks)
+
+def _part(t: _Tokens, reach: list | None, slot: int) -> dict:
+    """The part of the whole sequences that the call of a slot computes: fields of fa_part."""
+    chunk = t.chunk(lax.axis_index(t.axis_name), slot)
+    first, begin, count = 0, 0, t.chunks
+    if reach is not None:
+        low, high = reach[slot]
+        first = jnp.clip(chunk + low, 0, t.chunks)
+        count = jnp.clip(chunk + high + 1, 0, t.chunks) - first
         begin = jnp.clip(first - (chunk + low), 0, high - low + 1)  # there are no keys before the first chunk
-        return chunk, _Keys(first * t.keys, begin * t.keys, (last - first) * t.keys)
+    row, key = chunk * t.rows, first * t.keys
+    where = {"first_row": row, "first_key": key, "shift": row + t.shift - key}
+    return where | {"key_begin": begin * t.keys, "seqlen_k": count * t.keys}
 
-    def _fetch(self, x) -> list:
-        """The keys, or values, for the call of each slot."""
-        t = self.tokens
-        if self.reach is None:
-            return [_natural(lax.all_gather(x, t.axis_name, axis=1, tiled=True), t.size, t.slots, 1)] * t.slots
-        own = t.split(x)
-        found = []
-        for slot, (low, high) in enumerate(self.reach):
+
+def _fetched(t: _Tokens, reach: list | None, x) -> tuple:
+    """The keys, or values, for the call of each slot."""
+
+    @jax.custom_vjp
+    def fetch(x):
+        if reach is None:
+            return (_natural(lax.all_gather(x, t.axis_name, axis=1, tiled=True), t.size, t.slots, 1),) * t.slots
+        own, found = t.split(x), []
+        for slot, (low, high) in enumerate(reach):
             chunks = [
                 own[slot] if not distance else sum(lax.ppermute(own[at], t.axis_name, pairs) for at, pairs in routes)
-                for distance, routes in self._routes(slot, low, high)
+                for distance, routes in _routes(t, slot, low, high)
             ]
             found.append(jnp.concatenate(chunks, 1))
-        return found
+        return tuple(found)
 
-    def _return(self, gradients: list):
+    def send_back(_, gradients):
         """The gradient of a rank's own keys, from those of the keys of each slot's call on every rank."""
-        t = self.tokens
-        if self.reach is None:
-            total = gradients[0] if len(gradients) == 1 else _sum(gradients).astype(gradients[0].dtype)
+        dtype, shape = gradients[0].dtype, gradients[0].shape
+        if reach is None:
+            total = _sum(gradients).astype(dtype)
             ranks = lax.all_to_all(_by_rank(total, t.size, t.slots, 1), t.axis_name, 1, 1, tiled=True)
-            return _sum(jnp.split(ranks, t.size, 1))
+            return (_sum(jnp.split(ranks, t.size, 1)).astype(dtype),)
         own: list[list] = [[] for _ in range(t.slots)]
-        for slot, (low, high) in enumerate(self.reach):
+        for slot, (low, high) in enumerate(reach):
             chunks = jnp.split(gradients[slot], high - low + 1, 1)
-            for chunk, (distance, routes) in zip(chunks, self._routes(slot, low, high), strict=True):
+            for chunk, (distance, routes) in zip(chunks, _routes(t, slot, low, high), strict=True):
                 if not distance:
                     own[slot].append(chunk)
                 for at, pairs in routes if distance else ():
                     own[at].append(lax.ppermute(chunk, t.axis_name, [(to, source) for source, to in pairs]))
-        shape = gradients[0].shape
-        (nothing,) = vary([jnp.zeros((shape[0], t.keys, *shape[2:]), jnp.float32)], gradients)
-        return jnp.concatenate([_sum(x) if x else nothing for x in own], 1)
+        (nothing,) = vary([jnp.zeros((shape[0], t.keys, *shape[2:]), dtype)], gradients)
+        return (jnp.concatenate([_sum(x).astype(dtype) if x else nothing for x in own], 1),)
 
-    def _routes(self, slot: int, low: int, high: int) -> list:
-        """For each distance, how the chunks at that distance from a slot's chunks get to the slot: the slots that hold
-        them, and pairs (source, target) of ranks."""
-        t, found = self.tokens, []
-        for distance in range(low, high + 1):
-            routes: dict = {}
-            for rank in range(t.size):
-                chunk = t.chunk(rank, slot) + distance
-                if 0 <= chunk < t.chunks:
-                    source, at = (chunk, 0) if chunk < t.size else (2 * t.size - 1 - chunk, 1)
-                    routes.setdefault(at, []).append((source, rank))
-            found.append((distance, sorted(routes.items())))
-        return found
+    fetch.defvjp(lambda x: (fetch(x), None), send_back)
+    return fetch(x)
 
 
-class _Ring(_Mode):
-    """In step i a rank works on the keys of the rank i before it. Steps, and pairs of chunks, in which no rank sees
-    anything are left out. A sink is the initial value of lse before the first step."""
-
-    def __init__(self, tokens: _Tokens, options: Options, given: dict):
-        super().__init__(tokens, options)
-        t, slots = tokens, range(tokens.slots)
-        self.steps = []  # (step, [(slot of the queries, slot of the keys)])
-        for step in range(t.size):
-            ranks = [(rank, (rank - step) % t.size) for rank in range(t.size)]
-            pairs = [
-                (a, b) for a in slots for b in slots if any(t.sees(t.chunk(r, a), t.chunk(s, b)) for r, s in ranks)
-            ]
-            if pairs:
-                self.steps.append((step, pairs))
-
-    def forward(self, given: dict):
-        t, (batch, rows, nheads, _) = self.tokens, given["q"].shape
-        before = given["sinks"][:, None] if "sinks" in given else -jnp.inf
-        out = jnp.zeros((batch, rows, nheads, given["v"].shape[3]), jnp.float32)
-        out, lse = vary([out, jnp.full((batch, nheads, rows), before, jnp.float32)], [given["q"]])
-        q, out, lse = t.split(given["q"]), t.split(out), t.split(lse, 2)
-        for _, pairs, keys, k, v in self._walk(given):
-            for a, b in pairs:
-                step = self.attend(self._chunk(a), keys[b], q[a], k[b], v[b], self._options_of(given))
-                out[a], lse[a] = _merge(out[a], lse[a], *step)
-        return jnp.concatenate(out, 1).astype(given["q"].dtype), jnp.concatenate(lse, 2)
-
-    def backward(self, given: dict, out, lse, dout, dlse) -> dict:
-        t = self.tokens
-        gradients = {} if "sinks" not in given else {"sinks": _sinks_gradient(given["sinks"], out, lse, dout, dlse)}
-        dlses = [None] * t.slots if dlse is None else t.split(dlse, 2)
-        rows = list(zip(t.split(out), t.split(lse, 2), t.split(dout), dlses, strict=True))
-        sums = {name: t.split(*vary([jnp.zeros(given[name].shape, jnp.float32)], [given[name]])) for name in "qkv"}
-        q = t.split(given["q"])
-        for step, pairs, keys, k, v in self._walk(given):
-            found: dict = {}  # slot -> gradients of its keys
-            for a, b in pairs:
-                some = self.gradients(self._chunk(a), keys[b], q[a], k[b], v[b], self._options_of(given), *rows[a])
-                sums["q"][a] += some["q"].astype(jnp.float32)
-                found.setdefault(b, []).append(some)
-            for b, some in found.items():
-                for name in "kv":
-                    one = _sum([x[name] for x in some]).astype(given[name].dtype)
-                    sums[name][b] += self._moved(one, -step).astype(jnp.float32)
-        return gradients | {name: jnp.concatenate(x, 1) for name, x in sums.items()}
-
-    def _options_of(self, given: dict) -> dict:
-        return {name: x for name, x in _options_in(given).items() if name != "sinks"}
-
-    def _chunk(self, slot: int):
-        return self.tokens.chunk(lax.axis_index(self.tokens.axis_name), slot)
-
-    def _walk(self, given: dict):
-        """Yields for each step its number and pairs, the _Keys of each slot, and k and v split by slot."""
-        t, at = self.tokens, 0
-        rank, k, v = lax.axis_index(t.axis_name), given["k"], given["v"]
-        for step, pairs in self.steps:
-            k, v = (self._moved(x, step - at) for x in (k, v))
-            at, source = step, (rank - step) % t.size
-            keys = [_Keys(t.chunk(source, slot) * t.keys, 0, t.keys) for slot in range(t.slots)]
-            yield step, pairs, keys, t.split(k), t.split(v)
-
-    def _moved(self, x, distance: int):
-        """x of the rank `distance` before this one."""
-        size = self.tokens.size
-        pairs = [(rank, (rank + distance) % size) for rank in range(size)]
-        return lax.ppermute(x, self.tokens.axis_name, pairs) if distance % size else x
+def _routes(t: _Tokens, slot: int, low: int, high: int) -> list:
+    """For each distance, how the chunks at that distance from a slot's chunks get to the slot: the slots that hold
+    them, and pairs (source, target) of ranks."""
+    found = []
+    for distance in range(low, high + 1):
+        routes: dict = {}
+        for rank in range(t.size):
+            chunk = t.chunk(rank, slot) + distance
+            if 0 <= chunk < t.chunks:
+                source, at = (chunk, 0) if chunk < t.size else (2 * t.size - 1 - chunk, 1)
+                routes.setdefault(at, []).append((source, rank))
+        found.append((distance, sorted(routes.items())))
+    return found
 
 
 def _sum(arrays):
     """The sum in float32, in this order."""
-    total = arrays[0].astype(jnp.float32)
-    for x in arrays[1:]:
-        total = total + x.astype(jnp.float32)
-    return total
-
-
-def _by_row(x):  # (batch, nheads, rows) to a shape that broadcasts to (batch, rows, nheads, headdim)
-    return x.swapaxes(1, 2)[..., None]
-
-
-def _merge(out, lse, out_b, lse_b):
-    """Merges results over disjoint keys. out is float32."""
-    total = jnp.logaddexp(lse, lse_b)
-    known = jnp.where(jnp.isneginf(total), 0, total)  # the weights of a row that sees no key become 0
-    return _by_row(jnp.exp(lse - known)) * out + _by_row(jnp.exp(lse_b - known)) * out_b.astype(jnp.float32), total
-
-
-def _sinks_gradient(sinks, out, lse, dout, dlse):
-    """The gradient of sinks. A sink is a key whose value is 0: dS = P (0 - rowsum(dout * out) + dlse)."""
-    p = jnp.where(jnp.isneginf(lse), 0, jnp.exp(sinks[:, None] - lse))
-    through = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
-    return (p * ((0 if dlse is None else dlse) - through)).sum((0, 2))
+    return functools.reduce(jnp.add, [x.astype(jnp.float32) for x in arrays])

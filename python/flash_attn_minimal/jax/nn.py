@@ -95,13 +95,13 @@ def dot_product_attention(
         softmax_scale=scale, causal=is_causal, top_left=True, bias=_bias(bias), mask=_mask(mask),
         **({} if local_window_size is None else {"window_size": _local_window(local_window_size)}),
     )  # fmt: skip
-    filled = None
+    part = None
     if query_seq_lengths is not None or key_value_seq_lengths is not None:
-        filled = (
-            _lengths("query_seq_lengths", query_seq_lengths, q),
-            _lengths("key_value_seq_lengths", key_value_seq_lengths, k),
-        )
-    out, lse = traced(q, k, v, None, None, True, options, filled)
+        part = {
+            "seqlen_q": _lengths("query_seq_lengths", query_seq_lengths, q),
+            "seqlen_k": _lengths("key_value_seq_lengths", key_value_seq_lengths, k),
+        }
+    out, lse = traced(q, k, v, None, None, True, options, part)
     out = out.reshape(*given["query"].shape[:-1], v.shape[-1])
     if not _flag("return_residual", return_residual):
         return out

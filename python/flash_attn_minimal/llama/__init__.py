@@ -10,16 +10,13 @@
     host.py         those operations on the CPU: NumPy, and this library for attention
     cuda.py         those operations on a GPU: CuPy's arrays, this library's kernels, cuBLAS for larger products, CUDA
                     graphs
-    attend.py       flash attention over the cache, and standard attention to compare with
+    attend.py       attention over the cache
     cache.py        the KV cache, contiguous or paged
     engine.py       sequences that join and leave a running batch
     sampling.py     greedy, temperature, top-k, top-p
     w4.py           models with 4-bit weights, and their file
-    quality.py      measures what 4-bit weights cost a model, and chooses the matrices that stay wider
-    quality_report.py   the result as tables, JSON and a picture
-    quantize.py     the command line of w4.py and quality.py: python -m flash_attn_minimal quantize MODEL
+    quantize.py     the command line of w4.py: python -m flash_attn_minimal quantize MODEL
     generate.py     the command line: python -m flash_attn_minimal generate CHECKPOINT
-    synthetic.py    random models of any shape in the real file formats
 
-Only `bench`, `fuzz` and the command line import this package.
+Of the package, only the command line imports this one.
 """

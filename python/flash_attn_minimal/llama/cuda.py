@@ -18,7 +18,7 @@ from .._core import library
 from ..errors import BadArgument, CudaError
 from ..transformer._safetensors import numpy_dtype
 from ..transformer.quantized import PackedW4, W4Weight
-from .attend import check_names, flash_attention
+from .attend import cached_attention, check_dtype
 from .config import Config
 from .host import in_order
 from .sampling import Rule
@@ -97,15 +97,16 @@ class Cuda:
     """dtype: the type of the matrices. cache_dtype: the type of q, k, v and the cache, by default dtype."""
 
     name = "cuda"
+    reads_unfilled = False  # as of host.Host
     ahead = 8  # steps queued beyond the one that is waited for, so that the host's work meanwhile costs no time
 
-    def __init__(self, attention: str = "flash", dtype: str = "float32", cache_dtype: str | None = None):
+    def __init__(self, dtype: str = "float32", cache_dtype: str | None = None):
         cache_dtype = cache_dtype or dtype
-        check_names(attention, dtype)
-        check_names(attention, cache_dtype)
+        check_dtype(dtype)
+        check_dtype(cache_dtype)
         import cupy
 
-        self.xp, self.attention = cupy, attention
+        self.xp = cupy
         self.matrix_dtype, self.dtype = numpy_dtype(dtype), numpy_dtype(cache_dtype)
         self.between = self.matrix_dtype  # for results that only feed the next product
         for native in (self.matrix_dtype, self.dtype):
@@ -114,7 +115,6 @@ class Cuda:
             except (TypeError, ValueError, NotImplementedError) as error:  # bfloat16 needs CuPy 14
                 what = f"dtype={native.name!r} is not served by this CuPy {cupy.__version__}"
                 raise BadArgument(f"{what}: {error}") from None
-        self.reads_unfilled = attention == "standard"  # it multiplies the values there by 0
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self._cublas = Cublas(cupy, self.stream)
         self._kernels = _Kernels(cupy)
@@ -195,69 +195,7 @@ class Cuda:
 
     def attend(self, q, k, v, cache_k, cache_v, rows, rope, config: Config) -> Any:
         """As host.Host.attend."""
-        if self.attention == "flash":
-            return flash_attention(q, k, v, cache_k, cache_v, rows, rope, config)
-        return self._standard_attention(q, k, v, cache_k, cache_v, rows, rope, config)
-
-    def _standard_attention(self, q, k, v, cache_k, cache_v, rows, rope, config: Config) -> Any:
-        """Standard attention in array operations over the first rows.longest keys of every sequence, in which keys
-        beyond a sequence's own are masked."""
-        from ..transformer import ops
-
-        xp, (batch, seqlen, nheads, headdim), nheads_k = self.xp, q.shape, k.shape[2]
-        own = xp.maximum(rows.lengths, 0)[:, None] + xp.arange(seqlen, dtype=np.int32)  # (batch, seqlen) positions
-        for x in (q, k):
-            ops.rope(x, *rope, positions=own, interleaved=config.rope_interleaved, out=x)
-        keys, values = self._append_and_gather(k, v, cache_k, cache_v, rows, own)
-        column = xp.arange(keys.shape[1], dtype=np.int32)
-        visible = column <= own[..., None]
-        if config.window:
-            visible &= column > own[..., None] - config.window
-        if rows.table is not None:  # after a sequence's keys pages may hold NaN, and 0 * NaN is NaN
-            values = xp.where((column <= own[:, -1:])[..., None, None], _bits(values), 0).view(values.dtype)
-
-        group = nheads // nheads_k
-        m, n = group * seqlen, keys.shape[1]
-        q = _bits(q).reshape(batch, seqlen, nheads_k, group, headdim).transpose(0, 2, 3, 1, 4)
-        q = xp.ascontiguousarray(q).view(self.dtype).reshape(batch * nheads_k, m, headdim)
-        keys, values = (self._by_head(x) for x in (keys, values))  # (batch * nheads_k, n, headdim)
-        s = xp.empty((batch * nheads_k, m, n), np.float32)
-        self._cublas.product(q, keys, s, True, alpha=headdim**-0.5)
-        s = s.reshape(batch, nheads_k, group, seqlen, n)
-        s = xp.where(visible[:, None, None], s, np.float32(-np.inf))
-        s -= s.max(-1, keepdims=True)
-        xp.exp(s, out=s)
-        s /= s.sum(-1, keepdims=True)
-        out = xp.empty((batch * nheads_k, m, headdim), self.dtype)
-        self._cublas.product(self.cast(s, self.dtype).reshape(batch * nheads_k, m, n), values, out, False)
-        out = _bits(out).reshape(batch, nheads_k, group, seqlen, headdim).transpose(0, 3, 1, 2, 4)
-        return xp.ascontiguousarray(out).view(self.dtype).reshape(batch, seqlen, nheads, headdim)
-
-    def _append_and_gather(self, k, v, cache_k, cache_v, rows, own) -> tuple[Any, Any]:
-        """Writes the new keys and values to the cache; returns those of all sequences, (batch, n, nheads_k,
-        headdim)."""
-        xp, batch, page_size = self.xp, len(own), cache_k.shape[1]
-        which = xp.arange(batch)[:, None]
-        if rows.table is None:
-            entry, offset = rows.first + which, own
-        else:
-            entry, offset = rows.table[which, own // page_size], own % page_size
-        _bits(cache_k)[entry, offset], _bits(cache_v)[entry, offset] = _bits(k), _bits(v)
-        if rows.table is None:
-            here = slice(rows.first, rows.first + batch)
-            return cache_k[here, : rows.longest], cache_v[here, : rows.longest]
-        pages = rows.table[:, : -(-rows.longest // page_size)]
-        shape = (batch, -1, *cache_k.shape[2:])
-        return tuple(_bits(c)[pages].reshape(shape).view(c.dtype) for c in (cache_k, cache_v))
-
-    def _by_head(self, x: Any) -> Any:
-        """(batch, n, nheads_k, headdim) -> (batch * nheads_k, n, headdim). A view for one sequence, else a copy,
-        because cuBLAS takes a single stride between matrices."""
-        batch, n, nheads_k, headdim = x.shape
-        if batch == 1:
-            return x[0].transpose(1, 0, 2)
-        copy = self.xp.ascontiguousarray(_bits(x).transpose(0, 2, 1, 3)).view(x.dtype)
-        return copy.reshape(batch * nheads_k, n, headdim)
+        return cached_attention(q, k, v, cache_k, cache_v, rows, rope, config)
 
     def sample(self, logits, tokens, rule: Rule, seeds, steps) -> None:
         from ..transformer import ops
@@ -293,9 +231,8 @@ class Cuda:
         self._kernels.advance(tokens, active, ring, count, lengths)
 
     def longest_bucket(self, longest: int, context: int) -> int:
-        """Standard attention reads keys up to the next power of two, so that steps share a graph until the keys reach
-        it. Flash attention reads the lengths on the device, so its steps do not depend on them."""
-        return 0 if self.attention == "flash" else min(context, max(64, 1 << (longest - 1).bit_length()))
+        """As host.Host.longest_bucket."""
+        return 0
 
     def once(self, body: Callable[[], None]) -> Callable[[], None]:
         """A function that repeats the work of body() as one CUDA graph."""
@@ -308,35 +245,6 @@ class Cuda:
 
     def synchronize(self) -> None:
         self.xp.cuda.runtime.deviceSynchronize()
-
-    def bandwidth(self) -> float:
-        cupy, size = self.xp, 1 << 29
-        with self.stream:
-            source, target = cupy.zeros(size, np.uint8), cupy.empty(size, np.uint8)
-            times = []
-            for _ in range(4):
-                start, end = cupy.cuda.Event(), cupy.cuda.Event()
-                start.record(self.stream)
-                target[...] = source
-                end.record(self.stream)
-                end.synchronize()
-                times.append(cupy.cuda.get_elapsed_time(start, end) * 1e-3)
-        return 2 * size / min(times)
-
-    def read_bandwidth(self, nbytes: int) -> float:
-        """The bytes per second of a sum over nbytes, at most 512 MiB: the best of several."""
-        cupy = self.xp
-        with self.stream:
-            source = cupy.zeros(max(1, min(nbytes, 1 << 29) // 4), np.float32)
-            total, times = cupy.empty((), np.float32), []
-            for _ in range(5):
-                start, end = cupy.cuda.Event(), cupy.cuda.Event()
-                start.record(self.stream)
-                source.sum(out=total)
-                end.record(self.stream)
-                end.synchronize()
-                times.append(cupy.cuda.get_elapsed_time(start, end) * 1e-3)
-        return source.nbytes / min(times)
 
 
 def _bits(x: Any) -> Any:

@@ -31,7 +31,7 @@ from .._core.checks import _integer
 from ..errors import BadArgument, FlashAttnError
 from .cache import KVCache, pages_of
 from .model import Array, Llama, Rows
-from .sampling import GREEDY, Rule, Sampler, Sampling
+from .sampling import Rule, Sampler, Sampling
 
 # The number of recorded steps that are kept, those used last. There is one for each batch size, length bucket and set
 # of sampling rules. Clients choose the rules, so the number of sets is unlimited. A dropped step is recorded anew.
@@ -134,7 +134,6 @@ class Engine:
         self._table = np.full((max_batch, max_pages), self.cache.scratch_page, np.int32)
         self._stale = True  # the device's copies may differ
         self._recount = False  # the device's count may differ too
-        self._held: np.ndarray | None = None  # the lengths on the device, if they are those of a held step
         self.tokens = xp.zeros((max_batch, 1), np.int32)
         self.lengths, self.active, self.idle, self.zero = (xp.zeros(max_batch, np.int32) for _ in range(4))
         self.table = None if page_size is None else xp.zeros((max_batch, max_pages), np.int32)
@@ -224,46 +223,6 @@ class Engine:
             if request.error is not None:
                 raise request.error
 
-    def hold(self, batch: int, position: int) -> Callable[[], Array]:
-        """Prepares, for timing, a decode step of `batch` sequences that stay at one position, over whatever the cache
-        holds. Returns a function that runs the step and returns the logits (batch, vocab)."""
-        if self.busy or not (1 <= batch <= self.max_batch and 0 <= position < self.context):
-            where = f"max_batch={self.max_batch}, context={self.context}, busy={self.busy}"
-            raise BadArgument(f"batch={batch}, position={position} cannot be held: {where}")
-        lengths, kept = np.full(self.max_batch, -1, np.int32), []
-        lengths[:batch] = position
-
-        def place() -> None:
-            self.device.upload(self.lengths, lengths)
-            self.device.upload(self.active, np.zeros(self.max_batch, np.int32))
-            if self.table is not None:
-                last = self.cache.scratch_page - 1
-                pages = np.minimum(np.arange(self._table.size, dtype=np.int32), last).reshape(self._table.shape)
-                self.device.upload(self.table, pages)
-            self._stale, self._held = True, lengths
-
-        longest = self.device.longest_bucket(position + 1, self.context)
-
-        def body() -> None:
-            kept[:] = [self._body(batch, longest, (GREEDY,))]
-
-        def run() -> Array:
-            if self.busy:
-                raise BadArgument(f"batch={batch}, position={position} cannot be held while sequences run")
-            self._recount = True  # the step advances the device's count and not the host's
-            with self.device.scope():
-                if self._held is not lengths:  # sequences have run since then, or other steps were held
-                    place()
-                step()
-            return kept[0]
-
-        self._recount = True
-        with self.device.scope():
-            place()
-            body()
-        step = self.device.once(body)
-        return run
-
     # ---- joining and leaving ----
 
     def _admit(self) -> None:
@@ -336,7 +295,6 @@ class Engine:
             self.device.upload(self.active, self._active)
             if self.table is not None:
                 self.device.upload(self.table, self._table)
-            self._held = None
             self._rules = self.sampler.synchronise([slot for slot, request in enumerate(self._slots) if request])
             self._stale = False
 

@@ -1,27 +1,25 @@
 """The host as the engine's device: NumPy arrays, and this library for all operations of a step with few rows.
 
 A decode step is recorded once (_core/recordings.py) and replayed as one call of the library. BLAS computes products of
-many rows, as in a long prompt. Standard attention of several rows uses array operations.
+many rows, as in a long prompt.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from .._core import library, recordings
-from ..errors import LibraryNotFound, WorkspaceTooSmall
+from .._core import recordings
+from ..errors import WorkspaceTooSmall
 from ..transformer import ops
 from ..transformer._safetensors import numpy_dtype
 from ..transformer.quantized import PackedW4, W4Weight
-from .attend import cached_attention, check_names, flash_attention, rotate, standard_attention
+from .attend import cached_attention, check_dtype
 from .config import Config
-from .sampling import GREEDY, Rule
+from .sampling import Rule
 
 NARROW_ROWS = 16  # the library computes products of up to this many rows, BLAS larger ones
 
@@ -37,17 +35,15 @@ def in_order(linear: Callable[..., Any], products: Sequence[Mapping[str, Any]]) 
 
 class Host:
     """dtype: the type of q, k, v and the cache. matrix_dtype: the type of the matrices, float32 or 16 bits; the library
-    reads 16-bit matrices as they are, BLAS gets a float32 copy. Sums are float32. Without the library there is only
-    standard attention, in array operations."""
+    reads 16-bit matrices as they are, BLAS gets a float32 copy. Sums are float32."""
 
     name, xp = "cpu", np
     between = np.dtype(np.float32)  # for results that only feed the next product: rounding them would gain nothing
 
-    def __init__(self, attention: str = "flash", dtype: str = "float32", matrix_dtype: str = "float32"):
-        check_names(attention, dtype)
-        check_names(attention, matrix_dtype)
-        self.attention, self.dtype, self.matrix_dtype = attention, numpy_dtype(dtype), numpy_dtype(matrix_dtype)
-        self.has_library = _has_library()
+    def __init__(self, dtype: str = "float32", matrix_dtype: str = "float32"):
+        check_dtype(dtype)
+        check_dtype(matrix_dtype)
+        self.dtype, self.matrix_dtype = numpy_dtype(dtype), numpy_dtype(matrix_dtype)
 
     # ---- weights ----
 
@@ -87,7 +83,7 @@ class Host:
         """rms(x) weight^T + bias + residual; with swiglu, silu of the first half of the columns times the second. The
         result is of out_dtype (None: float32)."""
         out_dtype = out_dtype or np.dtype(np.float32)
-        if isinstance(weight, PackedW4) or (self.has_library and len(x) <= NARROW_ROWS):
+        if isinstance(weight, PackedW4) or len(x) <= NARROW_ROWS:
             return ops.linear(x, weight, bias, norm, eps, residual, swiglu, out_dtype=out_dtype.name)
         product = lambda: self._product(x, weight, norm, eps, bias, residual, swiglu)  # noqa: E731
         return self.array(lambda: product().astype(out_dtype, copy=False))
@@ -115,43 +111,7 @@ class Host:
 
     def attend(self, q, k, v, cache_k, cache_v, rows, rope, config: Config) -> np.ndarray:
         """Rotates q and k, appends k and v to the cache, attends: (batch, seqlen, nheads, headdim)."""
-        if self.attention == "flash":
-            return flash_attention(q, k, v, cache_k, cache_v, rows, rope, config)
-        if self.has_library and q.shape[1] == 1:
-            return cached_attention(q, k, v, cache_k, cache_v, rows, rope, config, kernel="cpu_naive")
-        return self.array(lambda: self._standard(q, k, v, cache_k, cache_v, rows, rope, config))
-
-    def _standard(self, q, k, v, cache_k, cache_v, rows, rope, config: Config) -> np.ndarray:
-        """`attend` in array operations."""
-        batch, seqlen = q.shape[:2]
-        positions = np.maximum(rows.lengths, 0)[:, None] + np.arange(seqlen)
-        cos, sin = rope[0][positions], rope[1][positions]
-        rotate(q, cos, sin, config.rope_interleaved)
-        rotate(k, cos, sin, config.rope_interleaved)
-        out = np.empty(q.shape, self.dtype)
-        for b in range(batch):
-            if rows.lengths[b] < 0:  # an idle slot
-                out[b] = 0
-                continue
-            start, end = int(rows.lengths[b]), int(rows.lengths[b]) + seqlen
-            keys, values = self._append(k[b], v[b], cache_k, cache_v, rows, b, start, end)
-            out[b] = standard_attention(np, q[b : b + 1], keys, values, config.window)[0]
-        return out
-
-    def _append(self, k, v, cache_k, cache_v, rows, b, start, end):
-        """Writes the new keys and values of sequence b to the cache; returns all keys and values of the sequence, as
-        views if the cache is contiguous."""
-        if rows.table is None:
-            at = rows.first + b
-            cache_k[at, start:end], cache_v[at, start:end] = k, v
-            return cache_k[at : at + 1, :end], cache_v[at : at + 1, :end]
-        page_size = cache_k.shape[1]
-        row = np.arange(start, end)
-        page, offset = rows.table[b, row // page_size], row % page_size
-        cache_k[page, offset], cache_v[page, offset] = k, v
-        pages = rows.table[b, : -(-end // page_size)]
-        keys, values = (c[pages].reshape(1, -1, *c.shape[2:])[:, :end] for c in (cache_k, cache_v))
-        return keys, values
+        return cached_attention(q, k, v, cache_k, cache_v, rows, rope, config)
 
     # ---- for the engine ----
 
@@ -187,11 +147,6 @@ class Host:
 
     def sample(self, logits, tokens, rule: Rule, seeds, steps) -> None:
         """Draws tokens (batch, 1) by the rule, as ops.sample; -1 where a row holds a NaN or nothing above -inf."""
-        if rule == GREEDY and not self.has_library:
-            best = logits.argmax(-1)
-            largest = logits[np.arange(len(logits)), best]
-            tokens[:, 0] = np.where(largest > -np.inf, best, -1)  # argmax returns a NaN first, and NaN > -inf is false
-            return
         ops.sample(logits, *rule, seeds=seeds, step=steps, out=tokens[:, 0])
 
     def select(self, tokens, drawn, where) -> None:
@@ -199,13 +154,12 @@ class Host:
         self.do(lambda: np.copyto(tokens, drawn, where=where()))
 
     def longest_bucket(self, longest: int, context: int) -> int:
-        """The part of the longest sequence's length that a step depends on: one step is made for each value. On the
-        host a step does not depend on it."""
+        """The part of the longest sequence's length that a step depends on: none, because kernels read the lengths."""
         return 0
 
     def once(self, body: Callable[[], None]) -> Callable[[], None]:
         """A function that repeats the work of body() on the same arrays."""
-        return _Replay(body) if self.has_library else body
+        return _Replay(body)
 
     def event(self) -> Callable[[], None]:
         """A function that waits until all work queued so far is done."""
@@ -213,27 +167,6 @@ class Host:
 
     def synchronize(self) -> None:
         """Waits for all work on the device."""
-
-    def bandwidth(self) -> float:
-        """The bytes per second that a large copy reads and writes."""
-        source, target = np.ones(1 << 26, np.uint8), np.ones(1 << 26, np.uint8)
-        best = math.inf
-        for _ in range(3):
-            started = time.perf_counter()
-            np.copyto(target, source)
-            best = min(best, time.perf_counter() - started)
-        return 2 * source.nbytes / best
-
-    def read_bandwidth(self, nbytes: int) -> float:
-        """The bytes per second of a product with a matrix of nbytes, at most 256 MiB: the best of several. A matrix
-        that fits into a cache is read from the cache, like a step's weights."""
-        matrix = np.ones((max(1, min(nbytes, 1 << 28) // 4096), 1024), np.float32)
-        vector, best = np.ones(1024, np.float32), math.inf
-        for _ in range(5):
-            started = time.perf_counter()
-            matrix @ vector
-            best = min(best, time.perf_counter() - started)
-        return matrix.nbytes / best
 
 
 class _Replay:
@@ -252,11 +185,3 @@ class _Replay:
         with recordings.Recording() as recording:
             self._body()
         self._recording = recording
-
-
-def _has_library() -> bool:
-    try:
-        library.load()
-    except LibraryNotFound:
-        return False
-    return True

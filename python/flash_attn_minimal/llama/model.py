@@ -14,7 +14,6 @@ attention; with 4-bit weights on Hopper it takes two.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -83,12 +82,6 @@ class Llama:
         self.embedding = matrix(c["token_embedding"])
         self.rms_final = vector(c["rms_final"])
         self.wcls = self.embedding if c.tied else matrix(c["wcls"])
-
-    def on(self, device) -> Llama:
-        """The same matrices with another device object of the same kind and dtypes."""
-        other = copy.copy(self)
-        other.device = device
-        return other
 
     @property
     def weight_bytes(self) -> int:

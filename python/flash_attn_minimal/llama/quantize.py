@@ -1,39 +1,42 @@
-"""python -m flash_attn_minimal quantize MODEL: measures what 4-bit weights cost a model, and writes the model with
-them."""
+"""python -m flash_attn_minimal quantize MODEL: writes a model with 4-bit weights."""
 
 from __future__ import annotations
 
 import argparse
 import math
-import shlex
+import re
 import sys
 from pathlib import Path
-from typing import Any
 
-from .._commands.command import Parser, any_seed, check_file, command, integer, one_of, real
+from .._commands.command import Parser, check_file, command, one_of
 from ..errors import BadArgument
 from ..transformer._safetensors import ALL, numpy_dtype
 from .checkpoint import STACKED, Checkpoint
-from .quality import BUDGET, HELD_OUT, Text, choose, find_text, measure
-from .quality_report import check_matplotlib, draw, show, size_text, write
-from .w4 import FORMATS, W4Checkpoint, quantize, save, stacked_shapes, tensor_shapes
+from .w4 import FORMATS, PLACE, Place, W4Checkpoint, quantize, save, tensor_shapes
 from .weights import DEFAULT_CHECKPOINT, find_tokenizer, load_checkpoint, tokenizer_file
 
 DESCRIPTION = """\
-Measure what 4-bit weights cost a model: the error of every matrix and block, the perplexity on text it has not seen,
-and which matrices are to stay 16 bits wide for the perplexity to rise by no more than a budget. Needs no GPU, but
-ml_dtypes (pip install ml_dtypes) for bfloat16.
---out writes the model with these weights: `generate` runs it."""
+Write a model with 4-bit weights, which `generate` runs. Needs no GPU, but ml_dtypes (pip install ml_dtypes) for
+bfloat16. What 4 bits cost a model, and which of its matrices had better stay 16 bits wide, is measured by the command
+`quality` of flash_attn_lab, in a checkout."""
 
 EPILOG = """\
-The first half of the text measures errors and chooses; the second half gives the perplexities.
-
 examples:
-  python -m flash_attn_minimal quantize                                   (the model in the package, all formats)
-  python -m flash_attn_minimal quantize stories15M.bin --text held_out.txt --report quality.json --picture quality.png
-  python -m flash_attn_minimal quantize stories15M.bin --weights nvfp4 --mixed --out stories15M-nvfp4.safetensors
+  python -m flash_attn_minimal quantize --weights int4 --out stories-int4.safetensors        (the model in the package)
+  python -m flash_attn_minimal quantize stories15M.bin --weights nvfp4 --keep 0.w2,5.w2 --out mixed.safetensors
 
 exit status: 0 done, 1 failed, 2 bad input (one line on standard error says what), 130 interrupted."""
+
+
+def places(text: str) -> list[Place]:
+    """Matrices by layer and name: 0.w2,3.wo."""
+    found = []
+    for word in text.split(","):
+        layer, _, name = word.partition(".")
+        if not re.fullmatch(PLACE, word) or name not in STACKED:
+            raise argparse.ArgumentTypeError(f"{word!r} is not a layer and one of {', '.join(STACKED)}, such as 0.w2")
+        found.append((int(layer), name))
+    return found
 
 
 def build_parser() -> Parser:
@@ -47,38 +50,10 @@ def build_parser() -> Parser:
         help="llama2.c checkpoint, or a folder with config.json and *.safetensors (default: the model in the package)",
     )
     add("--tokenizer", metavar="FILE", help="as of generate")
-    add("--weights", **one_of((*FORMATS, "all")), default="all", help="the format (default: each of them in turn)")
-    add("--mixed", action="store_true", help="--out keeps the matrices that harm most in 16 bits")
-    add(
-        "--budget",
-        metavar="P",
-        type=real(),
-        default=BUDGET,
-        help="percent that mixed may raise the perplexity (default 1)",
-    )
-    text = parser.add_argument_group("text")
-    text.add_argument(
-        "--text",
-        metavar="FILE",
-        help=f"text that the model was not trained on, empty lines between its pieces (default: {HELD_OUT} beside the "
-        "model, else text that the model writes at temperature 1)",
-    )
-    text.add_argument(
-        "--tokens",
-        metavar="N",
-        type=integer(0),
-        default=16384,
-        help="how much of it (default 16384); 0 = measure nothing",
-    )
-    text.add_argument("--seed", metavar="S", type=any_seed, default=0, help="of text that the model writes (default 0)")
-    out = parser.add_argument_group("files")
-    out.add_argument("--out", metavar="FILE", help="the model with 4-bit weights, FILE.safetensors")
-    out.add_argument("--report", metavar="FILE", help="the numbers, FILE.json; tables beside them, FILE.md")
-    out.add_argument("--picture", metavar="FILE", help="FILE.png (needs matplotlib)")
+    add("--weights", **one_of(FORMATS), required=True, help="the format")
+    add("--keep", type=places, default=[], metavar="LAYER.NAME,...", help="matrices that stay 16 bits wide")
+    add("--out", metavar="FILE", required=True, help="the model with 4-bit weights, FILE.safetensors")
     return parser
-
-
-# ---- measuring ----
 
 
 def tensor_bytes(checkpoint: W4Checkpoint) -> dict[str, int]:
@@ -91,107 +66,37 @@ def tensor_bytes(checkpoint: W4Checkpoint) -> dict[str, int]:
     return found
 
 
-def build_report(args: argparse.Namespace, checkpoint: Checkpoint, tokenizer: Any) -> dict[str, Any]:
-    """All data that the tables, the JSON and the picture show."""
-    formats = list(FORMATS) if args.weights == "all" else [args.weights]
-    print("text", file=sys.stderr)
-    windows, source = find_text(checkpoint, tokenizer, args.tokens, args.seed, args.text)
-    seqlen, half = windows.shape[1] - 1, len(windows) // 2
-    first, second = Text(checkpoint, windows[:half]), Text(checkpoint, windows[half:])
-    errors, choices = {}, {}
-    for weights in formats:
-        print(f"{weights}: errors, and what is to stay wide", file=sys.stderr)
-        errors[weights] = measure(first, weights)
-        choices[weights] = choose(first, errors[weights], args.budget, curve=True)
-    print("perplexities", file=sys.stderr)
-    changes = {weights: found.change() for weights, found in errors.items()}
-    changes |= {f"{weights} mixed": errors[weights].change(choice.kept) for weights, choice in choices.items()}
-    stored = checkpoint.dtype if checkpoint.dtype not in ("float16", "bfloat16") else ""
-    losses = second.run(changes, stored)
-
-    config = checkpoint.config
-    count = config.n_layers * sum(math.prod(shape) for shape in stacked_shapes(config).values())
-    rest = tensor_bytes(quantize(checkpoint, formats[0]))["rest"]
-    rows = [{"weights": "16 bit", "bits": 16.0, "bytes": 2 * count + rest, **losses[""].row()}]
-    if stored:
-        vocabulary = config.vocab_size * config.dim * (1 if checkpoint.tied else 2)
-        total = 4 * count + rest + 2 * vocabulary  # `rest` counts 16 bits for each number of embedding and classifier
-        rows.insert(0, {"weights": f"{stored}, stored", "bits": 32.0, "bytes": total, **losses[stored].row()})
-    for weights, choice in choices.items():
-        for name, kept in ((weights, frozenset()), (f"{weights} mixed", choice.kept)):
-            parts = tensor_bytes(quantize(checkpoint, weights, kept))
-            size = {"bits": 8 * (sum(parts.values()) - parts["rest"]) / count, "bytes": sum(parts.values())}
-            rows.append({"weights": name, **size, "parts": parts, "kept": len(kept), **losses[name].row()})
-    tokens = {"chosen_with": half * seqlen, "judged_with": (len(windows) - half) * seqlen}
-    return {
-        "model": f"{Path(checkpoint.path).name}: {checkpoint.format}, {config}",
-        "text": {"source": source, "window": seqlen, **tokens},
-        "budget": args.budget,
-        "rows": rows,
-        "formats": {
-            weights: {
-                "matrices": [{**vars(m), "kept": m.place in choices[weights].kept} for m in found.matrices],
-                "blocks": found.blocks,
-                "curve": choices[weights].curve,
-            }
-            for weights, found in errors.items()
-        },
-    }
+def size_text(count: float) -> str:
+    for unit, bytes_ in (("GiB", 2**30), ("MiB", 2**20)):
+        if count >= bytes_:
+            return f"{count / bytes_:.2f} {unit}"
+    return f"{count / 2**10:.1f} KiB"
 
 
-def kept_of(data: dict[str, Any], weights: str) -> list[tuple[int, str]]:
-    return [(m["layer"], m["matrix"]) for m in data["formats"][weights]["matrices"] if m["kept"]]
-
-
-def command_of(args: argparse.Namespace) -> str:
-    """The command that gives the same numbers, with file names instead of paths."""
-    words = [] if args.checkpoint == str(DEFAULT_CHECKPOINT) else [Path(args.checkpoint).name]
-    defaults = build_parser().parse_args([])
-    for name in ("weights", "budget", "text", "tokens", "seed"):
-        value = getattr(args, name)
-        if value != getattr(defaults, name):
-            words += [f"--{name}", Path(value).name if name == "text" else str(value)]
-    return shlex.join(["python", "-m", "flash_attn_minimal", "quantize", *words])
+def _check_places(kept: list[Place], checkpoint: Checkpoint) -> None:
+    layers = checkpoint.config.n_layers
+    for layer, name in kept:
+        if layer >= layers:
+            raise BadArgument(f"--keep {layer}.{name}: the model's layers are 0 to {layers - 1}")
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.out and args.weights == "all":
-        raise BadArgument(f"--out {args.out} holds one format: give --weights {', '.join(FORMATS)}")
-    if args.out and not args.out.endswith(".safetensors"):
+    if not args.out.endswith(".safetensors"):
         raise BadArgument(f"--out {args.out} does not end in .safetensors, by which it is known")
-    if args.mixed and not (args.out and args.tokens):
-        raise BadArgument("--mixed is about the file of --out, and chosen by measuring: --tokens above 0")
-    if not args.tokens and not args.out:
-        raise BadArgument(f"--tokens {args.tokens} without --out leaves nothing to do")
     numpy_dtype("bfloat16")  # refuses where there is no ml_dtypes
     check_file("--out", args.out)
-    check_file("--report", args.report)
-    check_file("--picture", args.picture)
-    if args.picture:
-        check_matplotlib(args.picture)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files can hold anything
     checkpoint = load_checkpoint(args.checkpoint)
+    _check_places(args.keep, checkpoint)
     tokenizer = find_tokenizer(checkpoint, args.tokenizer)
-    kept = []
-    if args.tokens:
-        data = build_report(args, checkpoint, tokenizer)
-        data["command"] = command_of(args)
-        written = [*(write(data, Path(args.report)) if args.report else ())]
-        if args.picture:
-            written.append(draw(data, Path(args.picture)))
-        for path in written:
-            print(f"wrote {path}", file=sys.stderr)
-        show(data)
-        kept = kept_of(data, args.weights) if args.mixed else []
-    if args.out:
-        quantized = quantize(checkpoint, args.weights, kept)
-        copy = save(args.out, quantized, tokenizer_file(checkpoint, args.tokenizer), tokenizer.stops)
-        parts, size = tensor_bytes(quantized), Path(args.out).stat().st_size
-        lines = ", ".join(f"{name} {size_text(count)}" for name, count in parts.items() if count)
-        print(f"wrote {args.out}: {size_text(size)} ({lines})")
-        if copy:
-            print(f"wrote {copy}: a copy of the tokenizer, which lay elsewhere")
+    quantized = quantize(checkpoint, args.weights, args.keep)
+    copy = save(args.out, quantized, tokenizer_file(checkpoint, args.tokenizer), tokenizer.stops)
+    parts, size = tensor_bytes(quantized), Path(args.out).stat().st_size
+    lines = ", ".join(f"{name} {size_text(count)}" for name, count in parts.items() if count)
+    print(f"wrote {args.out}: {size_text(size)} ({lines})")
+    if copy:
+        print(f"wrote {copy}: a copy of the tokenizer, which lay elsewhere")
     return 0
 
 

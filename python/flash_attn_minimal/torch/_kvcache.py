@@ -14,13 +14,15 @@ from .._core.checks import _flag, _integer, _number, _wants_lse, _window
 from ..errors import BadArgument, Unsupported
 
 _ARRAYS = kvcache._Step._fields[: kvcache._LENGTHS + 1]
-# The other arguments, each with its type in PyTorch's schema language. `length` is one length for all sequences.
-_NUMBERS = {
-    "length": "SymInt?", "softmax_scale": "float?", "causal": "bool", "window_left": "int", "window_right": "int",
-    "softcap": "float", "rotary_interleaved": "bool", "num_splits": "int", "attention_chunk": "int",
-    "tree_keys": "int", "batch_invariant": "bool", "programmatic": "bool", "kernel": "str?", "num_threads": "int",
-    "return_lse": "bool",
-}  # fmt: skip
+# The other arguments, each with its type in PyTorch's schema language. `length` is one length for all sequences, and a
+# window is two numbers.
+_NUMBERS = {"length": "SymInt?"}
+for _name, _hint in kvcache.NUMBERS.items():
+    if _name == "window_size":
+        _NUMBERS |= {"window_left": "int", "window_right": "int"}
+    else:
+        _NUMBERS[_name] = _hint.replace(" | None", "?")
+_NUMBERS["return_lse"] = "bool"
 ARGUMENTS = (*_ARRAYS, *_NUMBERS)
 
 
@@ -29,15 +31,16 @@ def flash_attn_with_kvcache(
     q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None,
     cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
     rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False, *, return_lse=False,
-    attention_chunk=0, sinks=None, k_scale=None, v_scale=None, tree_mask=None, tree_keys=0, batch_invariant=False,
-    programmatic=False, kernel=None, out=None, num_threads=0,
+    out=None, **options,
 ):  # fmt: skip
     if return_softmax_lse is not False:
         return_lse = _wants_lse(return_lse, return_softmax_lse)
-    step = kvcache._Step(
-        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table, alibi_slopes,
-        sinks, k_scale, v_scale, tree_mask, cache_seqlens, softmax_scale, causal, window_size, softcap,
-        rotary_interleaved, num_splits, attention_chunk, tree_keys, batch_invariant, programmatic, kernel, num_threads,
+    step = kvcache.step_of(
+        "flash_attn_with_kvcache", options, q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin, cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad, block_table=block_table, softmax_scale=softmax_scale, causal=causal,
+        window_size=window_size, softcap=softcap, rotary_interleaved=rotary_interleaved, alibi_slopes=alibi_slopes,
+        num_splits=num_splits,
     )  # fmt: skip
     given = {name: x for name, x in (step._asdict() | {"out": out}).items() if isinstance(x, torch.Tensor)}
     if not (torch_modes.active() or not all(map(torch_modes.is_plain, given.values()))):
@@ -76,18 +79,22 @@ def _packed(step: kvcache._Step, return_lse: bool) -> list:
     _check_axes(step.q, step.k_cache, step.v_cache)
     if not by_array and lengths is not None and not isinstance(lengths, (int, torch.SymInt)):
         raise BadArgument(f"cache_seqlens is a {type(lengths).__name__}: expected a tensor or an integer")
-    left, right = _window(step.window_size)
-    return [
-        *arrays, None if by_array else lengths, None if step.softmax_scale is None else float(step.softmax_scale),
-        bool(_flag("causal", step.causal)), left, right, float(_number("softcap", step.softcap)),
-        bool(_flag("rotary_interleaved", step.rotary_interleaved)),
-        *(_integer(name, getattr(step, name), -(2**31), 2**31 - 1) for name in _COUNTS),
-        bool(_flag("batch_invariant", step.batch_invariant)), bool(_flag("programmatic", step.programmatic)),
-        step.kernel, _integer("num_threads", step.num_threads, -(2**31), 2**31 - 1), return_lse,
-    ]  # fmt: skip
+    numbers = {"length": None if by_array else lengths, "return_lse": return_lse}
+    numbers["window_left"], numbers["window_right"] = _window(step.window_size)
+    for name, kind in _NUMBERS.items():
+        if name not in numbers:
+            numbers[name] = _checked(name, kind, getattr(step, name))
+    return [*arrays, *[numbers[name] for name in _NUMBERS]]
 
 
-_COUNTS = ("num_splits", "attention_chunk", "tree_keys")
+def _checked(name: str, kind: str, value: Any) -> Any:
+    if kind == "bool":
+        return bool(_flag(name, value))
+    if kind == "int":
+        return _integer(name, value, -(2**31), 2**31 - 1)
+    if kind.startswith("float") and value is not None:
+        return float(_number(name, value))
+    return value
 
 
 def _run(*arguments):

@@ -15,9 +15,9 @@ from .._core.options import Options
 from ..attention import flash_attn_func, flash_attn_varlen_func
 from ..errors import Unsupported
 from . import autograd
+from ._operators import NUMBERS, OUTSIDE_CUDA_GRAPHS, Operators, Transformed, packed
 
-_NAME, _BACKWARD_NAME = "flash_attn_minimal::attention_seeded", "flash_attn_minimal::attention_seeded_backward"
-_SEED = 11 + list(autograd._NUMBERS).index("dropout_seed")  # its position among the operator's arguments
+_SEED = 11 + list(NUMBERS).index("dropout_seed")  # its position among the operator's arguments
 
 
 def draw_dropout(dropout_p: float, device: torch.device) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def attend(
 ) -> Any:  # fmt: skip
     """flash_attn_func, or with varlen = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     flash_attn_varlen_func. If dropout_p is not 0, the seed comes from PyTorch's generators."""
-    transformed = torch_modes.transforms() and not torch.compiler.is_compiling()
+    transformed = dropout_p and _transforms()
     if not dropout_p or torch_modes.watcher() is None or (transformed and not torch_modes.mapped()):
         options |= draw_dropout(dropout_p, q.device)
         if varlen is None:
@@ -66,12 +66,16 @@ def attend(
     seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device="cpu")
     given = Options(dropout_p=dropout_p, **options)
     cu_q, cu_k, max_q, max_k = varlen or (None, None, 0, 0)
-    run = _TransformedAttention.apply if transformed else torch.ops.flash_attn_minimal.attention_seeded
+    run = _transformed.forward if transformed else _operators.forward
     out, lse = run(
         seed, q, k, v, given.bias, given.mask, given.alibi_slopes, given.sinks, cu_q, cu_k, max_q, max_k,
-        *autograd._packed(given),
+        *packed(given),
     )  # fmt: skip
     return (out, lse) if return_lse else out
+
+
+def _transforms() -> bool:
+    return torch_modes.transforms() and not torch.compiler.is_compiling()
 
 
 def _drawn(seed: torch.Tensor, arguments: tuple) -> tuple:
@@ -81,91 +85,17 @@ def _drawn(seed: torch.Tensor, arguments: tuple) -> tuple:
 
 
 def _forward(seed, *arguments):
-    return autograd._forward(*_drawn(seed, arguments))
+    return autograd.forward(*_drawn(seed, arguments))
 
 
 def _backward(seed, dout, dlse, out, lse, want_dbias, want_dsinks, *arguments):
-    return autograd._backward(dout, dlse, out, lse, want_dbias, want_dsinks, *_drawn(seed, arguments))
-
-
-def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:10], *output)
-    ctx.rest = inputs[10:]
-    ctx.set_materialize_grads(False)
-
-
-def _gradients(ctx, dout, dlse):
-    seed, *arrays, out, lse = ctx.saved_tensors
-    nothing = (None,) * (1 + len(arrays) + len(ctx.rest))
-    if dout is None and dlse is None:
-        return nothing
-    dout = torch.zeros_like(out) if dout is None else dout
-    want_dbias, want_dsinks = ctx.needs_input_grad[4], ctx.needs_input_grad[7]
-    run = torch.ops.flash_attn_minimal.attention_seeded_backward
-    if torch_modes.transforms() and not torch.compiler.is_compiling():
-        run = _TransformedBackward.apply
-    dq, dk, dv, dbias, dsinks = run(seed, dout, dlse, out, lse, want_dbias, want_dsinks, *arrays, *ctx.rest)
-    return None, dq, dk, dv, dbias if want_dbias else None, None, None, dsinks if want_dsinks else None, *nothing[8:]
+    return autograd.backward(dout, dlse, out, lse, want_dbias, want_dsinks, *_drawn(seed, arguments))
 
 
 # A CUDA graph would hold the seed drawn at its capture, so every replay would drop the same probabilities.
-_TAGS = tuple(getattr(torch.Tag, tag) for tag in ("cudagraph_unsafe",) if hasattr(torch.Tag, tag))
-torch.library.define(_NAME, f"(Tensor seed, {autograd._INPUTS}) -> (Tensor, Tensor)", tags=_TAGS)
-torch.library.define(
-    _BACKWARD_NAME,
-    "(Tensor seed, Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool want_dbias, bool want_dsinks, "
-    f"{autograd._INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    tags=_TAGS,
-)
-torch.library.impl(_NAME, ("cpu", "cuda"), _forward)
-torch.library.impl(_BACKWARD_NAME, ("cpu", "cuda"), _backward)
-torch.library.register_autograd(_NAME, _gradients, setup_context=_setup_context)
-torch.library.register_autograd(_BACKWARD_NAME, autograd._refuse_double)
-
-
-@torch.library.register_fake(_NAME)
-def _(seed, *arguments):
-    return torch.ops.flash_attn_minimal.attention(*arguments)
-
-
-@torch.library.register_fake(_BACKWARD_NAME)
-def _(seed, *arguments):
-    return torch.ops.flash_attn_minimal.attention_backward(*arguments)
-
-
-# ---- vmap: every entry is a separate call, because dropout depends on the entry's place in the batch ----
-
-
-def _vmap(info, in_dims, *arguments):
-    size = autograd._size(info)
-    return autograd._one_by_one(_TransformedAttention.apply, size, in_dims, arguments), (0, 0)
-
-
-def _vmap_backward(info, in_dims, *arguments):
-    size = autograd._size(info)
-    return autograd._one_by_one(_TransformedBackward.apply, size, in_dims, arguments), (0,) * 5
-
-
-class _TransformedAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(*arguments):
-        return torch.ops.flash_attn_minimal.attention_seeded(*arguments)
-
-    setup_context = staticmethod(_setup_context)
-    backward = staticmethod(_gradients)
-    vmap = staticmethod(_vmap)
-    jvp = staticmethod(autograd._refuse_jvp)
-
-
-class _TransformedBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(*arguments):
-        return torch.ops.flash_attn_minimal.attention_seeded_backward(*arguments)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    backward = staticmethod(autograd._refuse_double)
-    vmap = staticmethod(_vmap_backward)
-    jvp = staticmethod(autograd._refuse_jvp)
+_operators = Operators(
+    "attention_seeded", autograd.LONGEST, _forward, _backward, lambda seed, *arguments: autograd.fake(*arguments),
+    first=("seed",), tags=OUTSIDE_CUDA_GRAPHS,
+    choose=lambda *_: _transformed.backward if _transforms() else _operators.backward,
+)  # fmt: skip
+_transformed = Transformed(_operators)  # dropout depends on the place of an entry in the batch

@@ -38,7 +38,16 @@ from ..distributed._structs import LAYOUTS, MODES
 from ..distributed.calls import backward, check_axes, forward, refuse_float8
 from ..distributed.groups import Group, from_torch
 from ..errors import BadArgument, Unsupported
-from . import autograd
+from ._operators import (
+    OPTION_ARRAYS,
+    OUTSIDE_CUDA_GRAPHS,
+    Operators,
+    check_arrays,
+    check_together,
+    packed,
+    refuse_tangents,
+    unpacked,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -194,15 +203,15 @@ def _tell(name: str, like: Any, error: Exception) -> None:
 def _arguments(q, k, v, cu_q, cu_k, seqlen_q, seqlen_k, layout, mode, groups, options: Options, name: str) -> list:
     """The arguments of the operator."""
     refuse_float8(options)
-    given = {"q": q, "k": k, "v": v, **{array: getattr(options, array) for array in autograd._OPTION_ARRAYS}}
+    given = {"q": q, "k": k, "v": v, **{array: getattr(options, array) for array in OPTION_ARRAYS}}
     for array in "qkv":
         if not isinstance(given[array], torch.Tensor):
             raise BadArgument(f"{array} is a {type(given[array]).__name__}: expected a torch.Tensor")
-    autograd._check_arrays(given)
+    check_arrays(given)
     if torch_modes.transforms():
         raise Unsupported("attention across ranks is not served under a transform of torch.func")
     if not torch.compiler.is_compiling():
-        autograd._refuse_tangents({array: x for array, x in given.items() if x is not None})
+        refuse_tangents({array: x for array, x in given.items() if x is not None})
     _name("layout", layout, LAYOUTS)
     _name("mode", mode, MODES)
     lengths = [
@@ -211,7 +220,7 @@ def _arguments(q, k, v, cu_q, cu_k, seqlen_q, seqlen_k, layout, mode, groups, op
     ]
     return [
         *given.values(), _host("cu_seqlens_q", cu_q), _host("cu_seqlens_k", cu_k), *lengths, layout, mode,
-        _integer("groups", groups, -(2**31), 2**31 - 1), name, *autograd._packed(options),
+        _integer("groups", groups, -(2**31), 2**31 - 1), name, *packed(options),
     ]  # fmt: skip
 
 
@@ -234,7 +243,7 @@ def _call(arguments: tuple) -> tuple[Group, tuple, dict[str, Any]]:
     q, k, v, bias, mask, alibi_slopes, sinks, cu_q, cu_k, seqlen_q, seqlen_k, layout, mode, groups, name = arguments[
         :15
     ]
-    options = autograd._unpacked((bias, mask, alibi_slopes, sinks), arguments[15:])._asdict()
+    options = unpacked((bias, mask, alibi_slopes, sinks), arguments[15:])._asdict()
     where = {
         "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "layout": layout,
         "mode": mode, "groups": groups,
@@ -262,53 +271,17 @@ def _backward(dout, dlse, out, lse, want_dbias, want_dsinks, *arguments):
     return dq, dk, dv, dbias, dsinks
 
 
-def _gradients(ctx, dout, dlse):
-    return autograd._gradients_by(lambda *_: _backward_op, ctx, dout, dlse)
-
-
-# ---- the operators ----
-
-_T, _O = "Tensor", "Tensor?"
-_INPUTS = (
-    f"{_T} q, {_T} k, {_T} v, {_O} bias, {_O} mask, {_O} alibi_slopes, {_O} sinks, {_O} cu_seqlens_q, "
-    f"{_O} cu_seqlens_k, SymInt? seqlen_q, SymInt? seqlen_k, str layout, str mode, int groups, str group, "
-) + ", ".join(f"{kind} {name}" for name, kind in autograd._NUMBERS.items())
-_NAME, _BACKWARD_NAME = "flash_attn_minimal::context_parallel", "flash_attn_minimal::context_parallel_backward"
-# The hosts wait for each other in a call, so a CUDA graph cannot hold it.
-_TAGS = tuple(getattr(torch.Tag, tag) for tag in ("cudagraph_unsafe",) if hasattr(torch.Tag, tag))
-torch.library.define(_NAME, f"({_INPUTS}) -> ({_T}, {_T})", tags=_TAGS)
-torch.library.define(
-    _BACKWARD_NAME,
-    f"({_T} dout, {_O} dlse, {_T} out, {_T} lse, bool want_dbias, bool want_dsinks, {_INPUTS}) -> "
-    f"({_T}, {_T}, {_T}, {_T}, {_T})",
-    tags=_TAGS,
-)
-_forward_op = torch.ops.flash_attn_minimal.context_parallel.default
-_backward_op = torch.ops.flash_attn_minimal.context_parallel_backward.default
-torch.library.impl(_NAME, ("cpu", "cuda"), _forward)
-torch.library.impl(_BACKWARD_NAME, ("cpu", "cuda"), _backward)
-torch.library.register_autograd(_NAME, _gradients, setup_context=autograd._setup_context)
-torch.library.register_autograd(_BACKWARD_NAME, autograd._refuse_double)
-
-
-@torch.library.register_fake(_NAME)
-def _(q, k, v, *rest):
+def _fake(q, k, v, *rest):
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_axes(name, x, q)
-        if x.dtype != q.dtype:
-            raise BadArgument(f"q is {q.dtype}, but {name} is {x.dtype}: they must be the same")
-    for name, x in zip(("k", "v", *autograd._OPTION_ARRAYS), (k, v, *rest), strict=False):
-        if x is not None and x.device != q.device:
-            raise BadArgument(f"{name} is on {x.device}, but q is on {q.device}")
+    check_together((q, k, v, *rest[: len(OPTION_ARRAYS)]))
     rows = q.shape[0] if q.dim() == 3 else q.shape[0] * q.shape[1]
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty((q.shape[-2], rows), dtype=torch.float32)
 
 
-@torch.library.register_fake(_BACKWARD_NAME)
-def _(dout, dlse, out, lse, want_dbias, want_dsinks, q, k, v, bias, mask, alibi_slopes, sinks, *rest):
-    dbias = torch.empty_like(bias, memory_format=torch.contiguous_format) if want_dbias else dout.new_empty(0)
-    dsinks = sinks.new_empty(sinks.shape) if want_dsinks else dout.new_empty(0)
-    return *(x.new_empty(x.shape) for x in (q, k, v)), dbias, dsinks
+_WHERE = "SymInt? seqlen_q, SymInt? seqlen_k, str layout, str mode, int groups, str group"
+# The hosts wait for each other in a call, so a CUDA graph cannot hold it.
+_forward_op = Operators("context_parallel", _WHERE, _forward, _backward, _fake, tags=OUTSIDE_CUDA_GRAPHS).forward
 
 
 # ---- PyTorch's own context parallelism ----

@@ -40,7 +40,7 @@ from .._core.launch import _with_workspace
 from .._core.options import AnyArray, Array, DType, _put_kernel
 from .._core.queries import Plan, plan_from
 from .._core.structs import DTYPES, new
-from .._trace import traceable
+from .._core.tracers import traceable
 from ..errors import BadArgument, Unsupported
 from ._library import (
     W4_FORMATS,

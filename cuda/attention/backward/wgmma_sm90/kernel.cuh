@@ -29,52 +29,13 @@
 // are bound by the memory traffic of the kernels before and after, wgmma_sm90/rows.cu.
 #pragma once
 
+#include "attention/backward/wgmma_sm90/block.cuh"
 #include "attention/backward/wgmma_sm90/dq.cuh"
-#include "attention/backward/wgmma_sm90/fragments.cuh"
-#include "attention/backward/wgmma_sm90/hidden.cuh"
 #include "attention/backward/wgmma_sm90/launch.cuh"
 #include "attention/backward/wgmma_sm90/loads.cuh"
-#include "attention/backward/wgmma_sm90/scores.cuh"
-#include "attention/backward/wgmma_sm90/store.cuh"
-#include "common/constants.h"
+#include "attention/backward/wgmma_sm90/main.cuh"
 
 namespace fa {
-
-template <typename T, BackwardPlanId kId>
-struct alignas(1024) BackwardSmem {
-    static constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
-    static constexpr int kBlockM = kPlan.block_m, kBlockN = kPlan.block_n, kColumns = kPlan.columns(), kStages = kPlan.stages;
-    static constexpr int kKeyStages = kPlan.key_stages();
-    T k[kKeyStages][kBlockN * kColumns], v[kKeyStages][kBlockN * kColumns];
-    T q[kStages][kBlockM * kColumns], dout[kStages][kBlockM * kColumns];
-    T ds[2][kBlockN * kBlockM];                  // a row per key
-    T p[kPlan.general ? kBlockN * kBlockM : 8];  // general: P after dropout, a row per key
-    alignas(128) std::conditional_t<kPlan.dq_stages != 0, DqStages<kPlan.dq_stages>, char> stages;
-    alignas(16) float lse[kStages][kBlockM], delta[kStages][kBlockM];    // in quad order
-    alignas(16) uint8_t keep[kPlan.general ? kBlockN / 8 : 1][kBlockM];  // dropout: bit j of [n][query] keeps key 8 n + j
-    uint64_t k_full[kKeyStages], v_full[kKeyStages], keys_empty[kKeyStages], q_full[kStages], q_empty[kStages], dout_full[kStages],
-        dout_empty[kStages];
-    uint64_t ds_full[2], ds_empty[2];
-    DqTurns turns;
-    WorkList list;
-};
-
-template <typename T, BackwardPlanId kId>
-__device__ __forceinline__ void init_barriers(BackwardSmem<T, kId>& smem) {
-    constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
-    const auto init = [](auto& barriers, int count) {
-        for (uint64_t& barrier : barriers) mbarrier_init(shared_address(&barrier), count);
-    };
-    init(smem.k_full, 1), init(smem.v_full, 1), init(smem.keys_empty, (kMainWarps + kDqWarps) * kWarpArrivals);
-    init(smem.list.full, 1), init(smem.list.empty, WorkList::kReaders);
-    mbarrier_init(shared_address(&smem.list.asked), 1);
-    init(smem.q_full, 1), init(smem.q_empty, kMainWarps * kWarpArrivals);
-    init(smem.dout_full, 1), init(smem.dout_empty, kMainWarps * kWarpArrivals);
-    init(smem.ds_full, kMainWarps * kWarpArrivals), init(smem.ds_empty, kDqWarps * kWarpArrivals);
-    init_turns(smem.turns, 1);
-    if constexpr (kPlan.dq_stages != 0) init(smem.stages.full, kDqWarps * kWarpArrivals), init(smem.stages.empty, 1);
-    fence_mbarrier_init();
-}
 
 // ---- the loading warpgroup, one thread of each warp ----
 
@@ -185,7 +146,7 @@ __device__ __forceinline__ void multiply_dq(const BackwardParams& b, const Backw
     });
 }
 
-// ---- the kernel; the main warpgroups are below ----
+// ---- the kernel ----
 
 template <typename T, BackwardPlanId kId>
 __global__ void __launch_bounds__(kBackwardThreads, 1)
@@ -194,226 +155,35 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
                           const __grid_constant__ BackwardParams b, const __grid_constant__ BackwardSchedule schedule) {
     using Smem = BackwardSmem<T, kId>;
     constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
-    constexpr int kD = kPlan.columns(), kBlockM = kPlan.block_m, kBlockN = kPlan.block_n;
-    constexpr bool kGeneral = kPlan.general, kHalf = std::is_same_v<T, __half>;
-    constexpr int kStages = kPlan.stages, kKeyStages = kPlan.key_stages();
-    constexpr uint32_t kTileBytes = kBlockM * kD * 2, kKeysBytes = kBlockN * kD * 2, kDsBytes = kBlockN * kBlockM * 2;
+    constexpr bool kHalf = std::is_same_v<T, __half>;
     static_assert(sizeof(Smem) <= 227 * 1024, "one Hopper block can address 227 KiB");
     const AttentionParams& p = b.forward;
-
     extern __shared__ __align__(1024) unsigned char shared[];
     Smem& smem = *reinterpret_cast<Smem*>(shared);
-    const uint32_t q_full = shared_address(smem.q_full), q_empty = shared_address(smem.q_empty);
-    const uint32_t dout_full = shared_address(smem.dout_full), dout_empty = shared_address(smem.dout_empty);
-    const uint32_t ds_full = shared_address(smem.ds_full), ds_empty = shared_address(smem.ds_empty);
-    const uint32_t smem_q = shared_address(smem.q), smem_k = shared_address(smem.k), smem_ds = shared_address(smem.ds),
-                   smem_p = shared_address(smem.p);
 
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the shuffle tells the compiler that it is uniform
-    const int lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
         prefetch_tensormap(&map_q), prefetch_tensormap(&map_k), prefetch_tensormap(&map_v), prefetch_tensormap(&map_dout);
         init_barriers(smem);
     }
     __syncthreads();
 
-    // ------------------------------------------------------------------------------------------------ loads and turns, one thread each
-    if (warpgroup == 0) {
+    if (warpgroup == 0) {  // loads and turns, one thread each
         setmaxnreg_dec<kBackwardLoaderRegisters>();
-        if (lane != 0) return;
+        if (threadIdx.x % 32 != 0) return;
         if (threadIdx.x == 0) take_and_load_keys(map_k, map_v, p, schedule, smem);
         else if (threadIdx.x == 32) load_queries(map_q, map_dout, p, schedule, smem);
         else if (threadIdx.x == 64) take_turns_ahead(b, schedule, smem);
         else publish_dq(b, schedule, smem);
         return;
     }
-
-    // ------------------------------------------------------------------------------------------------ dQ = dS^T K
     if (warpgroup == 3) {
         setmaxnreg_dec<kPlan.dq_registers(kHalf)>();
         multiply_dq(b, schedule, smem);
         return;
     }
-
-    // ------------------------------------------------------------------------------------------------ main warpgroups
     setmaxnreg_inc<kPlan.main_registers(kHalf)>();
-    const int wg = warpgroup - 1, warp = threadIdx.x % 128 / 32, quad = lane % 4;
-    const float scale_log2 = p.scale * kLog2e;
-    float s[kBlockM / 2], dp[kBlockM / 2];  // rows are keys, columns queries
-    uint32_t prob[kBlockM / 4];             // P as A operand; general: P d(score) / d(scaled product)
-    // Q, dout, K, V and dS lie at fixed distances from these two descriptors. 64 keys take as many bytes in K as in dS. The hardware reads
-    // the chunk stride only for operands that run along their rows: Q and dout.
-    uint32_t low_k = descriptor_low(smem_k + wg * 64 * kChunkRowBytes, kBlockM * kChunkRowBytes);
-    uint32_t low_q = descriptor_low(smem_q, kBlockM * kChunkRowBytes);
-    constexpr uint32_t kV = kKeyStages * kKeysBytes >> 4, kDout = kStages * kTileBytes >> 4;
-    constexpr uint32_t kDs = (2 * kKeyStages * kKeysBytes + 2 * kStages * kTileBytes) >> 4, kP = kDs + (2 * kDsBytes >> 4);
-    const uint32_t ds_row = wg * 64 + warp * 16 + lane % 16;
-
-    // Both forms compute the same. One takes a register less with 64 columns, the other takes fewer instructions with 128.
-    const auto moved = [](uint32_t low, uint64_t step) { return kD == 128 ? descriptor_from(low) + step : descriptor_from(low, step); };
-    // d = `operand` (keys x D) times the tile's `rows` (D x queries). Both run along their columns.
-    const auto multiply_by_columns = [&](float(&d)[kBlockM / 2], uint32_t operand, uint32_t rows) {
-        wgmma_fence();
-        wgmma_ss_first<T, kBlockM>(d, descriptor_from(operand), descriptor_from(rows));
-#pragma unroll
-        for (int i = 1; i < kD / 16; ++i)
-            wgmma_ss<T, kBlockM>(d, moved(operand, descriptor_k_step(i, kBlockN)), moved(rows, descriptor_k_step(i, kBlockM)), 1);
-        wgmma_commit();
-    };
-    // d (keys x D) += `operand` (keys x queries, in shared memory) times the tile's `rows` (queries x D).
-    const auto accumulate_rows = [&](float(&d)[kD / 2], uint32_t operand, uint32_t rows, bool first) {
-        wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < kBlockM / 16; ++i)
-            wgmma_ss<T, kD, 0, 1>(d, moved(operand, descriptor_k_step(i, kBlockN)), moved(rows, descriptor_row_step(i)), i ? 1 : !first);
-        wgmma_commit();
-    };
-    const auto multiply_s = [&](uint32_t slot, uint32_t keys) { multiply_by_columns(s, low_k + keys, low_q + slot * (kTileBytes >> 4)); };
-    const auto multiply_dp = [&](uint32_t slot, uint32_t keys) {
-        multiply_by_columns(dp, low_k + keys + kV, low_q + kDout + slot * (kTileBytes >> 4));
-    };
-    const auto multiply_dv = [&](float(&dv)[kD / 2], uint32_t slot, bool first) {
-        const uint32_t rows = low_q + kDout + slot * (kTileBytes >> 4);
-        if constexpr (kGeneral) {
-            accumulate_rows(dv, low_k + kP, rows, first);
-        } else {
-            wgmma_fence();
-#pragma unroll
-            for (int i = 0; i < kBlockM / 16; ++i)
-                wgmma_rs<T, kD, 1>(dv, prob + 4 * i, moved(rows, descriptor_row_step(i)), i ? 1 : !first);
-            wgmma_commit();
-        }
-    };
-    const auto multiply_dk = [&](float(&dk)[kD / 2], uint32_t slot, uint32_t ds_slot, bool first) {
-        accumulate_rows(dk, low_k + kDs + ds_slot * (kDsBytes >> 4), low_q + slot * (kTileBytes >> 4), first);
-    };
-
-    const auto release = [&](uint32_t empty, uint32_t slot) {
-        if (arrives(lane)) mbarrier_arrive(empty + 8 * slot);
-        __syncwarp();
-    };
-    // A read of shared memory takes 300 cycles while products read their operands. The first values of lse and delta are therefore read
-    // before the waits for S and dP.
-    float4 lse[2];
-    const auto read_lse = [&](uint32_t slot) { lse[0] = statistic(smem.lse[slot], quad, 0), lse[1] = statistic(smem.lse[slot], quad, 1); };
-    // Stores dS to its slot. P is unpacked from its 16 bits, because its float registers are needed elsewhere. `delta` holds the values for
-    // i = 0. Later values are read one step ahead, because a read cannot overtake the store before it.
-    const auto store_ds = [&](uint32_t slot, uint32_t ds_slot, float4 delta) {
-#pragma unroll
-        for (int i = 0; i < kBlockM / 16; ++i) {
-            uint32_t ds[4];
-            const float4 own = delta;
-            if (i + 1 < kBlockM / 16) delta = statistic(smem.delta[slot], quad, i + 1);
-            score_gradients<T>(ds, prob + 4 * i, dp + 8 * i, own);
-            stmatrix_x4(smem_ds + ds_slot * kDsBytes + matrix_offset<kBlockN>(ds_row, lane, i), ds);
-        }
-        fence_proxy_async();
-    };
-
-    for_each_work(smem.list, [&](const BackwardWork& w, uint32_t n) {
-        const uint32_t key_slot = n % kKeyStages, key_phase = n / kKeyStages & 1, keys = key_slot * (kKeysBytes >> 4);
-        const uint32_t tiles = uniform(count_tiles(w)), it0 = uniform(w.it0);
-        mbarrier_wait(shared_address(&smem.k_full[key_slot]), key_phase), mbarrier_wait(shared_address(&smem.v_full[key_slot]), key_phase);
-        const auto release_keys = [&] {
-            __syncwarp();
-            if (arrives(lane)) mbarrier_arrive(shared_address(&smem.keys_empty[key_slot]));
-            __syncwarp();
-        };
-        if (tiles == 0) {
-            release_keys();
-            store_zeros<T, kBlockN>(b.dk, p.headdim, b, w), store_zeros<T, kBlockN>(b.dv, p.headdim_v, b, w);
-        } else {
-            float dk[kD / 2], dv[kD / 2];  // row g + 8 r of the warp's 16 keys: elements with i / 2 % 2 = r
-            const int last = w.last_place, wrap = w.wrap_place, ragged = ragged_place(p, w, kBlockM);
-            int place = w.start_place;
-            // Where rows may be large, every tile takes the path of masked tiles.
-            const int mask_place = !kGeneral && some_large(schedule.tiles) ? INT_MAX : w.mask_place;
-            zero_hidden_keys<kId>(p, w, smem.k[key_slot], wg * 64);
-            zero_hidden_keys<kId>(p, w, smem.v[key_slot], wg * 64);
-            const uint32_t slot0 = it0 % kStages;
-            mbarrier_wait(q_full + 8 * slot0, it0 / kStages & 1);
-            if (place >= ragged) zero_rows_past_end<kBlockM>(w, smem.q[slot0]);
-            multiply_s(slot0, keys);
-            if (!kGeneral) read_lse(slot0);
-            wgmma_wait<0>(s);
-#pragma unroll 1
-            for (uint32_t it = it0; it < it0 + tiles; ++it) {  // S of this tile is complete, nothing is in flight
-                const uint32_t slot = it % kStages, phase = it / kStages & 1, ds_slot = it & 1;
-                // The last iteration multiplies its own tile again (see below): the next slot may already hold a tile of the next keys.
-                const uint32_t next_slot = kGeneral || it + 1 < it0 + tiles ? (it + 1) % kStages : slot;
-                const int next = next_place(place, last, wrap);
-                low_k = opaque(low_k), low_q = opaque(low_q);
-                if (place >= ragged) {
-                    mbarrier_wait(dout_full + 8 * slot, phase);
-                    zero_rows_past_end<kBlockM>(w, smem.dout[slot]);
-                }
-                // No branch from here to dP, so that ptxas starts dP under the exponentials: that is worth several per cent.
-                if constexpr (kGeneral) {
-                    const Visited at = visited(w, int(it - it0));
-                    const int head = w.head_k * p.group + at.head;
-                    main_warpgroup_sync(wg);  // all have read the previous tile's P and dropout bits
-                    if (p.dropout_threshold) {
-                        draw_dropout(p, w, smem.keep + 8 * wg, w.key0 + wg * 64, at.m * kBlockM, head);
-                        main_warpgroup_sync(wg);
-                    }
-                    general_probabilities<T, kBlockM>(p, w, s, smem.lse[slot], large_rows_of<kBlockM>(p, schedule.tiles, w, at),
-                                                      smem.keep + 8 * wg, w.key0 + wg * 64, at.m * kBlockM, head,
-                                                      [&](int i, const uint32_t(&factor)[4], const uint32_t(&P)[4]) {
-#pragma unroll
-                                                          for (int x = 0; x < 4; ++x) prob[4 * i + x] = factor[x];
-                                                          stmatrix_x4(smem_p + matrix_offset<kBlockN>(ds_row, lane, i), P);
-                                                      });
-                    fence_proxy_async();
-                    main_warpgroup_sync(wg);
-                } else {
-                    if (place < mask_place) {
-                        const int ln = opaque(lane);
-                        mask_fragment(s, w, w.key0 + wg * 64 + warp * 16 + ln / 4, place / w.width * kBlockM + ln % 4 * 2);
-                        if (some_large(schedule.tiles))
-                            adjust_products(s, smem.lse[slot], large_rows_of<kBlockM>(p, schedule.tiles, w, visited(w, int(it - it0))),
-                                            ln % 4);
-                    }
-                    probabilities<T>(s, prob, scale_log2, lse, smem.lse[slot], quad);
-                }
-                mbarrier_wait(dout_full + 8 * slot, phase);
-                multiply_dp(slot, keys);
-                if (kBlockM == 64) multiply_dv(dv, slot, it == it0);
-                const float4 delta = statistic(smem.delta[slot], quad, 0);
-                mbarrier_wait(ds_empty + 8 * ds_slot, it >> 1 & 1 ^ 1);
-                if (kBlockM == 64) wgmma_wait<1>(dp);
-                else wgmma_wait<0>(dp), multiply_dv(dv, slot, it == it0);  // drained alone, dP frees its registers one by one
-                if constexpr (kGeneral)
-                    if (p.dropout_threshold) drop_gradients<kBlockM>(smem.keep + 8 * wg, p.dropout_scale, dp);
-                store_ds(slot, ds_slot, delta);  // while dV is multiplied
-                const bool more = it + 1 < it0 + tiles;
-                if (more) {
-                    mbarrier_wait(q_full + 8 * next_slot, (it + 1) / kStages & 1);
-                    if (next >= ragged) zero_rows_past_end<kBlockM>(w, smem.q[next_slot]);
-                }
-                __syncwarp();
-                main_warpgroup_sync(wg);  // the warpgroup's 64 rows of dS are written
-                __syncwarp();
-                if (arrives(lane)) mbarrier_arrive(ds_full + 8 * ds_slot);
-                __syncwarp();
-                wgmma_wait<0>(dv);
-                multiply_s(next_slot, keys);  // unused after the last tile: making the product conditional would cost copies of registers
-                release(dout_empty, slot);
-                multiply_dk(dk, slot, ds_slot, it == it0);
-                if (!kGeneral) read_lse(next_slot);
-                wgmma_wait<0>(dk, s);
-                release(q_empty, slot);
-                place = next;
-            }
-            wgmma_wait<0>(dk, dv);
-            release_keys();
-            const int key = w.key0 + wg * 64 + warp * 16 + lane / 4;
-            store_dv<T, kId>(dv, b, w, key);
-            store_dk<T>(dk, b, w, key);
-        }
-        __syncwarp();
-        if (arrives(lane)) release_work(smem.list, n);
-        __syncwarp();
-    });
+    MainWarpgroup<T, kId>(b, schedule, smem, warpgroup - 1).run();
 }
 
 template <typename T, BackwardPlanId kId>

@@ -17,29 +17,6 @@ struct WgmmaSchedule {
     bool page_copies;               // the same without a common divisor of 8 rows or more: rows are copied one by one
 };
 
-// The steps of a role, at whose beginning it calls its trace. The experiments (ladder/variants) specialise WgmmaTrace for their own ids and
-// record the times. The default compiles to nothing.
-enum class TraceEvent {
-    kWaitItem,     // consumer: wait for a work item and its Q; producer: for the buffer of Q
-    kWaitKeys,     // consumer: wait for a tile of K to arrive; producer: for a free buffer
-    kWaitValues,   // the same for V
-    kCopied,       // producer: the copies of the tile it waited for are issued
-    kWaitTurn,     // wait for the turn of this warpgroup
-    kScores,       // issue S = Q K^T
-    kProduct,      // issue O += P V
-    kWaitScores,   // wait for S
-    kSoftmax,      // S becomes P
-    kWaitProduct,  // wait for O
-    kRescale,      // P to 16 bits, O *= o_scale where the maximum moved
-    kEpilogue      // out and lse
-};
-template <WgmmaPlanId kId>
-struct WgmmaTrace {
-    __device__ __forceinline__ WgmmaTrace(const AttentionParams&, int /* role: 0 producer, 1 + consumer warpgroup */) {}
-    __device__ __forceinline__ void next_item() {}
-    __device__ __forceinline__ void operator()(TraceEvent, int /* tile */) {}
-};
-
 // The work item that consumers read. wgmma_split_sm90 specialises it for its ids, where an item has only some of a row's keys.
 template <WgmmaPlanId kId>
 struct WgmmaItem {

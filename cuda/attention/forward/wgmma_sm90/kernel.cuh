@@ -42,8 +42,32 @@
 
 namespace fa {
 
-template <typename T, WgmmaPlanId kId>
-__device__ __forceinline__ void consume(const AttentionParams& p, WgmmaSmem<T, kId>& smem, const Consumer& me) {
+// How a consumer waits. n: the tile of keys that it waits for. The experiments put their own type in its place, which also records when
+// (ladder/variants/trace.cu).
+template <WgmmaPlanId kId>
+struct ConsumerWaits {
+    static constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
+    static constexpr bool kAhead = kPlan.q_in_registers;  // an item's first S is multiplied under the end of the previous item
+    using Stages = Ring<kPlan.stages>;
+    using Scores = float[kPlan.block_n / 2];
+    using Output = float[kPlan.headdim_v / 2];
+
+    template <int kSlots>
+    __device__ __forceinline__ void item(const Ring<kSlots>& work) {
+        work.wait_full();
+    }
+    __device__ __forceinline__ void first_keys(const Stages& k, int /* n */) { k.wait_full(); }
+    __device__ __forceinline__ void keys(const Stages& k, int /* n */) { k.wait_full(); }
+    __device__ __forceinline__ void values(const Stages& v, int /* n */) { v.wait_full(); }
+    __device__ __forceinline__ void turn(int wg, int /* n */) { take_turn<kPlan.ping_pong>(wg); }
+    __device__ __forceinline__ void first_scores(Scores& S, int /* n */) { wgmma_wait<0>(S); }
+    __device__ __forceinline__ void scores(Scores& S, int /* n */) { wgmma_wait<1>(S); }  // O += P V goes on
+    __device__ __forceinline__ void product(Output& O, int /* n */) { wgmma_wait<0>(O); }
+    __device__ __forceinline__ void last_product(Output& O, int /* n */) { wgmma_wait<kAhead ? 1 : 0>(O); }
+};
+
+template <typename T, WgmmaPlanId kId, typename Waits = ConsumerWaits<kId>>
+__device__ __forceinline__ void consume(const AttentionParams& p, WgmmaSmem<T, kId>& smem, const Consumer& me, Waits wait = Waits()) {
     constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
     constexpr int kBlockN = kPlan.block_n, kWarpgroups = kPlan.warpgroups;
     constexpr bool kGeneral = kPlan.general, kSpeculative = kPlan.speculative(), kEarlyPack = kPlan.early_pack;
@@ -65,12 +89,9 @@ __device__ __forceinline__ void consume(const AttentionParams& p, WgmmaSmem<T, k
     const Exponent exponent = kGeneral && wgmma_scores_are_natural(p) ? exponent_of_natural() : exponent_of_products(p.scale * kLog2e);
     const bool hides_keys = kGeneral && (p.bias.data || p.mask.data);
     int seen_slot = 0;
-    WgmmaTrace<kId> trace(p, 1 + me.wg);
 
     const auto next_work = [&]() -> bool {
-        trace.next_item();
-        trace(TraceEvent::kWaitItem, 0);
-        work.wait_full();
+        wait.item(work);
         return smem.work[work.slot].state != WorkState::kEnd;
     };
     const auto first_product = [&] {  // S of the item's last tile, which is computed first
@@ -80,8 +101,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, WgmmaSmem<T, k
             __syncwarp();
             q.release(me.lane);
         }
-        k.wait_full();
-        trace(TraceEvent::kScores, smem.work[work.slot].last_tile);
+        wait.first_keys(k, smem.work[work.slot].last_tile);
         multiply_qk<T, kId>(S, q_fragment, desc_q, desc_k + k.slot * k_step);
     };
 
@@ -114,41 +134,31 @@ __device__ __forceinline__ void consume(const AttentionParams& p, WgmmaSmem<T, k
 #pragma unroll
         for (int i = 0; i < kPlan.headdim_v / 2; ++i) O[i] = 0.0f;
         if constexpr (!kAhead) first_product();
-        trace(TraceEvent::kWaitScores, n);
-        wgmma_wait<0>(S);
-        trace(TraceEvent::kSoftmax, n);
+        wait.first_scores(S, n);
         k.release(me.lane);
         prepare_scores();
         softmax_first<kId>(S, exponent, rows);
         drop();
-        trace(TraceEvent::kRescale, n);
         pack_probabilities<T>(P, S);
         if constexpr (!kPlan.pieces) zero_values_outside<kBlockN>(p, w, n, smem.v, v, me.wg);
 #pragma unroll 1
         for (--n; n >= first_tile; --n) {
-            trace(TraceEvent::kWaitKeys, n);
-            k.wait_full();
-            trace(TraceEvent::kWaitTurn, n);
-            take_turn<kPlan.ping_pong>(me.wg);
-            trace(TraceEvent::kScores, n);
+            wait.keys(k, n);
+            wait.turn(me.wg, n);
             multiply_qk<T, kId>(S, q_fragment, desc_q, desc_k + k.slot * k_step);  // S(n)
-            trace(TraceEvent::kWaitValues, n + 1);
-            v.wait_full();
-            trace(TraceEvent::kProduct, n + 1);
+            wait.values(v, n + 1);
             if constexpr (kGeneral)
                 if (hides_keys) zero_values_unseen<kBlockN, kWarpgroups>(smem.v[v.slot], smem.seen, seen_slot);
             if constexpr (kPlan.pieces)
                 if (n + 1 >= masked.right_tile) zero_values_outside<kBlockN>(p, w, n + 1, smem.v, v, me.wg);
             multiply_pv<T>(O, P, desc_v + v.slot * v_step);  // O += P(n + 1) V(n + 1)
             give_turn<kPlan.ping_pong, kWarpgroups>(me.wg);
-            trace(TraceEvent::kWaitScores, n);
-            wgmma_wait<1>(S);
-            trace(TraceEvent::kSoftmax, n);
+            wait.scores(S, n);
             if (!kSpeculative) k.release(me.lane);
             prepare_scores();
             bool done = false, moved = false;
             if (kSpeculative && (!kExactMasked || n < masked.right_tile)) {
-                if constexpr (kEarlyPack) wgmma_wait<0>(O);
+                if constexpr (kEarlyPack) wait.product(O, n + 1);
                 done = softmax_speculative<T, kId>(S, exponent, rows, [&] {
                     if constexpr (kEarlyPack) pack_probabilities<T>(P, S);
                 });
@@ -161,22 +171,18 @@ __device__ __forceinline__ void consume(const AttentionParams& p, WgmmaSmem<T, k
                 moved = softmax_lazy<kId>(S, exponent, rows);
                 drop();
                 if constexpr (kEarlyPack) {
-                    wgmma_wait<0>(O);
+                    wait.product(O, n + 1);
                     pack_probabilities<T>(P, S);
                 }
             }
             if (kSpeculative) k.release(me.lane);
-            trace(TraceEvent::kWaitProduct, n + 1);
-            if constexpr (!kEarlyPack) wgmma_wait<0>(O);
-            trace(TraceEvent::kRescale, n);
+            if constexpr (!kEarlyPack) wait.product(O, n + 1);
             v.release(me.lane);
             if constexpr (!kEarlyPack) pack_probabilities<T>(P, S);  // not before the wait: P(n + 1) was still being read
             if (moved) rescale_output(O, rows.o_scale);
         }
         if constexpr (!kQInRegisters) q.release(me.lane);  // the next Q arrives during the last product and the epilogue
-        trace(TraceEvent::kWaitValues, first_tile);
-        v.wait_full();
-        trace(TraceEvent::kProduct, first_tile);
+        wait.values(v, first_tile);
         if constexpr (kPlan.pieces)
             if (first_tile >= masked.right_tile) zero_values_outside<kBlockN>(p, w, first_tile, smem.v, v, me.wg);
         if constexpr (kGeneral) {
@@ -191,14 +197,9 @@ __device__ __forceinline__ void consume(const AttentionParams& p, WgmmaSmem<T, k
             if (more) first_product();
             else
                 multiply_qk<T, kId>(S, q_fragment, desc_q,
-                                    desc_k + k.slot * k_step);  // any K will do: both paths now wait for one more product
-            trace(TraceEvent::kWaitProduct, first_tile);
-            wgmma_wait<1>(O);
-        } else {
-            trace(TraceEvent::kWaitProduct, first_tile);
-            wgmma_wait<0>(O);
+                                    desc_k + k.slot * k_step);  // any K will do: both paths wait for one more product
         }
-        trace(TraceEvent::kEpilogue, first_tile);
+        wait.last_product(O, first_tile);
         v.release(me.lane);
         finish_rows<T, kId>(p, w, O, rows, me);
         if constexpr (kPlan.gives_max_score())

@@ -27,20 +27,19 @@ from statistics import geometric_mean as geometric
 from statistics import median, stdev
 from typing import Any
 
-from flash_attn_minimal._commands.command import interruptible, wait_for
-from flash_attn_minimal._commands.progress import Progress
-from flash_attn_minimal._commands.report import commit as this_commit
-from flash_attn_minimal._commands.report import table as markdown_table
 from flash_attn_minimal._core.files import parse_json, read_bytes
 from flash_attn_minimal._core.library import path as library_path
 
+from ...command import interruptible, wait_for
+from ...progress import Progress
+from ...report import commit as this_commit
+from ...report import table as markdown_table
 from ..check import largest
 from ..child import Child, Lost
 from ..figure import LINES, figure_of, set_title
-from ..machine import BenchError, device_slug, load_average, open_machine
+from ..machine import BenchError, device_slug, gpus, load_average, open_machine
 from ..report import DEFAULT_FOLDER
 from ..suite import Outcome, Suite, register, rounded
-from ..sweep import gpus
 from .rows import ROWS
 
 ROUNDS = 4

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from flash_attn_minimal._commands.command import UsageError
-from flash_attn_minimal._commands.progress import Progress
 from flash_attn_minimal._commands.report import cores, plural
 
 from ... import PROGRAM
+from ...progress import Progress
 from ..campaign import Shrinker, check_names, gather, outcomes
 from ..report import Report
 from .shrink import shrink

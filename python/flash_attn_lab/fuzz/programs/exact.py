@@ -95,19 +95,20 @@ def install() -> None:
         for name in FUNCTIONS:
             _real[name] = getattr(lib, name)
             setattr(lib, name, lambda args, stream, name=name: _call(name, args, stream))
-        find, put = repeats.Repeats.find, _prepared.Prepared._put_workspace
+        find, workspace = repeats.Repeats.find, _prepared.RankCall._workspace
 
         def found(self, *given, **options):
             return (None, None) if _thread.guards else find(self, *given, **options)
 
-        def checked(self, group, make):
-            kept, told = put(self, group, make), self.inner.workspace_bytes
-            size = 0 if kept is None else int(np.prod(kept.shape))
-            if size < told:
-                raise Wrong(f"fa_distributed_{self.name} is told of {told} bytes of workspace, and has {size}")
-            return kept
+        def checked(self, group, size, array):
+            kept, address, told = workspace(self, group, size, array)
+            there = 0 if kept is None else int(np.prod(kept.shape))
+            if there < told or told < size:
+                text = f"fa_distributed_{self.name} needs {size} bytes of workspace, is told of {told}, and has {there}"
+                raise Wrong(text)
+            return kept, address, told
 
-        repeats.Repeats.find, _prepared.Prepared._put_workspace = found, checked  # type: ignore[method-assign]
+        repeats.Repeats.find, _prepared.RankCall._workspace = found, checked  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

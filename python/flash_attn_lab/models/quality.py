@@ -22,17 +22,16 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import BadArgument
-from ..transformer._safetensors import numpy_dtype
-from ..transformer.quantized import W4Weight
-from .cache import KVCache
-from .checkpoint import STACKED, Checkpoint
-from .engine import Engine
-from .host import Host
-from .model import Layer, Llama, Rows, blocks, load_layer
-from .sampling import Sampling
-from .w4 import Place
-from .weights import find_tokenizer
+from flash_attn_minimal.errors import BadArgument
+from flash_attn_minimal.llama.cache import KVCache
+from flash_attn_minimal.llama.checkpoint import STACKED, Checkpoint
+from flash_attn_minimal.llama.engine import Engine
+from flash_attn_minimal.llama.host import Host
+from flash_attn_minimal.llama.model import Layer, Llama, Rows, blocks, load_layer
+from flash_attn_minimal.llama.sampling import Sampling
+from flash_attn_minimal.llama.w4 import Place
+from flash_attn_minimal.transformer._safetensors import numpy_dtype
+from flash_attn_minimal.transformer.quantized import W4Weight
 
 CHUNK = 1 << 26  # float32 numbers in the largest array
 WINDOW = 512  # the most tokens in one window
@@ -311,11 +310,3 @@ def choose(text: Text, errors: Errors, budget: float, curve: bool = False) -> Ch
         points.append({"kept": n, "share": share, "rise": found[n].rise, "divergence": found[n].divergence})
     kept = frozenset(m.place for m in order[:within])
     return Choice(kept, points)
-
-
-def choose_kept(checkpoint: Checkpoint, weights: str, budget: float = BUDGET, tokens: int = 2048) -> list[Place]:
-    """The matrices that stay 16 bits wide, chosen with a short text, for a model that is quantised while it is
-    loaded."""
-    windows, _ = find_text(checkpoint, find_tokenizer(checkpoint), tokens)
-    text = Text(checkpoint, windows)
-    return sorted(choose(text, measure(text, weights), budget).kept)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..reference import rotary
+from .reference import rotary
 
 
 def rms_norm(x, weight, eps=1e-5):

@@ -1,4 +1,4 @@
-"""The measurements of `quantize` as tables on the terminal, as JSON and Markdown files, and as a picture."""
+"""The measurements of `quality` as tables on the terminal, as JSON and Markdown files, and as a picture."""
 
 from __future__ import annotations
 
@@ -7,20 +7,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .._commands.report import STYLE, commit, show_table, table
-from ..errors import BadArgument
-from .checkpoint import STACKED
+from flash_attn_minimal.errors import BadArgument
+from flash_attn_minimal.llama.checkpoint import STACKED
+from flash_attn_minimal.llama.quantize import size_text
+
+from ..report import STYLE, commit, show_table, table
 
 COLOURS = {"nvfp4": "#D55E00", "mxfp4": "#0072B2", "int4": "#009E73"}  # from Okabe and Ito's palette
 MARKERS = {"nvfp4": "o", "mxfp4": "s", "int4": "^"}
 LAST = list(STACKED)[-1]  # the last matrix of a layer
-
-
-def size_text(count: float) -> str:
-    for unit, bytes_ in (("GiB", 2**30), ("MiB", 2**20)):
-        if count >= bytes_:
-            return f"{count / bytes_:.2f} {unit}"
-    return f"{count / 2**10:.1f} KiB"
 
 
 def tables(data: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:

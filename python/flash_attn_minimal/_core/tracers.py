@@ -24,7 +24,7 @@ def traceable(function: _Function) -> _Function:
     @functools.wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
         if "jax" in sys.modules and is_traced(*arguments, *named.values()):
-            from . import jax
+            from .. import jax
 
             return jax.traced_function(function, signature.bind(*arguments, **named).arguments)
         return function(*arguments, **named)

@@ -1,7 +1,7 @@
 """Random models in the real file formats: for tests, and for timing a model's shape without downloading it.
 
-    python -m flash_attn_minimal synthetic stories110M model.bin [--version 1] [--untied] [--tokenizer tok32000.bin]
-    python -m flash_attn_minimal synthetic 7b FOLDER [--dtype float16] [--shards 3]
+    python -m flash_attn_lab synthetic stories110M model.bin [--version 1] [--untied] [--tokenizer tok32000.bin]
+    python -m flash_attn_lab synthetic 7b FOLDER [--dtype float16] [--shards 3]
 
 The text that such a model writes is noise; its arithmetic, memory and file layout are those of a trained model. The
 story shapes become llama2.c checkpoints, the others Hugging Face folders.
@@ -17,14 +17,16 @@ from pathlib import Path
 
 import numpy as np
 
-from .._commands.command import Parser, any_seed, check_file, check_folder, command, integer, one_of
-from ..errors import BadArgument
-from ..transformer._safetensors import FLOATS, numpy_dtype
-from .checkpoint import LAYERED, matrix_shapes
-from .config import Config
+from flash_attn_minimal._commands.command import Parser, any_seed, check_file, check_folder, command, integer, one_of
+from flash_attn_minimal.errors import BadArgument
+from flash_attn_minimal.llama.checkpoint import LAYERED, matrix_shapes
+from flash_attn_minimal.llama.config import Config
+from flash_attn_minimal.llama.llama2c import save_checkpoint
+from flash_attn_minimal.llama.tokenizer import save_tokenizer
+from flash_attn_minimal.transformer._safetensors import FLOATS, numpy_dtype
+
+from .. import PROGRAM
 from .huggingface import save_folder
-from .llama2c import save_checkpoint
-from .tokenizer import save_tokenizer
 
 SHAPES = {
     "stories260K": Config(64, 172, 5, 8, 4, 512, 512),
@@ -185,6 +187,7 @@ def write_tokenizer_json(path: str | os.PathLike[str], vocab_size: int, seed: in
 def main(argv: list[str]) -> int:
     parser = Parser(
         "synthetic",
+        PROGRAM,
         description="Write a random model of a known shape: right layout and size, meaningless text. A folder in "
         "bfloat16 needs ml_dtypes.",
         epilog="The story shapes become llama2.c checkpoints, the others Hugging Face folders.",
