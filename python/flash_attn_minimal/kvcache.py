@@ -18,17 +18,17 @@ import numpy as np
 
 from . import _arrays
 from ._arrays import View
-from ._core import recordings
+from ._core import frameworks, recordings
 from ._core.checks import _OPEN, _check_contiguous, _check_last_axis, _check_same_place, _flag, _integer, _wants_lse
 from ._core.fields import _destination, _option, _put_dense, _put_strides, _put_tensor, _results
 from ._core.forward import joined
+from ._core.frameworks import is_traced
 from ._core.launch import _with_workspace
 from ._core.library import load
 from ._core.options import AnyArray, Array, Options, ScoreOptions, arrays_of, default_of, hints_of, with_signature
 from ._core.queries import Plan, plan_from
 from ._core.repeats import Made, Repeats
 from ._core.structs import CACHE_DTYPES, DTYPES, AttentionArgs, KVCacheArgs, new
-from ._core.tracers import is_traced
 from .errors import BadArgument
 
 if TYPE_CHECKING:
@@ -240,10 +240,8 @@ def flash_attn_with_kvcache(
         window_size=window_size, softcap=softcap, rotary_interleaved=rotary_interleaved, num_splits=num_splits,
     )  # fmt: skip
     if is_traced(*arrays):
-        from . import jax
-
         more = {"out": out, "return_softmax_lse": return_softmax_lse}
-        return jax.traced_function(flash_attn_with_kvcache, step._asdict() | more)
+        return frameworks.jax().traced_function(flash_attn_with_kvcache, step._asdict() | more)
     call, args, views, room = _prepare_step(step)
     qv = views[0]
     shape = (*qv.shape[:3], args.headdim_v)

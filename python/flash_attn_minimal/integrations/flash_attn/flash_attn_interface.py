@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
-from ... import attention as core
 from ...backward import backward
 from ...kvcache import flash_attn_with_kvcache as core_with_kvcache
-from ...torch._inputs import dense_rows
+from ...torch._inputs import call, dense_rows
 from . import _caches
 from ._calls import draw_dropout, parts, refusing, score_options, signed_probabilities, without_gradient
 
@@ -41,14 +40,12 @@ def _get_block_size_n(device: Any, head_dim: int, is_dropout: bool, is_causal: b
 def _attend(q, k, v, varlen: tuple | None, options: dict[str, Any], return_attn_probs: bool) -> Any:
     """Runs a call. varlen: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)."""
     q, k, v = dense_rows(q, k, v)
-    if varlen is None:
-        results = core.flash_attn_func(q, k, v, return_lse=bool(return_attn_probs), **options)
-    else:
-        results = core.flash_attn_varlen_func(q, k, v, *varlen, return_lse=bool(return_attn_probs), **options)
-    if not return_attn_probs:
-        return results
-    dropped = bool(options.get("dropout_p"))
-    return *results, signed_probabilities(q, k, varlen, options) if dropped else q.new_empty(0)
+    results = call(q, k, v, varlen, return_lse=bool(return_attn_probs), **options)
+    return (*results, _s_dmask(q, k, varlen, options)) if return_attn_probs else results
+
+
+def _s_dmask(q, k, varlen: tuple | None, options: dict[str, Any], wanted: bool = True) -> torch.Tensor:
+    return signed_probabilities(q, k, varlen, options) if wanted and options.get("dropout_p") else q.new_empty(0)
 
 
 @refusing
@@ -207,10 +204,8 @@ def _flash_attn_forward(
     options |= draw_dropout(dropout_p, q.device)
     with torch.no_grad():
         q, k, v = dense_rows(q, k, v)
-        out, lse = core.flash_attn_func(q, k, v, return_lse=True, **options)
-        wanted = return_softmax and dropout_p
-        s_dmask = signed_probabilities(q, k, None, options) if wanted else q.new_empty(0)
-    return out, lse, s_dmask, _rng_state(options)
+        out, lse = call(q, k, v, None, return_lse=True, **options)
+        return out, lse, _s_dmask(q, k, None, options, return_softmax), _rng_state(options)
 
 
 @refusing
@@ -238,10 +233,8 @@ def _flash_attn_varlen_forward(
         options |= draw_dropout(dropout_p, q.device)
         varlen = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         q, k, v = dense_rows(q, k, v)
-        out, lse = core.flash_attn_varlen_func(q, k, v, *varlen, return_lse=True, **options)
-        wanted = return_softmax and dropout_p
-        s_dmask = signed_probabilities(q, k, varlen, options) if wanted else q.new_empty(0)
-    return out, lse, s_dmask, _rng_state(options)
+        out, lse = call(q, k, v, varlen, return_lse=True, **options)
+        return out, lse, _s_dmask(q, k, varlen, options, return_softmax), _rng_state(options)
 
 
 def _backward(dout, q, k, v, out, lse, dq, dk, dv, lengths: dict[str, Any], options: dict[str, Any]) -> torch.Tensor:
