@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import os
 import re
 import shutil
@@ -51,7 +52,8 @@ class Kernel:
         if self.lines is not None and not slow:
             text, count = HOLE.subn(lambda hole: f"{hole[1]}{self.lines}\n", path.read_text())
             assert count == 1, f"{path.name} has {count} places for the reader's lines"
-            path = Path(os.environ.get(c.CACHE) or ROOT / "build/ladder") / f"{path.stem}_{hash(text) % 2**32:08x}.c"
+            digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+            path = Path(os.environ.get(c.CACHE) or ROOT / "build/ladder") / f"{path.stem}_{digest}.c"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
         flags = (
