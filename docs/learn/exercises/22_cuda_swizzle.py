@@ -2,7 +2,8 @@
 
 A warp copies a tile of 64 x 64 bf16 into shared memory and reads it with ldmatrix, 2000 times. Write `offset`, one
 line: exercise 18 on a GPU. The judge compares every fragment, and wants twice the speed of rows that follow each other.
-Needs nvcc and a GPU of compute capability 8.0 or newer.
+It needs nvcc and a GPU of compute capability 8.0. Without them it runs your lines on the CPU, thread by thread, and
+says nothing of the speed.
 
     python docs/learn/exercises/22_cuda_swizzle.py
 """
@@ -24,9 +25,9 @@ def fragments(tile):
 def judge(kernel):
     tile = np.random.default_rng(22).integers(0, 1 << 15, (64, 64)).astype(np.uint16)
     shapes = [((16, 32, 4, 2), np.uint16)]
-    (got,), _ = kernel.run([tile], shapes)
+    (got,), _ = kernel.run([tile], shapes, (1,))
     close("fragments[tile, lane, register, half]", got.astype(float), fragments(tile).astype(float), 0)
-    kernel.race([tile], shapes, (), 2)
+    kernel.race([tile], shapes, (2000,), 2)
 
 
 if __name__ == "__main__":

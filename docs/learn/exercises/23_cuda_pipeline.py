@@ -2,7 +2,8 @@
 
 The slow lines copy a tile into shared memory, wait, and compute. Write the loop with kStages buffers: three copies are
 under way while the block computes with the fourth. One __syncthreads for each tile is enough. The judge wants 1.2 times
-the speed. Needs nvcc and a GPU of compute capability 8.0 or newer.
+the speed. It needs nvcc and a GPU of compute capability 8.0. Without them it runs your lines on the CPU, thread by
+thread, and says nothing of the speed.
 
     python docs/learn/exercises/23_cuda_pipeline.py
 """

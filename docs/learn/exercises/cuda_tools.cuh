@@ -2,7 +2,11 @@
 // outputs that hold NaN, and times it. Returns 0, kWroteInputs, kWroteOutside, kDeadlock, or 1000 + a CUDA error.
 #pragma once
 
+#ifndef __CUDACC__
+#include "cuda_on_cpu.h"
+#else
 #include <cuda_runtime.h>
+#endif
 
 #include <cstdint>
 #include <cstring>

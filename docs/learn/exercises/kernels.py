@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import os
 import re
 import shutil
@@ -51,7 +52,8 @@ class Kernel:
         if self.lines is not None and not slow:
             text, count = HOLE.subn(lambda hole: f"{hole[1]}{self.lines}\n", path.read_text())
             assert count == 1, f"{path.name} has {count} places for the reader's lines"
-            path = Path(os.environ.get(c.CACHE) or ROOT / "build/ladder") / f"{path.stem}_{hash(text) % 2**32:08x}.c"
+            digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+            path = Path(os.environ.get(c.CACHE) or ROOT / "build/ladder") / f"{path.stem}_{digest}.c"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
         flags = (
@@ -99,8 +101,8 @@ def _between_nans(x: np.ndarray):
 
 
 class CudaKernel(Kernel):
-    """The same in CUDA: a file with a function `launch`, which cuda_tools.cuh calls. `needs`: the compute
-    capability."""
+    """The same in CUDA: a file with a function `launch`, which cuda_tools.cuh calls. Without a GPU that has `needs`,
+    its compute capability, blocks run on the CPU by cuda_on_cpu.h, except where they use wgmma."""
 
     needs = (8, 0)
 
@@ -111,55 +113,54 @@ class CudaKernel(Kernel):
             raise NotImplementedError(f"the lines between #else and #endif of {self.path.name}")
         if self.lines is not None:
             text = HOLE.sub(lambda hole: f"{hole[1]}{self.lines}\n", text)
-        try:
-            arch = self.capability()
-        except Unavailable:  # it compiles without a GPU, too
-            arch = self.needs
         with tempfile.TemporaryDirectory() as folder:
             source, made = Path(folder) / self.path.name, Path(folder) / "kernel.so"
-            source.write_text(text)
-            done = subprocess.run(self.command(source, made, arch, slow), capture_output=True, text=True)
+            source.write_text(_for_cpu(text) if self.on_cpu() else text)
+            done = subprocess.run(self.command(source, made, slow), capture_output=True, text=True)
             errors = [line for line in done.stderr.splitlines() if "error" in line]
             require(done.returncode == 0, f"it does not compile: {(errors or [done.stderr])[0].replace(folder, '')}")
             return ctypes.CDLL(str(made))
 
-    @staticmethod
-    def command(source: Path, made: Path, arch: tuple[int, int], slow: bool = False) -> list[str]:
+    def command(self, source: Path, made: Path, slow: bool = False) -> list[str]:
+        more = [*(["-DSLOW"] if slow else []), f"-I{Path(__file__).parent}", f"-I{ROOT / 'cuda'}", "-o", str(made)]
+        if self.on_cpu():
+            compiler = shutil.which(os.environ.get("CXX") or "c++")
+            if compiler is None:
+                raise Unavailable("there is neither a GPU nor a C++ compiler")
+            return [compiler, "-std=c++17", "-O2", "-shared", "-fPIC", *more, "-x", "c++", str(source)]
         nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
         if nvcc is None:
             raise Unavailable("there is no nvcc")
-        name = f"{10 * arch[0] + arch[1]}{'a' if arch[0] == 9 else ''}"
+        major, minor = self.gpu() or self.needs
+        name = f"{10 * major + minor}{'a' if major == 9 else ''}"
         kind = ["-shared", "-Xcompiler", "-fPIC"] if made.suffix == ".so" else ["-cubin"]
-        flags = [
-            *kind,
-            "-std=c++17",
-            "-O3",
-            "-gencode",
-            f"arch=compute_{name},code=sm_{name}",
-            "-diag-suppress=177,550",
-        ]
-        folders = [f"-I{Path(__file__).parent}", f"-I{ROOT / 'cuda'}"]
-        return [nvcc, *flags, *(["-DSLOW"] if slow else []), *folders, str(source), "-o", str(made)]
+        flags = ["-std=c++17", "-O3", "-gencode", f"arch=compute_{name},code=sm_{name}", "-diag-suppress=177,550"]
+        return [nvcc, *kind, *flags, *more, str(source)]
 
-    def capability(self) -> tuple[int, int]:
+    def gpu(self) -> tuple[int, int] | None:
+        """The compute capability of the first GPU, if it is at least `needs`."""
         try:
             driver = ctypes.CDLL("libcuda.so.1")
         except OSError:
-            raise Unavailable("to run it, this exercise needs a GPU, and there is no driver") from None
-        found = [ctypes.c_int(), ctypes.c_int()]
+            return None
+        major, minor = ctypes.c_int(), ctypes.c_int()
         if driver.cuInit(0) or any(
-            driver.cuDeviceGetAttribute(ctypes.byref(x), 75 + n, 0) for n, x in enumerate(found)
+            driver.cuDeviceGetAttribute(ctypes.byref(x), at, 0) for x, at in ((major, 75), (minor, 76))
         ):
-            raise Unavailable("to run it, this exercise needs a GPU, and there is none")
-        here = found[0].value, found[1].value
-        if here < self.needs:
-            raise Unavailable(f"this exercise needs compute capability {self.needs[0]}.{self.needs[1]}, this is {here}")
-        return here
+            return None
+        here = major.value, minor.value
+        return here if here >= self.needs else None
+
+    def on_cpu(self) -> bool:
+        return "wgmma.cuh" not in self.path.read_text() and self.gpu() is None
 
     def run(self, inputs, shapes, sizes=(), *, slow: bool = False, launches: int = 1):
         """Arrays of the shapes, and the best time in ms. Raises Wrong if anything else was written, or on an error."""
         library = self.library(slow)
-        self.capability()
+        if not self.on_cpu() and self.gpu() is None:
+            raise Unavailable(
+                f"to run it, this exercise needs a GPU of compute capability {'.'.join(map(str, self.needs))}"
+            )
         given = [np.ascontiguousarray(x) for x in inputs]
         made = [np.empty(shape, dtype) for shape, dtype in shapes]
 
@@ -173,7 +174,10 @@ class CudaKernel(Kernel):
         return made, ms.value
 
     def race(self, inputs, shapes, sizes, least: float, moved: int = 0) -> None:
-        """Times the slow lines and the reader's in turns."""
+        """Times the slow lines and the reader's in turns; on a CPU says that this needs a GPU."""
+        if self.on_cpu():
+            self.said = "right, run on the CPU thread by thread. How fast it is can be seen on a GPU alone."
+            return
         best = {True: np.inf, False: np.inf}
         for _ in range(3):
             for slow in best:
@@ -183,6 +187,14 @@ class CudaKernel(Kernel):
             f", {moved / best[False] / 1e6:.0f} GB/s" if moved else ""
         )
         require(ratio >= least * self.strict, f"right, but {self.said}; {least:g} times is enough")
+
+
+def _for_cpu(text: str) -> str:
+    """A CUDA file as C++: without the headers of CUDA and of the library, and with launches as calls."""
+    text = re.sub(r'^#include [<"](?:device/|math_constants).*\n', "", text, flags=re.MULTILINE)
+    text = re.sub(r"__shared__ (alignas\(\d+\))", r"\1 static", text)
+    call = r"emulated(\2, \3, [=] { \1(\4); });"
+    return re.sub(r"(\w+)<<<(.+?), (.+?)>>>\((.*?)\);", call, text, flags=re.DOTALL)
 
 
 def bfloat16(x) -> tuple[np.ndarray, np.ndarray]:
