@@ -269,7 +269,7 @@ def test_the_judge_refuses_mistakes(name, function, mistake, said):
 
 
 def test_every_exercise_has_a_mistake_that_its_judge_refuses():
-    assert {mistake[0] for mistake in MISTAKES} | {mistake[0] for mistake in SLIPS} == set(EXERCISES)
+    assert {mistake[0] for mistake in MISTAKES} | {mistake[0] for mistake in SLIPS} == {*FUNCTIONS, *C_KERNELS}
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -1,4 +1,4 @@
-"""No function of a kernel has more than 150 lines: roles are structs with short functions, so that one sees the loop."""
+"""No function of a kernel has more than 150 lines: roles are structs with short functions, so one sees the loop."""
 
 import re
 from pathlib import Path

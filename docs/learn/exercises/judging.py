@@ -61,10 +61,11 @@ def parts(exercise: dict, path: Path, solution: bool = False) -> dict[str, objec
     """The functions that the judge of an exercise takes, or its kernel; the reader's, or ours."""
     ours = path.parent.parent / "solutions"
     if "KERNEL" in exercise:
-        from kernels import Kernel
+        from kernels import CudaKernel, Kernel
 
         file = exercise["KERNEL"]
-        return {"kernel": Kernel(path.parent / file, (ours / file).read_text() if solution else None)}
+        kind = CudaKernel if file.endswith(".cu") else Kernel
+        return {"kernel": kind(path.parent / file, (ours / file).read_text() if solution else None)}
     found = vars(load(ours / path.name)) if solution else exercise
     return {name: found[name] for name in exercise["TO_WRITE"]}
 

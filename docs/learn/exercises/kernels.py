@@ -9,7 +9,9 @@ import functools
 import os
 import re
 import shutil
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -24,7 +26,13 @@ from ladder import rung as ladder_rung  # noqa: E402
 
 HOLE = re.compile(r"(#else\n)((?:(?!#endif).)*?// yours(?:(?!#endif).)*)(?=#endif)", re.DOTALL)
 GUARD = 4096  # floats around every array, NaN
-FAULTS = {1: "reports that it has not enough memory", 78: "wrote past the end of its scratch memory"}
+FAULTS = {
+    1: "reports that it has not enough memory",
+    78: "wrote past the end of its scratch memory",
+    81: "it writes into an input",
+    82: "it writes outside of its arrays",
+    83: "a wait has lasted a second: a deadlock, or a barrier whose phase nobody ends",
+}
 
 
 class Kernel:
@@ -88,6 +96,100 @@ def _between_nans(x: np.ndarray):
     inner = whole[GUARD : GUARD + x.size].reshape(x.shape)
     inner[...] = x
     return whole, inner
+
+
+class CudaKernel(Kernel):
+    """The same in CUDA: a file with a function `launch`, which cuda_tools.cuh calls. `needs`: the compute
+    capability."""
+
+    needs = (8, 0)
+
+    @functools.cache  # noqa: B019
+    def library(self, slow: bool = False) -> ctypes.CDLL:
+        text = self.path.read_text()
+        if self.lines is None and not slow and "yours: kNotWritten" in text:
+            raise NotImplementedError(f"the lines between #else and #endif of {self.path.name}")
+        if self.lines is not None:
+            text = HOLE.sub(lambda hole: f"{hole[1]}{self.lines}\n", text)
+        try:
+            arch = self.capability()
+        except Unavailable:  # it compiles without a GPU, too
+            arch = self.needs
+        with tempfile.TemporaryDirectory() as folder:
+            source, made = Path(folder) / self.path.name, Path(folder) / "kernel.so"
+            source.write_text(text)
+            done = subprocess.run(self.command(source, made, arch, slow), capture_output=True, text=True)
+            errors = [line for line in done.stderr.splitlines() if "error" in line]
+            require(done.returncode == 0, f"it does not compile: {(errors or [done.stderr])[0].replace(folder, '')}")
+            return ctypes.CDLL(str(made))
+
+    @staticmethod
+    def command(source: Path, made: Path, arch: tuple[int, int], slow: bool = False) -> list[str]:
+        nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+        if nvcc is None:
+            raise Unavailable("there is no nvcc")
+        name = f"{10 * arch[0] + arch[1]}{'a' if arch[0] == 9 else ''}"
+        kind = ["-shared", "-Xcompiler", "-fPIC"] if made.suffix == ".so" else ["-cubin"]
+        flags = [
+            *kind,
+            "-std=c++17",
+            "-O3",
+            "-gencode",
+            f"arch=compute_{name},code=sm_{name}",
+            "-diag-suppress=177,550",
+        ]
+        folders = [f"-I{Path(__file__).parent}", f"-I{ROOT / 'cuda'}"]
+        return [nvcc, *flags, *(["-DSLOW"] if slow else []), *folders, str(source), "-o", str(made)]
+
+    def capability(self) -> tuple[int, int]:
+        try:
+            driver = ctypes.CDLL("libcuda.so.1")
+        except OSError:
+            raise Unavailable("to run it, this exercise needs a GPU, and there is no driver") from None
+        found = [ctypes.c_int(), ctypes.c_int()]
+        if driver.cuInit(0) or any(
+            driver.cuDeviceGetAttribute(ctypes.byref(x), 75 + n, 0) for n, x in enumerate(found)
+        ):
+            raise Unavailable("to run it, this exercise needs a GPU, and there is none")
+        here = found[0].value, found[1].value
+        if here < self.needs:
+            raise Unavailable(f"this exercise needs compute capability {self.needs[0]}.{self.needs[1]}, this is {here}")
+        return here
+
+    def run(self, inputs, shapes, sizes=(), *, slow: bool = False, launches: int = 1):
+        """Arrays of the shapes, and the best time in ms. Raises Wrong if anything else was written, or on an error."""
+        library = self.library(slow)
+        self.capability()
+        given = [np.ascontiguousarray(x) for x in inputs]
+        made = [np.empty(shape, dtype) for shape, dtype in shapes]
+
+        def both(arrays):
+            addresses = (ctypes.c_void_p * len(arrays))(*(x.ctypes.data for x in arrays))
+            return addresses, (ctypes.c_size_t * len(arrays))(*(x.nbytes for x in arrays)), len(arrays)
+
+        ms = ctypes.c_float()
+        code = library.run(*both(given), *both(made), (ctypes.c_int * 8)(*sizes), launches, ctypes.byref(ms))
+        require(code == 0, FAULTS.get(code, f"CUDA error {code - 1000}: an address outside, or a launch that failed"))
+        return made, ms.value
+
+    def race(self, inputs, shapes, sizes, least: float, moved: int = 0) -> None:
+        """Times the slow lines and the reader's in turns."""
+        best = {True: np.inf, False: np.inf}
+        for _ in range(3):
+            for slow in best:
+                best[slow] = min(best[slow], self.run(inputs, shapes, sizes, slow=slow, launches=10)[1])
+        ratio = best[True] / best[False]
+        self.said = f"{1000 * best[False]:.1f} us, {ratio:.2f} times the slow lines" + (
+            f", {moved / best[False] / 1e6:.0f} GB/s" if moved else ""
+        )
+        require(ratio >= least * self.strict, f"right, but {self.said}; {least:g} times is enough")
+
+
+def bfloat16(x) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers rounded to bfloat16: their bits, and their values."""
+    bits = np.asarray(x, np.float32).view(np.uint32)
+    bits = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return bits.astype(np.uint16), (bits << 16).astype(np.uint32).view(np.float32)
 
 
 # ---- right ----

@@ -174,7 +174,8 @@ struct ForwardWarp {
         first_tile = first_key / kBlockN, last_tile = end_key > first_key ? (end_key - 1) / kBlockN : first_tile - 1;
         lane = threadIdx.x % 32, warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);  // the shuffle makes it known as uniform
         warp_row = row0 + warp * kWarpRows;
-        if (!kPaged && p.max_score && threadIdx.x < kBlockM) smem.greatest[threadIdx.x] = -FLT_MAX;
+        // opaque: otherwise this address is shared with later ones and holds registers all the time.
+        if (!kPaged && p.max_score && threadIdx.x < kBlockM) smem.greatest[opaque(threadIdx.x)] = -FLT_MAX;
         if (lane == 0) {
             const KeyRange first = key_range(p, s, warp_row), last = key_range(p, s, min(warp_row + kWarpRows, s.seqlen_q) - 1);
             smem.some[warp] = {first.begin, warp_row < s.seqlen_q ? last.end : 0};
