@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import re
@@ -136,6 +137,20 @@ def test_a_row_that_sees_nothing_is_zero(calls):
         out, *gradients = results(qkv(), attn_mask=mask)
     assert calls == BOTH and not out[:, :, 0].any()
     assert all(x.isfinite().all() for x in gradients)
+
+
+@pytest.mark.parametrize("ours", ["forward", "backward"])
+def test_a_block_around_one_of_the_passes(calls, ours):
+    inputs, mask = qkv(), torch.ones(ROWS, KEYS, dtype=torch.bool).tril(-1)  # row 0 sees nothing
+    weights = normal(BATCH, HEADS, ROWS, DIM, grad=False)
+    want = torch.autograd.grad(attention(*inputs, attn_mask=mask), inputs, weights)
+    with activate() if ours == "forward" else contextlib.nullcontext():
+        out = attention(*inputs, attn_mask=mask)
+    with activate() if ours == "backward" else contextlib.nullcontext():
+        got = torch.autograd.grad(out, inputs, weights)
+    assert calls == [BOTH[ours == "backward"]]
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y, atol=2e-5, rtol=2e-5)
 
 
 def test_autocast(calls):

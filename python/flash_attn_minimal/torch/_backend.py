@@ -212,6 +212,8 @@ def _cpu_forward(query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask
     batch, heads, rows = lse.shape
     if heads > 1 and rows > 1:  # the strides that compiled code expects
         lse = lse.new_empty(batch, rows, heads).transpose(1, 2).copy_(lse)
+    if attn_mask is not None:  # PyTorch's backward pass, which a call may get after a block, wants no infinity
+        lse.masked_fill_(lse == -torch.inf, 0)  # rows that see no key
     return out, lse
 
 
