@@ -18,10 +18,9 @@ def train():
     optimizer = torch.optim.SGD(layer.parameters(), 0.1)
     for _ in range(20):
         optimizer.zero_grad()
-        loss = (layer(x) - target).square().mean()
-        loss.backward()
+        (layer(x) - target).square().mean().backward()
         optimizer.step()
-    return loss.item()
+    return (layer(x) - target).square().mean().item()
 
 
 before = train()

@@ -178,7 +178,8 @@ def flash_attn_with_kvcache(
             count positions.
         tree_keys: draft tokens at the end of each sequence's keys, 1 .. 64; 0 means seqlen_q, one for each row.
         batch_invariant: the bits of a sequence's result depend on its own keys only, not on what else is in the batch,
-            the capacity of the cache, or the width of block_table.
+            the capacity of the cache, or the width of block_table. On the CPU a row also has the same bits in a prompt,
+            in chunks and as a single token (docs/contract.md, section 7), which takes longer.
         programmatic: on a Hopper GPU the call may start while the kernels before it still run, and waits for them only
             after it has read the cache, lengths and tables. So no kernel since the last plain launch may write there.
         kernel: force a kernel by name (see kernels()); None means $FLASH_ATTN_KERNEL, else the best one.

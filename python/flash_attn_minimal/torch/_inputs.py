@@ -1,20 +1,10 @@
-"""Calls of the core, and tensors as it takes them."""
+"""Tensors as the core takes them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-
-from ..attention import flash_attn_func, flash_attn_varlen_func
-
-
-def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, varlen: tuple | None, **options: Any) -> Any:
-    """flash_attn_func, or with varlen = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    flash_attn_varlen_func."""
-    return (
-        flash_attn_func(q, k, v, **options) if varlen is None else flash_attn_varlen_func(q, k, v, *varlen, **options)
-    )
 
 
 def dense_rows(*tensors: torch.Tensor | None) -> list[Any]:

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from ... import attention as core
 from ...backward import backward
 from ...kvcache import flash_attn_with_kvcache as core_with_kvcache
-from ...torch._inputs import call, dense_rows
+from ...torch._inputs import dense_rows
 from . import _caches
 from ._calls import draw_dropout, parts, refusing, score_options, signed_probabilities, without_gradient
 
@@ -40,7 +41,10 @@ def _get_block_size_n(device: Any, head_dim: int, is_dropout: bool, is_causal: b
 def _attend(q, k, v, varlen: tuple | None, options: dict[str, Any], return_attn_probs: bool) -> Any:
     """Runs a call. varlen: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)."""
     q, k, v = dense_rows(q, k, v)
-    results = call(q, k, v, varlen, return_lse=bool(return_attn_probs), **options)
+    if varlen is None:
+        results = core.flash_attn_func(q, k, v, return_lse=bool(return_attn_probs), **options)
+    else:
+        results = core.flash_attn_varlen_func(q, k, v, *varlen, return_lse=bool(return_attn_probs), **options)
     return (*results, _s_dmask(q, k, varlen, options)) if return_attn_probs else results
 
 
@@ -204,7 +208,7 @@ def _flash_attn_forward(
     options |= draw_dropout(dropout_p, q.device)
     with torch.no_grad():
         q, k, v = dense_rows(q, k, v)
-        out, lse = call(q, k, v, None, return_lse=True, **options)
+        out, lse = core.flash_attn_func(q, k, v, return_lse=True, **options)
         return out, lse, _s_dmask(q, k, None, options, return_softmax), _rng_state(options)
 
 
@@ -233,7 +237,7 @@ def _flash_attn_varlen_forward(
         options |= draw_dropout(dropout_p, q.device)
         varlen = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         q, k, v = dense_rows(q, k, v)
-        out, lse = call(q, k, v, varlen, return_lse=True, **options)
+        out, lse = core.flash_attn_varlen_func(q, k, v, *varlen, return_lse=True, **options)
         return out, lse, _s_dmask(q, k, varlen, options, return_softmax), _rng_state(options)
 
 

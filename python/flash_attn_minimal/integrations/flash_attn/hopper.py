@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
+from ... import attention as core
 from ...errors import Unsupported
 from ...kvcache import flash_attn_with_kvcache as core_with_kvcache
-from ...torch._inputs import call, dense_rows
+from ...torch._inputs import dense_rows
 from . import _caches
 from ._calls import check_array, parts, refusing, score_options, without_gradient
 from ._packed import Used, owners
@@ -57,7 +58,9 @@ def _attend(q, k, v, qv, varlen: tuple | None, descales: tuple, options: dict[st
         if q.shape[-1] > _MOST_HEADDIM:
             return _over_a_cache(q, k, v, varlen, options)
         k, v = _caches.joined(v, k)
-    return call(q, k, v, varlen, return_lse=True, **options)
+    if varlen is None:
+        return core.flash_attn_func(q, k, v, return_lse=True, **options)
+    return core.flash_attn_varlen_func(q, k, v, *varlen, return_lse=True, **options)
 
 
 @without_gradient("headdim + headdim_v is above 512 with qv: attention of such rows has no backward pass")
@@ -82,9 +85,11 @@ def _float8(q, k, v, varlen, descales, options) -> tuple[torch.Tensor, torch.Ten
     ones = torch.ones(batch, k.shape[-2], device=q.device)
     q_descale, k_descale, v_descale = (ones if x is None else x.float() for x in descales)
     q_descale = q_descale.repeat_interleave(group, -1)
-    descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    function, lengths = (core.flash_attn_func, ()) if varlen is None else (core.flash_attn_varlen_func, varlen)
     try:
-        return call(q, k, v, varlen, return_lse=True, **descales, **options)
+        return function(
+            q, k, v, *lengths, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, return_lse=True, **options
+        )
     except Unsupported:
         pass
     q_factor, v_factor = q_descale * k_descale.repeat_interleave(group, -1), v_descale.repeat_interleave(group, -1)
@@ -94,7 +99,7 @@ def _float8(q, k, v, varlen, descales, options) -> tuple[torch.Tensor, torch.Ten
         owner, _ = owners(varlen[0], q.shape[0])
         q_factor, v_factor = q_factor[owner][..., None], v_factor[owner][..., None]
     q, k, v = (q.float() * q_factor).bfloat16(), k.bfloat16(), v.bfloat16()
-    out, lse = call(q, k, v, varlen, return_lse=True, **options)
+    out, lse = function(q, k, v, *lengths, return_lse=True, **options)
     return (out.float() * v_factor).to(out.dtype), lse
 
 
