@@ -48,6 +48,12 @@ def test_jax_train():
     check_training(run("jax_train.py"), ["jax", "ours"], 0.1, 0.05 if _on_gpu("jax") else 1e-3)
 
 
+def test_same_bits():
+    """All rows of a rollout have a training step's bits with batch_invariant, and not without it."""
+    counts = [int(line.rpartition(":")[2]) for line in run("same_bits.py").splitlines()]
+    assert counts[0] > 0 == counts[1]
+
+
 def test_transformers_generate():
     for module in ("torch", "transformers", "flash_attn_minimal.integrations.transformers"):
         pytest.importorskip(module)
