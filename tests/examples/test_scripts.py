@@ -231,7 +231,7 @@ def test_an_example_names_the_package_that_it_lacks(example, tmp_path):
     paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, EXAMPLES / example]
     done = subprocess.run(command, text=True, capture_output=True, env={**os.environ, "PYTHONPATH": paths})
-    if example.name == "story_grammar.py":
+    if example.name in ("story_grammar.py", "same_bits.py"):  # NumPy is enough
         assert done.returncode == 0
         return
     assert done.returncode in (1, 2) and "Traceback" not in done.stderr
