@@ -56,7 +56,8 @@ class Case:
 
 def draw(seed: int, kernel: str | None = None) -> Case:
     rng = np.random.default_rng([SEED, seed])
-    heads_k, group = int(rng.integers(1, 3)), int(rng.choice([1, 2, 3, 4, 8]))
+    every_way = seed % 6 == 0  # two key heads and no options: all ways apply
+    heads_k, group = 2 if every_way else int(rng.integers(1, 3)), int(rng.choice([1, 2, 3, 4, 8]))
     dim = int(rng.choice([16, 32, 64, 80]))
     dim_v = int(rng.choice([dim, 48]))
     lengths = rng.integers(3300, 3700, 2) if seed % 6 == 5 else rng.integers(9, 500, 3)  # above 3072: pieces
@@ -66,6 +67,8 @@ def draw(seed: int, kernel: str | None = None) -> Case:
         return [rng.standard_normal((int(n), heads, dim), dtype=np.float32).astype(dtype) for n in lengths]
 
     options: dict = {} if kernel is None else {"kernel": kernel}
+    if every_way:
+        return Case(arrays(heads_k * group, dim), arrays(heads_k, dim), arrays(heads_k, dim_v), options, rng)
     if rng.random() < 0.3:
         options["window_size"] = (int(rng.integers(1, 300)), 0)
     elif rng.random() < 0.3:
@@ -268,7 +271,8 @@ def tried(cases, way) -> list:
             results.append((case, way(case)))
         except pytest.skip.Exception:
             pass
-    assert results or torch is None
+    if not results:
+        pytest.skip("no case to which this way applies")
     return results
 
 
