@@ -1,6 +1,8 @@
-"""Attention as a module of tvm-ffi (docs/integrations.md), for arrays of any framework: no Python of this project runs.
+"""Attention as a module of tvm-ffi (docs/integrations.md): no Python of this project runs.
 
-python examples/tvm_ffi_arrays.py build/libflash_attn_minimal_tvm_ffi.so"""
+    python examples/tvm_ffi_arrays.py build/libflash_attn_minimal_tvm_ffi.so
+
+Arrays may be those of any framework with DLPack."""
 
 import sys
 
@@ -17,8 +19,7 @@ def call(function, **arguments):  # by name: the names are the first argument
 
 
 module = tvm_ffi.load_module(sys.argv[1] if len(sys.argv) > 1 else "build/libflash_attn_minimal_tvm_ffi.so")
-rng = np.random.default_rng(0)
-q, k, v = (rng.standard_normal((2, 100, heads, 64), dtype=np.float32) for heads in (8, 2, 2))
+q, k, v = (np.random.standard_normal((2, 100, heads, 64)).astype(np.float32) for heads in (8, 2, 2))
 out, stepped = np.empty_like(q), np.empty_like(q)
 call(module.forward, q=q, k=k, v=v, out=out, causal=True)
 k_cache, v_cache = np.zeros((2, 2, 128, 2, 64), np.float32)

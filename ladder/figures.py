@@ -52,6 +52,48 @@ def plot(width: float, height: float, left=0.09, bottom=0.16, right=0.98, top=0.
     return figure, axes
 
 
+# ---- the path ----
+
+
+def path() -> Figure:
+    """The rungs in the order in which the chapters add them, and how fast each is; CPU and GPU have two shapes."""
+    sources = ("amd-epyc/languages", "h200/languages")
+    measured = [json.loads((ROOT / f"docs/benchmarks/{name}.json").read_text())["rows"] for name in sources]
+
+    def speed(rows, system, seqlen):
+        fixed = {"system": system, "pass": "fwd", "headdim": 128, "seqlen_q": seqlen, "causal": False}
+        (row,) = (row for row in rows if all(row[key] == value for key, value in fixed.items())
+                  and row["dtype"] == ("float32" if rows is measured[0] else "bfloat16"))  # fmt: skip
+        return row["tflops"]
+
+    figure, axes = plot(9, 4.6, left=0.25, bottom=0.12, top=0.96)
+    steps = [(chapter, name, measured[0], 1024, BLUE) for chapter, name in PATH_CPU]
+    steps += [(chapter, name, measured[1], 1024 if name == "naive" else 4096, GREEN) for chapter, name in PATH_GPU]
+    from .rungs import rung
+
+    for n, (_, name, rows, seqlen, colour) in enumerate(steps):
+        tflops = speed(rows, name, seqlen)
+        axes.barh(n, tflops, left=0, height=0.72, color=colour)
+        shown = f"{tflops * 1000:.3g} GFLOP/s" if tflops < 1 else f"{tflops:.3g} TFLOP/s"
+        inside = tflops > 1
+        axes.text(tflops * (0.85 if inside else 1.2), n, f"{shown}: {rung(name).about}", va="center", fontsize=8.5,
+                  ha="right" if inside else "left", color="white" if inside else INK)  # fmt: skip
+    axes.set_xscale("log")
+    axes.set_xlim(1e-3, 1000)
+    axes.set_ylim(len(steps) - 0.4, -0.6)
+    axes.set_yticks(range(len(steps)), [f"chapter {chapter}   {name}" for chapter, name, *_ in steps], fontsize=9)
+    axes.axvline(989, color=ORANGE, linewidth=1.4)
+    for n, note in enumerate(("blue: two CPU cores, float32", "green: one H200, bf16", "orange: its peak")):
+        axes.text(850, n, note, ha="right", va="center", fontsize=8.5, color=DARK)
+    axes.set_xlabel("TFLOP/s of the forward pass, head dim 128, full mask")
+    return figure
+
+
+PATH_CPU = (("1", "c_naive"), ("2", "numpy_v1"), ("3", "numpy_v2"), ("3", "c_vectors"), ("3", "c_tiles"),
+            ("4", "c_register_tiles"), ("4", "c_threads"))  # fmt: skip
+PATH_GPU = (("4", "naive"), ("4", "minimal"), ("5", "mma_sm80"), ("6", "triton"), ("6", "gluon_sm90"),
+            ("6", "cute_sm90"), ("6", "wgmma_sm90"))  # fmt: skip
+
 # ---- 1 ----
 
 
@@ -403,6 +445,7 @@ def budget() -> Figure:
 
 
 FIGURES = {
+    "path": path,
     "formula": formula,
     "online": online,
     "order": order,

@@ -15,7 +15,8 @@ A page holds places of three kinds. Each begins with a comment that readers of t
 A QUERY is arithmetic over {CONDITIONS FIELD}: the field of the only row of FILE's "rows" that meets all conditions.
 A condition is KEY=VALUE, KEY="TWO WORDS", or KEY=None for a row without the key. {.KEY.KEY} is a path from the root of
 the file. `:FORMAT` at the end formats the number; the default is three significant digits. In a table the conditions of
-the row are added to those of the column."""
+the row are added to those of the column, but not in {@OTHER_FILE CONDITIONS FIELD}. The QUERY `about` is the line about
+the rung of the row's system=NAME."""
 
 from __future__ import annotations
 
@@ -57,7 +58,10 @@ def _measurements(file: str) -> dict[str, Any]:
 
 def _field(file: str, query: str, more: str = "") -> float:
     """The number that {query} names in a file, under more conditions."""
-    data, words = _measurements(file), shlex.split(query)
+    words = shlex.split(query)
+    if words[0].startswith("@"):
+        file, more = words.pop(0)[1:], ""
+    data = _measurements(file)
     if words[-1].startswith("."):
         for key in words[-1][1:].split("."):
             data = data[int(key)] if isinstance(data, list) else data[key]
@@ -105,9 +109,17 @@ def _table(what: str) -> str:
     rows, columns = ([part[1:] for part in parts if part[0] == kind] for kind in ("row", "column"))
     if len(rows) + len(columns) != len(lines) or not all(len(part) == 3 for part in parts):
         raise Stale(f"a line of a table of {file} is not `row: NAME | CONDITIONS` or `column: NAME | QUERY`")
-    text = [["", *(name for name, _ in columns)], ["---", *("---:" for _ in columns)]]
-    text += [[name, *(number(file, query, conditions) for _, query in columns)] for name, conditions in rows]
+    text = [["", *(name for name, _ in columns)], ["---", *("---" if q == "about" else "---:" for _, q in columns)]]
+    text += [[name, *(_cell(file, query, conditions) for _, query in columns)] for name, conditions in rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in text)
+
+
+def _cell(file: str, query: str, conditions: str) -> str:
+    if query != "about":
+        return number(file, query, conditions)
+    from .rungs import rung
+
+    return rung(dict(word.split("=", 1) for word in shlex.split(conditions))["system"]).about
 
 
 # ---- pages ----

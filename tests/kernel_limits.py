@@ -32,9 +32,8 @@ def tables(library: ctypes.CDLL) -> str:
         for its_table, name, _, *limits in lines(library):
             if its_table == table:
                 names.setdefault(tuple(limits), []).append(name)
-        pieces.append(
-            f"| {title} | device | dtypes | head dims | rows in memory | refuses |\n|---|---|---|---|---|---|"
-        )
+        pieces.append(f"| {title} | device | dtypes | head dims | rows in memory | refuses |")
+        pieces.append("|---|---|---|---|---|---|")
         for (device, dtypes, dims, refused, needs, page_step, memory), kernels in names.items():
             every = [NEEDS[needs]] if needs else []
             every += refused.split(", ") if refused else []

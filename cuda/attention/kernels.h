@@ -1,5 +1,6 @@
 // kernels.h: the entry points of all GPU kernel files. A kernel takes its parameters, workspace included, the device that runs it, and the
-// stream on which it is launched, and returns the CUDA runtime's status of the launch. The limits of each are in api/attention/registry_*.
+// stream on which it is launched, and returns the CUDA runtime's status of the launch. The registries
+// (api/attention) say what each can serve.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -20,58 +21,46 @@ size_t forward_naive_workspace(const AttentionParams&, const DeviceInfo&);  // b
 
 cudaError_t forward_minimal(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
 
-// key_sums from the lse that a forward kernel has left. Any head dim, dtype and option. key_sums_sm80: fp16 and bf16, head dims up to 256,
+// key_sums from the lse that a forward kernel has left: key_sums takes every call, key_sums_sm80 fp16 and bf16 of head dims up to 256, on
 // sm_80 and newer. The workspace holds three floats per row, laid out like lse.
 cudaError_t key_sums(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
 cudaError_t key_sums_sm80(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
 int64_t key_sums_blocks(const AttentionParams& params);  // blocks of the larger of the two grids; at most 2^31 - 1
 
-// fp16 and bf16, head dims up to 512, sm_80 and newer. Tiles are chosen by the device's size.
 cudaError_t forward_mma_sm80(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
 // Called by forward_mma_sm80: _paged for pages of a cache, _wide for head dims above 256 (with or without pages).
 cudaError_t forward_mma_sm80_paged(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
 cudaError_t forward_mma_sm80_wide(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
-// fp32 with products rounded to tf32, head dims up to 256, no pages; otherwise as above.
 cudaError_t forward_mma_tf32_sm80(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
 
-// fp32 without rounding to tf32, head dims up to 256 in steps of 4, rows of whole 16 bytes; every window and length, sinks, and no other
-// option.
 cudaError_t forward_float32_sm80(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
 size_t forward_float32_sm80_shared(const AttentionParams& params);  // the least bytes that a block needs
 
-// fp16 and bf16, head dims up to 256 in steps of 8, Hopper only; tensor maps must be able to describe q, k and v.
 cudaError_t forward_wgmma_sm90(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
 size_t forward_wgmma_sm90_workspace(const AttentionParams&, const DeviceInfo&);  // bytes: the counter of dynamic scheduling, or 0
 
-// fp16 and bf16, head dims up to 512 in steps of 8, Hopper only; tensor maps must be able to describe q, k and v; pages of a multiple of 8
-// keys.
 cudaError_t forward_wgmma_wide_sm90(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
 size_t forward_wgmma_wide_sm90_workspace(const AttentionParams&, const DeviceInfo&);  // bytes, as above
 
-// The same for calls with too few rows to fill the GPU: the keys are split into pieces. Dense calls and caches, plain or causal scores,
-// pages of a multiple of 8 keys.
+// For calls with too few rows to fill the GPU: the keys are split into pieces.
 cudaError_t forward_wgmma_split_sm90(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
 size_t forward_wgmma_split_sm90_workspace(const AttentionParams&, const DeviceInfo&);  // bytes: partial results
 bool forward_wgmma_split_sm90_fits(const AttentionParams&, const DeviceInfo&);         // its 32-bit indices suffice
 bool forward_wgmma_split_sm90_wins(const AttentionParams&, const DeviceInfo&);         // the fastest for this call
 
-// fp16 and bf16, head dims 64 and 128, dense plain or causal calls, Hopper only; tensor maps must be able to describe q, k, v and out.
 // ladder/cute_/cute_sm90.cu, built with FLASH_ATTN_CUTE.
 cudaError_t forward_cute_sm90(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
 
-// fp16 and bf16, headdim 576, headdim_v 512, over a cache whose values are the first 512 columns of its keys or lie in separate memory,
-// Hopper only.
+// The values are the first 512 columns of the keys, or lie in memory of their own.
 cudaError_t decode_mla_sm90(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
 size_t decode_mla_sm90_workspace(const AttentionParams&, const DeviceInfo&);  // bytes: partial results of the shares of the keys
 int64_t decode_mla_sm90_blocks(const AttentionParams&, const DeviceInfo&);    // blocks of the grid, at most 2^31 - 1
 
-// e4m3 q, k, v and fp16 or bf16 out, head dims up to 256 in steps of 16, plain or causal scores, Hopper only.
 cudaError_t forward_fp8_sm90(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
 size_t forward_fp8_sm90_workspace(const AttentionParams&, const DeviceInfo&);
 
-// A few query rows against long keys: a cache (also paged or 8-bit), or plain K and V. Head dims up to 256, rows of whole 16 bytes, sm_80
-// and newer. With cache.added > 0, either kvcache_append runs before and this kernel may start while it runs, or `append` is given and
-// kLanesCluster appends by itself.
+// A few query rows against long keys. With cache.added > 0, either kvcache_append runs before and this kernel may start while it runs, or
+// `append` is given and kLanesCluster appends by itself.
 enum class DecodeKernel : int32_t { kLanesCluster, kCluster, kRing, kSplit, kLanes };
 cudaError_t decode(DecodeKernel kernel, const AttentionParams& params, const AppendParams* append, const DeviceInfo& device,
                    cudaStream_t stream);
@@ -84,30 +73,27 @@ cudaError_t backward_delta(const BackwardParams& params, float* delta, float2* b
 int64_t backward_delta_count(const AttentionParams& params);
 int64_t backward_delta_blocks(const AttentionParams& params);  // blocks of the grid, at most 2^31 - 1; the same below
 
-// dq, dk and dv: any head dim, dtype and option; deterministic.
+// dq, dk and dv, from here to backward_scores.
 cudaError_t backward_simple(const BackwardParams& params, const DeviceInfo& device, cudaStream_t stream);
 size_t backward_simple_workspace(const BackwardParams&, const DeviceInfo&);  // bytes: delta and RowBase
 int64_t backward_simple_blocks(const BackwardParams& params);
 
-// dq, dk and dv in fp16 and bf16, head dims up to 256 in steps of 8, Hopper only; tensor maps must be able to describe q, k, v and dout.
 cudaError_t backward_wgmma_sm90(const BackwardParams& params, const DeviceInfo& device, cudaStream_t stream);
-size_t backward_wgmma_sm90_workspace(const BackwardParams&,
-                                     const DeviceInfo&);  // bytes: float dq, delta, lse and RowBase, padded to whole tiles
+// Bytes: float dq, delta, lse and RowBase, padded to whole tiles.
+size_t backward_wgmma_sm90_workspace(const BackwardParams&, const DeviceInfo&);
+
+cudaError_t backward_mma_sm80(const BackwardParams& params, const DeviceInfo& device, cudaStream_t stream);
+cudaError_t backward_mma_sm80_fp16(const BackwardParams& params, const DeviceInfo& device, cudaStream_t stream);  // its fp16 half
+size_t backward_mma_sm80_workspace(const BackwardParams&, const DeviceInfo&);  // bytes: float32 sums of dq, lse, delta and RowBase
+
+cudaError_t backward_mma_wide_sm80(const BackwardParams& params, const DeviceInfo& device, cudaStream_t stream);
+// Bytes: P and dS of a round, delta, and sums kept between rounds.
+size_t backward_mma_wide_sm80_workspace(const BackwardParams&, const DeviceInfo&);
 
 // dbias and dsinks, where wanted, next to any kernel that gives dq, dk and dv; deterministic. Its workspace is not shared with that kernel.
 cudaError_t backward_scores(const BackwardParams& params, const DeviceInfo& device, cudaStream_t stream);
 size_t backward_scores_workspace(const BackwardParams&, const DeviceInfo&);  // bytes: delta and RowBase, or 0 when neither is wanted
 int64_t backward_scores_blocks(const BackwardParams& params);
-
-// dq, dk and dv in fp16 and bf16, head dims up to 256, sm_80 and newer. Tiles are chosen by the device's size.
-cudaError_t backward_mma_sm80(const BackwardParams& params, const DeviceInfo& device, cudaStream_t stream);
-cudaError_t backward_mma_sm80_fp16(const BackwardParams& params, const DeviceInfo& device, cudaStream_t stream);  // its fp16 half
-size_t backward_mma_sm80_workspace(const BackwardParams&, const DeviceInfo&);  // bytes: float32 sums of dq, lse, delta and RowBase
-
-// dq, dk and dv in fp16 and bf16, any head dim, sm_80 and newer; deterministic.
-cudaError_t backward_mma_wide_sm80(const BackwardParams& params, const DeviceInfo& device, cudaStream_t stream);
-size_t backward_mma_wide_sm80_workspace(const BackwardParams&,
-                                        const DeviceInfo&);  // bytes: P and dS of a round, delta, and sums kept between rounds
 
 // Before attention over a cache: appends new keys and values to the cache and writes the rotated q to the workspace.
 cudaError_t kvcache_append(const AppendParams& params, const DeviceInfo& device, cudaStream_t stream);

@@ -59,7 +59,7 @@ export function largestDifference(a, b) {
 
 const exactly = (x) => x; // JavaScript's numbers are float64
 
-function dot(a, b, round) {
+export function dot(a, b, round) {
   let sum = 0;
   for (let d = 0; d < a.length; ++d) sum = round(sum + round(a[d] * b[d]));
   return sum;
@@ -67,7 +67,7 @@ function dot(a, b, round) {
 
 const orZero = (m) => (m === -Infinity ? 0 : m); // a row that has seen no key yet subtracts 0: -inf - -inf is NaN
 
-function arithmetic({q, k, v}, {headdim, causal, precision}) {
+export function arithmetic({q, k, v}, {headdim, causal, precision}) {
   const round = precision === 32 ? Math.fround : exactly;
   const scale = round(1 / Math.sqrt(headdim));
   const exp = (x) => round(Math.exp(round(x)));
@@ -91,11 +91,11 @@ function arithmetic({q, k, v}, {headdim, causal, precision}) {
   };
 }
 
-function each([first, end], make) {
+export function each([first, end], make) {
   return Array.from({length: Math.max(0, end - first)}, (_, n) => make(first + n));
 }
 
-function tiles(length, size) {
+export function tiles(length, size) {
   return each([0, Math.ceil(length / size)], (n) => [n * size, Math.min(length, (n + 1) * size)]);
 }
 
@@ -174,12 +174,12 @@ class Walk {
   }
 }
 
-const zeros = (rows, headdim) => each(rows, () => Array(headdim).fill(0));
+export const zeros = (rows, headdim) => each(rows, () => Array(headdim).fill(0));
 const alike = (rows, value) => each(rows, () => value);
-const size = ([first, end]) => end - first;
+export const size = ([first, end]) => end - first;
 
 // Whether no row of the range sees a key of the range.
-const hidden = ({causal, seqlenQ, seqlenK}, rows, keys) => causal && keys[0] > rows[1] - 1 + seqlenK - seqlenQ;
+export const hidden = ({causal, seqlenQ, seqlenK}, rows, keys) => causal && keys[0] > rows[1] - 1 + seqlenK - seqlenQ;
 
 function flashV2(walk) {
   const {seqlenQ, seqlenK, headdim, tileM, tileN} = walk.settings,

@@ -16,7 +16,8 @@ import recording
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parents[1] / "docs/learn/flash_attention.html"
-MODULES = ("algorithm.js", "draw.js", "timeline.js", "controls.js")  # each imports only from those before it
+# Each imports only from those before it.
+MODULES = ("algorithm.js", "gradients.js", "draw.js", "timeline.js", "below.js", "controls.js")
 
 IMPORT = re.compile(r"^import \{[^}]*\} from \"\./(\w+\.js)\";\n", re.MULTILINE)
 DECLARED = re.compile(r"^(?:export )?(?:async )?(?:function|const|let|class) (?:(\w+)|\{([^}]*)\})", re.MULTILINE)

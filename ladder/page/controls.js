@@ -2,6 +2,7 @@
 import {bytesOf, definition, largestDifference, randomInputs, walk} from "./algorithm.js";
 import {ChipPicture, MemoryPicture, describe, fly, realSize, rowNumbers, traffic} from "./draw.js";
 import {TimeLine} from "./timeline.js";
+import {Gradients, Pieces} from "./below.js";
 
 const $ = (id) => document.getElementById(id);
 const json = (id) => JSON.parse($(id).textContent);
@@ -28,7 +29,8 @@ const state = {
 };
 let inputs, walks, exact, timer;
 const memory = new MemoryPicture($("memory")),
-  chip = new ChipPicture($("chip"));
+  chip = new ChipPicture($("chip")),
+  below = {gradients: new Gradients(), pieces: new Pieces()};
 const steps = () => walks[state.settings.order].steps;
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
 
@@ -43,6 +45,7 @@ function compute() {
   exact = example && example.settings.causal === settings.causal ? example : definition(inputs, settings.causal);
   state.row = Math.min(state.row, settings.seqlenQ - 1);
   state.index = Math.min(state.index, steps().length - 1);
+  for (const section of Object.values(below)) section.inputs(inputs, settings);
 }
 
 function change(settings, {restart = true} = {}) {
@@ -344,6 +347,7 @@ window.picture = {
   exact: () => exact,
   line,
   memory,
+  below,
   bytesOf,
   difference: () => largestDifference(walks[state.settings.order], exact),
 };

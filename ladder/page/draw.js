@@ -12,7 +12,7 @@ export function number(x, digits = 2) {
     .replace("-", "−");
 }
 
-const range = ([first, end]) => (end - first === 1 ? `${first}` : `${first}–${end - 1}`);
+export const range = ([first, end]) => (end - first === 1 ? `${first}` : `${first}–${end - 1}`);
 const rowsOf = (rows) => `${rows[1] - rows[0] === 1 ? "row" : "rows"} ${range(rows)}`;
 const keysOf = (keys) => `${keys[1] - keys[0] === 1 ? "key" : "keys"} ${range(keys)}`;
 const count = (bytes) =>

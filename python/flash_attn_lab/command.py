@@ -1,5 +1,5 @@
-"""What the laboratory's commands share beyond what all commands do (flash_attn_minimal/_commands/command.py): lists as
-values of options, and Ctrl-C."""
+"""Shared by the laboratory's commands, beside what all commands share (flash_attn_minimal/_commands/command.py): lists
+as values of options, and Ctrl-C."""
 
 from __future__ import annotations
 

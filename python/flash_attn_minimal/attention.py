@@ -10,12 +10,12 @@ calls (see _core/repeats.py) whose entries never change.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 from . import _arrays
 from ._arrays import torch_modes
 from ._arrays.words import pass_cast
-from ._core import recordings, statistics
+from ._core import frameworks, recordings, statistics
 from ._core.checks import (
     _OPEN,
     _check_contiguous,
@@ -28,6 +28,7 @@ from ._core.checks import (
 )
 from ._core.fields import _empty, _put_dense, _put_tensor
 from ._core.forward import QKV, QKV_VARLEN, attend, joined, repeats
+from ._core.frameworks import is_traced, traceable
 from ._core.library import KERNEL_TABLES, load
 from ._core.options import (
     AnyArray,
@@ -43,22 +44,10 @@ from ._core.options import (
 )
 from ._core.queries import Plan, kernel_table, plan_of
 from ._core.structs import DTYPES, MergeArgs, QuantizeArgs, new
-from ._core.tracers import is_traced, traceable
 from .errors import BadArgument, Unsupported
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-
-def _is_pytorch_s(*arrays: Any) -> bool:
-    """Whether PyTorch must see the call: a mode is active, or a tensor requires a gradient or is not a plain one."""
-    if torch_modes.active():
-        return any(isinstance(x, torch_modes.Tensor) for x in arrays)
-    tensors = [x for x in arrays if isinstance(x, torch_modes.Tensor)]
-    if not tensors:
-        return False
-    graded = torch_modes.records()
-    return any(graded and x.requires_grad or not torch_modes.is_plain(x) for x in tensors)
 
 
 @overload
@@ -434,16 +423,12 @@ def _route(
 ):  # fmt: skip
     """Runs the call as its framework requires: as an operator of PyTorch, as a part of a traced JAX program, or
     directly. more: the results of a call with statistics, else None."""
-    if _is_pytorch_s(q, k, v, options.bias, options.mask, options.alibi_slopes, options.sinks):
-        from . import torch
-
-        return torch.autograd.differentiable(q, k, v, varlen, out, return_lse, options, sign, more)
+    if torch_modes.must_see(q, k, v, options.bias, options.mask, options.alibi_slopes, options.sinks):
+        return frameworks.pytorch().autograd.differentiable(q, k, v, varlen, out, return_lse, options, sign, more)
     if is_traced(q, k, v, *(varlen or ()), *options):
-        from . import jax
-
         if more:
             raise Unsupported(f"{more.first()} is given, but statistics of the scores are not served in a traced call")
-        return jax.traced(q, k, v, varlen, out, return_lse, options)
+        return frameworks.jax().traced(q, k, v, varlen, out, return_lse, options)
     if more:
         return statistics.attend(q, k, v, varlen, out, more, options)
     return attend(q, k, v, varlen, out, return_lse, options, sign)

@@ -18,17 +18,17 @@ import numpy as np
 
 from . import _arrays
 from ._arrays import View
-from ._core import recordings
+from ._core import frameworks, recordings
 from ._core.checks import _OPEN, _check_contiguous, _check_last_axis, _check_same_place, _flag, _integer, _wants_lse
 from ._core.fields import _destination, _option, _put_dense, _put_strides, _put_tensor, _results
 from ._core.forward import joined
+from ._core.frameworks import is_traced
 from ._core.launch import _with_workspace
 from ._core.library import load
 from ._core.options import AnyArray, Array, Options, ScoreOptions, arrays_of, default_of, hints_of, with_signature
 from ._core.queries import Plan, plan_from
 from ._core.repeats import Made, Repeats
 from ._core.structs import CACHE_DTYPES, DTYPES, AttentionArgs, KVCacheArgs, new
-from ._core.tracers import is_traced
 from .errors import BadArgument
 
 if TYPE_CHECKING:
@@ -178,7 +178,8 @@ def flash_attn_with_kvcache(
             count positions.
         tree_keys: draft tokens at the end of each sequence's keys, 1 .. 64; 0 means seqlen_q, one for each row.
         batch_invariant: the bits of a sequence's result depend on its own keys only, not on what else is in the batch,
-            the capacity of the cache, or the width of block_table.
+            the capacity of the cache, or the width of block_table. On the CPU a row also has the same bits in a prompt,
+            in chunks and as a single token (docs/contract.md, section 7), which takes longer.
         programmatic: on a Hopper GPU the call may start while the kernels before it still run, and waits for them only
             after it has read the cache, lengths and tables. So no kernel since the last plain launch may write there.
         kernel: force a kernel by name (see kernels()); None means $FLASH_ATTN_KERNEL, else the best one.
@@ -242,10 +243,8 @@ def flash_attn_with_kvcache(
         window_size=window_size, softcap=softcap, rotary_interleaved=rotary_interleaved, num_splits=num_splits,
     )  # fmt: skip
     if is_traced(*arrays):
-        from . import jax
-
         more = {"out": out, "return_softmax_lse": return_softmax_lse}
-        return jax.traced_function(flash_attn_with_kvcache, step._asdict() | more)
+        return frameworks.jax().traced_function(flash_attn_with_kvcache, step._asdict() | more)
     call, args, views, room = _prepare_step(step)
     qv = views[0]
     shape = (*qv.shape[:3], args.headdim_v)

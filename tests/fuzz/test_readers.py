@@ -404,7 +404,7 @@ def test_prompts_that_are_no_text(tokenizer_json, tmp_path, capsys):
     refused(lambda: plain.encode("a\ud800b"), "text 'a\\ud800b' holds '\\ud800'")
     for text in ("a\ud800b", "a\udcffb"):
         refused(lambda text=text: JsonTokenizer(tokenizer_json).encode(text), f"text {text!r}")
-    argv = [str(tmp_path / "model.bin"), "--prompt", "a\ud800b", "--device", "cpu", "--attention", "standard"]
+    argv = [str(tmp_path / "model.bin"), "--prompt", "a\ud800b", "--device", "cpu"]
     assert main(argv) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and "text 'a\\ud800b'" in err

@@ -243,6 +243,9 @@ def test_refusals():
         attend(*meta, cache_seqlens=[3, 9])
     with pytest.raises(fa.BadArgument, match=r"k_cache has shape \(32, 2, 16\)"):
         attend(meta[0], meta[1][0], meta[2])
+    for arguments, named in (((*meta, meta[1]), {"k_cache": meta[1]}), (meta * 7, {}), (meta, {"kernels": "no"})):
+        with pytest.raises(TypeError, match="k_cache|positional|kernels"):  # as a call of a Python function
+            attend(*arguments, **named)
     with pytest.raises(fa.Unsupported, match="torch.func"):
         torch.vmap(lambda q: attend(q, k_cache, v_cache))(q[None])
     with pytest.raises(fa.BadArgument, match="cache_seqlens=40 and 1 new keys"), torch.no_grad():

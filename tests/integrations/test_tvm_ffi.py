@@ -14,7 +14,7 @@ import pytest
 from conftest import NO_CUDA, ROOT, torch
 
 import flash_attn_minimal as fa
-from flash_attn_minimal import _library
+from flash_attn_minimal._core import library as _library
 
 tvm_ffi = pytest.importorskip("tvm_ffi", reason="the package apache-tvm-ffi is not installed")
 

@@ -269,7 +269,7 @@ def test_the_judge_refuses_mistakes(name, function, mistake, said):
 
 
 def test_every_exercise_has_a_mistake_that_its_judge_refuses():
-    assert {mistake[0] for mistake in MISTAKES} | {mistake[0] for mistake in SLIPS} == set(EXERCISES)
+    assert {mistake[0] for mistake in MISTAKES} | {mistake[0] for mistake in SLIPS} == {*FUNCTIONS, *C_KERNELS}
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -449,7 +449,7 @@ def test_broken_kernels_are_right_for_tame_inputs_and_repaired_ones_for_all(seed
         "fp8_sum": (rng.random(1000), rng.standard_normal(1000)),
         "persistent_block": ([4] * n,),
         "element": ((2, 4096, 16, 64), (1, 4000 + n, 15, 63)),
-        "decode_steps": (np.sort(rng.integers(1, 5000, n)).tolist(),),
+        "decode_steps": ((256 * np.sort(rng.integers(1, 20, n))).tolist(),),  # four whole pieces
         "two_halves": (7, 7 + n, n, True),
     }
     sides = ["producer", "consumer"]

@@ -3,6 +3,7 @@
 import contextlib
 import doctest
 import io
+import json
 import os
 import re
 import sys
@@ -116,6 +117,20 @@ def test_a_fresh_page_stays_as_it_is():
 def test_stale_places_are_filled_again(old, new):
     assert old in PAGE
     assert snippets.filled(PAGE.replace(old, new)) == PAGE
+
+
+def test_a_query_of_another_file_does_not_take_the_conditions_of_the_row():
+    own, other = ("docs/benchmarks/h200/ladder.json", "docs/benchmarks/amd-epyc/cpu.json")
+    query = f"{{us}} / {{@{other} system=copy us}} :.9f"
+    rows = [json.loads((ROOT / file).read_text())["rows"] for file in (own, other)]
+    (mine,), (copy,) = ([r["us"] for r in rows[0] if r.get("kernel") == "naive"],
+                        [r["us"] for r in rows[1] if r["system"] == "copy"])  # fmt: skip
+    assert snippets.number(own, query, "kernel=naive") == f"{mine / copy:.9f}"
+
+
+def test_a_column_about_a_rung():
+    table = "docs/benchmarks/h200/languages.json\nrow: x | system=c_tiles\ncolumn: idea | about"
+    assert snippets._table(table).endswith("| --- | --- |\n| x | online softmax: a tile of S in the cache |\n")
 
 
 def test_the_examples_in_docstrings():

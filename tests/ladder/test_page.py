@@ -535,3 +535,114 @@ def test_a_recording_takes_the_place_of_the_model(open_page, tmp_path):
     assert page.inner_text("#time-name").endswith(
         f"cycle {trace['events'][-1]['end_ns'] - trace['events'][0]['begin_ns']}"
     )
+
+
+# ---- the backward pass, and decode in pieces ----
+
+
+def partial_gradients(q, k, v, dout, causal, seen):
+    """Gradients by the formulas, over the pairs of `seen`; lse and delta are those of all pairs."""
+    out, lse = examples.exact(q, k, v, causal)
+    scores = q @ k.T / np.sqrt(q.shape[1])
+    i, j = np.indices(scores.shape)
+    visible = (j <= i + len(k) - len(q)) if causal else np.full(scores.shape, True)
+    p = np.where(visible, np.exp(scores - np.where(np.isneginf(lse), 0, lse)[:, None]), 0) * seen
+    ds = p * (dout @ v.T - (dout * out).sum(1)[:, None]) / np.sqrt(q.shape[1])
+    return {"dq": ds @ k, "dk": ds.T @ q, "dv": p.T @ dout}
+
+
+SHOWN = """(({given: {q, k, v}, dout, walk: {steps, visits}, same}) => ({q, k, v, dout, visits, same, steps: steps.map(
+    ({kind, block, tile, rows, keys, dq, dk, dv, order}) => ({kind, block, tile, rows, keys, dq, dk, dv, order}))}))
+    (picture.below.gradients)"""
+
+
+@pytest.mark.parametrize("case", range(6))
+def test_gradients_equal_the_reference_after_every_tile(shared, case):
+    rng = np.random.default_rng((SEED, 7, case))
+    setting = {name: int(rng.integers(least, MOST[name] + 1)) for name, least in LEAST.items()}
+    causal, precision = bool(rng.integers(2)), (32, 64)[case % 2]
+    plan = {"owner": ("keys", "rows")[case // 2 % 2], "turns": case >= 4, "seed": case}
+    shared.evaluate("(s) => picture.change({example: -1, ...s})", setting | {"causal": causal, "precision": precision})
+    shared.evaluate("(plan) => picture.below.gradients.change(plan)", plan)
+    shown = shared.evaluate(SHOWN)
+    q, k, v, dout = (np.array(shown[name]) for name in ("q", "k", "v", "dout"))
+    assert dout.shape == q.shape and np.abs(dout).max() > 0
+    seen, last = np.zeros((len(q), len(k))), None
+    for step in shown["steps"]:
+        if step["kind"] == "tile":
+            rows, keys = slice(*step["rows"]), slice(*step["keys"])
+            assert not seen[rows, keys].any(), "a tile is computed twice"
+            seen[rows, keys] = 1
+        exact = partial_gradients(q, k, v, dout, causal, seen)
+        for name, array in exact.items():
+            tolerance = (1e-5 if precision == 32 else 1e-13) * max(1, np.abs(array).max())
+            np.testing.assert_allclose(np.array(step[name]), array, rtol=0, atol=tolerance, err_msg=name)
+        last = step
+    q4, k4, v4, dout4 = (x[None, :, None] for x in (q, k, v, dout))
+    whole = examples.reference.standard_attention_backward(dout4, q4, k4, v4, causal=causal)
+    for name, array in zip(("dq", "dk", "dv"), whole[:3], strict=True):
+        np.testing.assert_allclose(
+            np.array(last[name]), array[0, :, 0], rtol=0, atol=1e-5 * max(1, np.abs(array).max())
+        )
+    if plan["turns"]:
+        assert all(blocks == sorted(blocks) for blocks in last["order"]) and shown["same"]
+    met = [
+        [block for block, tiles in enumerate(shown["visits"]) if tile in tiles] for tile in range(len(last["order"]))
+    ]
+    assert [sorted(blocks) for blocks in last["order"]] == met
+
+
+def test_gradients_of_rows_that_see_nothing_are_zero(shared):
+    (number,) = (n for n, example in enumerate(EXAMPLES) if None in example["lse"])
+    shared.select_option("#example", str(number))
+    steps = shared.evaluate(SHOWN)["steps"]
+    empty = [n for n, lse in enumerate(EXAMPLES[number]["lse"]) if lse is None]
+    dq = np.array(steps[-1]["dq"], float)
+    assert empty and not dq[empty].any() and np.isfinite(dq).all()
+
+
+def test_who_owns_what_and_in_which_order_it_is_added(open_page):
+    page = open_page("#example=1")  # 16 x 16, causal, tiles of 4
+    text = lambda: page.inner_text("#gradient-text")  # noqa: E731
+    assert "dK and dV will stay on chip" in text()
+    assert page.locator("#gradient-grid .skipped").count() == 6
+    page.click("#gradient-next")
+    assert text().startswith("Block ") and "takes" not in text() and page.locator("#gradient-grid .now").count() == 1
+    assert "Another timing gives other bits" in page.inner_text("#gradient-check")
+    page.check("input[name=turns][value=turns]", force=True)
+    assert "Another timing gives the same bits" in page.inner_text("#gradient-check")
+    slide(page, "gradient-step", 99)
+    assert page.inner_text("#gradient-count") == "11 / 11" and page.is_disabled("#gradient-next")
+    assert page.locator("#gradient-grid .sum").all_inner_texts()[3] == "0 + block 0 + block 1 + block 2 + block 3"
+    page.check("input[name=owner][value=rows]", force=True)
+    assert "dK and dV took an addition of every block" in text()
+    assert page.locator("#gradient-grid tfoot td").all_inner_texts() == ["dQ"] * 4 + [""]
+    page.click("#gradient-timing")
+    assert page.evaluate("picture.below.gradients.plan.seed") == 2
+
+
+@pytest.mark.parametrize("precision", [32, 64])
+@pytest.mark.parametrize("pieces", [1, 3, 5, 12])
+def test_pieces_of_keys_merge_to_the_row(shared, precision, pieces):
+    setting = {"seqlenQ": 3, "seqlenK": 13, "headdim": 6, "seed": 9, "causal": True, "precision": precision}
+    shared.evaluate("(setting) => picture.change({example: -1, ...setting})", setting)
+    slide(shared, "pieces", pieces)
+    q, k, v = (np.array(x) for x in shared.evaluate("(({q, k, v}) => [q, k, v])(picture.inputs())"))
+    shown = shared.evaluate("picture.below.pieces.result")
+    out, lse = examples.exact(q, k, v, True)
+    size = -(-13 // pieces)
+    for n, part in enumerate(shown["parts"]):
+        keys = slice(n * size, (n + 1) * size)
+        assert part["keys"] == [min(13, n * size), min(13, (n + 1) * size)]
+        if part["out"] is None:
+            assert part["keys"][0] == 13 and part["weight"] == 0
+            continue
+        part_out, part_lse = examples.exact(q[-1:], k[keys], v[keys], False)
+        np.testing.assert_allclose(part["out"], part_out[0], rtol=0, atol=TOLERANCE[precision])
+        np.testing.assert_allclose(part["lse"], part_lse[0], rtol=0, atol=TOLERANCE[precision])
+        np.testing.assert_allclose(part["weight"], np.exp(part_lse[0] - lse[-1]), rtol=0, atol=TOLERANCE[precision])
+    np.testing.assert_allclose(shown["out"], out[-1], rtol=0, atol=TOLERANCE[precision])
+    np.testing.assert_allclose(shown["lse"], lse[-1], rtol=0, atol=TOLERANCE[precision])
+    assert ("of the pieces have no key" in shared.inner_text("#pieces-text")) == (pieces == 12)
+    assert shared.evaluate("picture.below.pieces.difference") < TOLERANCE[precision]
+    assert shared.locator("#pieces-table tbody tr").count() == pieces

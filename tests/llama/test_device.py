@@ -18,10 +18,10 @@ from flash_attn_lab.models.synthetic import write_folder
 from flash_attn_minimal.llama import cuda as cuda_module
 from flash_attn_minimal.llama.config import Config
 from flash_attn_minimal.llama.engine import Engine
-from flash_attn_minimal.llama.huggingface import numpy_dtype
 from flash_attn_minimal.llama.model import Llama
 from flash_attn_minimal.llama.sampling import Sampling
 from flash_attn_minimal.llama.weights import load_checkpoint
+from flash_attn_minimal.transformer._safetensors import numpy_dtype
 
 
 class Array(np.ndarray):

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "api/common/device.h"
+#include "attention/forward/wgmma_sm90/plan.h"
 #include "flash_attn.h"
 #include "flash_attn_transformer.h"
 
@@ -378,10 +379,30 @@ void walk(const char* kind, int count, const Table& table, fa_status (*query)(co
                              forced.status == FA_OK ? "served" : text, forced.workspace_bytes, plan.workspace_bytes);
                 if (forced.status != FA_OK && !*text) complain("%s %d on %s: %s gives no reason", kind, i, place.name, table.name(k));
             }
+            if (error.find("; fp8") != std::string::npos && error.find("takes float8_e4m3 only") != std::string::npos)
+                complain("%s %d on %s: %s, but other kernels are closer", kind, i, place.name, error.c_str());
             if (plan.status == FA_UNSUPPORTED && any && error.find("no kernel of this build") == 0)
                 complain("%s %d on %s: %s, but a kernel serves the call by its name", kind, i, place.name, error.c_str());
         }
     if (!printing) std::printf("%-10s %d of %d calls served\n", kind, served, count * int(sizeof kPlaces / sizeof kPlaces[0]));
+}
+
+// wgmma_sm90 serves every call with max_score, so the plan of each must give it.
+void plans_give_max_score() {
+    static float somewhere;
+    for (const int headdim : {64, 96, 128, 192, 256})
+        for (const int keys : {1, 512, 1024, 2000, 4096, 8192, 65536})
+            for (const int rows : {1, 128, 4096, 65536})
+                for (const int right : {-1, 0})
+                    for (const float softcap : {0.0f, 30.0f}) {
+                        fa::AttentionParams p{};
+                        p.batch = 1, p.nheads = p.nheads_k = 16, p.group = 1, p.headdim = p.headdim_v = headdim;
+                        p.seqlen_q = rows, p.seqlen_k = keys, p.scale = 1, p.softcap = softcap;
+                        p.window_left = -1, p.window_right = right, p.max_score = &somewhere;
+                        if (!fa::wgmma_plan(fa::wgmma_choose(p, 132)).gives_max_score())
+                            complain("headdim=%d, seqlen_q=%d, seqlen_k=%d, window_right=%d, softcap=%g: the plan gives no max_score",
+                                     headdim, rows, keys, right, double(softcap));
+                    }
 }
 
 }  // namespace
@@ -395,6 +416,7 @@ int main(int argc, char** argv) {
     walk<Linear>("linear", count, kLinear, fa_linear_query);
     walk<W4>("w4", count, kW4, fa_w4_linear_query);
     walk<Chain>("chain", count / 4, kChain, fa_w4_linear_chain_query);
+    plans_give_max_score();
     if (failures) std::printf("%d failures\n", failures);
     return failures ? 1 : 0;
 }

@@ -14,6 +14,7 @@ from flash_attn_lab import command as lab_command
 from flash_attn_lab import reference
 from flash_attn_lab.__main__ import COMMANDS
 from flash_attn_lab.__main__ import main as lab
+from flash_attn_lab.children import python_path
 from flash_attn_minimal._commands import cli, info, verify
 from flash_attn_minimal._commands import command as _command
 
@@ -77,7 +78,7 @@ def test_a_mistyped_option_is_one_line_and_no_usage(command, capsys):
 
 
 def test_the_laboratory_has_its_own_commands():
-    env = {**os.environ, "FLASH_ATTN_LIBRARY": "/nowhere"}
+    env = {**os.environ, "FLASH_ATTN_LIBRARY": "/nowhere", "PYTHONPATH": python_path()}
     command = [sys.executable, "-m", "flash_attn_lab"]
     said = subprocess.run([*command, "--help"], capture_output=True, text=True, env=env)
     assert said.returncode == 0 and not said.stderr and "usage: python -m flash_attn_lab COMMAND" in said.stdout

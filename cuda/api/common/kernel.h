@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstddef>
-#include <type_traits>
 
 #include "api/common/device.h"
 #include "api/common/serve.h"

@@ -79,6 +79,42 @@ FA_HOST_DEVICE int gradient_parts(const AttentionParams& p, Own own, int columns
     return (widest + columns - 1) / columns;
 }
 
+// Applies the options of the call to a thread's pairs of a tile: P in `weight` becomes P after dropout, the scaled product in `grad` the
+// factor of dP - delta. pair_of(r, c): query and key. query_of(r, c): the query's statistics.
+template <int kRows, int kWalkedRows, typename PairOf, typename QueryOf>
+__device__ __forceinline__ void apply_options(Smem<kWalkedRows>& smem, const AttentionParams& p, int shift, int batch, int head_q, int tx,
+                                              int ty, const PairOf& pair_of, const QueryOf& query_of) {
+#pragma unroll 1
+    for (int e = 0; e < 4 * kRows; ++e) {
+        const int r = e / 4, c = e % 4;
+        const int2 pair = pair_of(r, c);
+        float &weight = smem.weight.element(kRows * ty + r, 4 * tx + c), &factor = smem.grad.element(kRows * ty + r, 4 * tx + c);
+        if (hidden(weight)) continue;
+        const Query& query = query_of(r, c);
+        const PairWeight w = general_weight(p, shift, batch, head_q, pair.x, pair.y, factor, query.max, query.rest);
+        weight = w.weight, factor = w.P * w.slope;
+    }
+}
+
+// Rows row0 .. last of a gradient: `scale` times the sums, whose columns begin with chunk `first_chunk`. `to`: row 0 of the head.
+template <typename T, int kChunks>
+__device__ __forceinline__ void store_gradient(const float (&acc)[kChunks][4][4], T* to, int64_t row_stride, int row0, int last,
+                                               int first_chunk, int columns, float scale, bool accumulate) {
+    const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+        if (row0 + 4 * ty + r > last) continue;
+        T* row = to + (row0 + 4 * ty + r) * row_stride;
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c)
+#pragma unroll
+            for (int x = 0; x < 4; ++x) {
+                const int d = (first_chunk + c) * kTile + 4 * tx + x;
+                if (d < columns) row[d] = from_float<T>(acc[c][r][x] * scale + (accumulate ? to_float(row[d]) : 0.0f));
+            }
+    }
+}
+
 template <typename T, int kChunks, Own kOwn>
 __global__ void __launch_bounds__(kThreads, kChunks <= 2 ? kResident : 1) gradient_kernel(const __grid_constant__ BackwardParams b) {
     extern __shared__ __align__(16) unsigned char shared[];
@@ -163,19 +199,7 @@ __global__ void __launch_bounds__(kThreads, kChunks <= 2 ? kResident : 1) gradie
                     smem.grad.at(kRows * ty + r, tx) = make_float4(S[r][0], S[r][1], S[r][2], S[r][3]);
                 }
             }
-            if (general) {
-#pragma unroll 1
-                for (int e = 0; e < 4 * kRows; ++e) {
-                    const int r = e / 4, c = e % 4;
-                    const int2 pair = pair_of(r, c);
-                    float &weight = smem.weight.element(kRows * ty + r, 4 * tx + c),
-                          &factor = smem.grad.element(kRows * ty + r, 4 * tx + c);
-                    if (hidden(weight)) continue;
-                    const Query& query = query_of(r, c);
-                    const PairWeight w = general_weight(p, s.shift, batch, head_q, pair.x, pair.y, factor, query.max, query.rest);
-                    weight = w.weight, factor = w.P * w.slope;
-                }
-            }
+            if (general) apply_options<kRows>(smem, p, s.shift, batch, head_q, tx, ty, pair_of, query_of);
 
             // ---- dS = P (dP - delta) ----
             bool all_seen = true;
@@ -228,18 +252,8 @@ __global__ void __launch_bounds__(kThreads, kChunks <= 2 ? kResident : 1) gradie
     // ---- store the outputs ----
     const GradientSequence g = gradients_of(b, batch);
     const auto store = [&](const auto& acc, const TensorView& t, int64_t offset, int columns, float scale) {
-#pragma unroll
-        for (int r = 0; r < 4; ++r) {
-            if (own0 + 4 * ty + r > last) continue;
-            T* row = static_cast<T*>(t.data) + offset + head * t.head + (own0 + 4 * ty + r) * t.row;
-#pragma unroll
-            for (int c = 0; c < kChunks; ++c)
-#pragma unroll
-                for (int x = 0; x < 4; ++x) {
-                    const int d = (part * kChunks + c) * kTile + 4 * tx + x;
-                    if (d < columns) row[d] = from_float<T>(acc[c][r][x] * scale + (b.accumulate ? to_float(row[d]) : 0.0f));
-                }
-        }
+        store_gradient(acc, static_cast<T*>(t.data) + offset + head * t.head, t.row, own0, last, part * kChunks, columns, scale,
+                       b.accumulate);
     };
     if (kOwnsKeys) {
         store(acc_b, b.dv, g.dv, p.headdim_v, 1);

@@ -117,7 +117,9 @@ constexpr int kMaxPieces = 16;
 
 int piece_count(const AttentionParams& p, int64_t keys) {
     if (!p.cache.entries || packed_rows(p, p.seqlen_q) > kMaxGroupRows) return 1;
-    return p.cache.num_splits ? p.cache.num_splits : int(std::clamp<int64_t>((keys + kPieceKeys - 1) / kPieceKeys, 1, kMaxPieces));
+    if (p.cache.num_splits || p.cache.batch_invariant)
+        return std::max(p.cache.num_splits, 1);  // one piece has the bits of a call with many rows
+    return int(std::clamp<int64_t>((keys + kPieceKeys - 1) / kPieceKeys, 1, kMaxPieces));
 }
 
 // The result of one piece for all rows of a key head: out over the keys of the piece, normalised, and the statistics of the softmax.

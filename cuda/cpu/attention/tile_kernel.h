@@ -300,8 +300,9 @@ struct Tile {
           vectors(all_vectors - (narrow_rows > 0)) {}
 
     // Whether the last vector is alone in its group and has few rows. A row's arithmetic must not depend on its tile, and this condition
-    // does not, because tiles end at whole groups.
+    // does not, because tiles end at whole groups. It does depend on the number of rows of the call, except with batch_invariant.
     bool is_narrow() const {
+        if (p.cache.batch_invariant) return false;
         return (all_vectors - 1) % kQueryVectors == 0 && t.rows - (all_vectors - 1) * L <= kNarrowRows && !p.dropout_threshold;
     }
 

@@ -62,6 +62,56 @@ __device__ __forceinline__ float sum_of_warps(const float (&parts)[kStride]) {
     return (sum.x + sum.y) + (sum.z + sum.w);
 }
 
+// The codes and scales of a warp's tiles, the lane's share. first: the first tile of the weight. Row tiles are always inside, because the
+// packed weight is padded to four.
+template <Format kFormat, int kR, int kC>
+__device__ __forceinline__ void load_weights(const Launch& launch, const uint8_t* first, int first_row, int first_column, int lane,
+                                             uint4 (&codes)[kR][kC], uint32_t (&stored)[kR][kC]) {
+#pragma unroll
+    for (int r = 0; r < kR; ++r) {
+        const uint8_t* tile = first + (int64_t(first_row + r) * launch.column_tiles + first_column) * w4::tile_bytes(kFormat);
+#pragma unroll
+        for (int c = 0; c < kC; ++c, tile += w4::tile_bytes(kFormat)) {
+            const bool inside = first_column + c < launch.column_tiles;
+            codes[r][c] = inside ? __ldcg(reinterpret_cast<const uint4*>(tile) + lane) : make_uint4(0, 0, 0, 0);
+            stored[r][c] = inside ? w4::load_scales<kFormat>(tile, lane) : 0;
+        }
+    }
+}
+// Word j of a tile's codes as an operand of mma.
+template <Format kFormat, typename T>
+__device__ __forceinline__ void widen(uint32_t (&to)[4], const uint4& codes, int j, uint32_t stored) {
+    const uint32_t word = opaque((&codes.x)[j]);
+    if constexpr (kFormat == Format::kInt4) {
+        w4::unpack_word<kFormat, T>(to, word);
+    } else {
+        uint32_t scale[2];
+        w4::widen_scales<kFormat, T>(scale, stored);
+        w4::dequantize_word<kFormat, T>(to, word, scale);
+    }
+}
+// v is multiplied by the norm's weight. Before the division by the root mean square x may overflow or underflow float16. If so, the warp
+// multiplies its part by a power of two that brings its largest element to about 2^14, and `back` undoes that. Returns the sum of squares.
+template <typename T, int kC>
+__device__ __forceinline__ float apply_norm(float2 (&v)[kC], const float2 (&norm)[kC], float& back) {
+    float squares = 0.0f, largest = 0.0f;
+#pragma unroll
+    for (int c = 0; c < kC; ++c) {
+        squares += v[c].x * v[c].x + v[c].y * v[c].y;
+        v[c].x *= norm[c].x, v[c].y *= norm[c].y;
+        largest = fmaxf(largest, fmaxf(fabsf(v[c].x), fabsf(v[c].y)));
+    }
+    if constexpr (std::is_same_v<T, __half>)
+        if (__any_sync(~0u, !(largest < 0x1p15f)) || !__any_sync(~0u, largest > 0x1p-8f)) {
+            const int shift = max(-100, int(__reduce_max_sync(~0u, __float_as_uint(largest)) >> 23) - 141);
+            const float scale = __int_as_float((127 - shift) << 23);
+            back = __int_as_float((127 + shift) << 23);
+#pragma unroll
+            for (int c = 0; c < kC; ++c) v[c].x *= scale, v[c].y *= scale;
+        }
+    return squares;
+}
+
 // X is the type of x: T, or float, with or without a norm.
 template <Format kFormat, typename T, typename X, Norm kNormOfX, int kR, int kC>
 __global__ void __launch_bounds__(32 * most_warps(kR, kC), 2) small_w4_kernel(const __grid_constant__ Launch launch) {
@@ -84,17 +134,7 @@ __global__ void __launch_bounds__(32 * most_warps(kR, kC), 2) small_w4_kernel(co
     const auto* const header = static_cast<const w4::PackedHeader*>(p.packed);
     uint4 codes[kR][kC];
     uint32_t stored[kR][kC];
-#pragma unroll
-    for (int r = 0; r < kR; ++r) {  // always inside, because the packed weight is padded to four row tiles
-        const uint8_t* tile = reinterpret_cast<const uint8_t*>(header + 1) +
-                              (int64_t(first_row + r) * launch.column_tiles + first_column) * w4::tile_bytes(kFormat);
-#pragma unroll
-        for (int c = 0; c < kC; ++c, tile += w4::tile_bytes(kFormat)) {
-            const bool inside = first_column + c < launch.column_tiles;
-            codes[r][c] = inside ? __ldcg(reinterpret_cast<const uint4*>(tile) + lane) : make_uint4(0, 0, 0, 0);
-            stored[r][c] = inside ? w4::load_scales<kFormat>(tile, lane) : 0;
-        }
-    }
+    load_weights<kFormat>(launch, reinterpret_cast<const uint8_t*>(header + 1), first_row, first_column, lane, codes, stored);
     const int k0 = first_column * kTileColumns + (kExchanged ? 2 * lane : 16 * q);  // the first element of x that the lane loads
     float2 norm[kC];
     if constexpr (kNorm)
@@ -114,16 +154,6 @@ __global__ void __launch_bounds__(32 * most_warps(kR, kC), 2) small_w4_kernel(co
         if (lane == 0) shared.parts[kRows][i] = 0;
     }
 
-    const auto widen = [&](uint32_t(&to)[4], int r, int c, int j) {
-        const uint32_t word = opaque((&codes[r][c].x)[j]);
-        if constexpr (kFormat == Format::kInt4) {
-            w4::unpack_word<kFormat, T>(to, word);
-        } else {
-            uint32_t scale[2];
-            w4::widen_scales<kFormat, T>(scale, stored[r][c]);
-            w4::dequantize_word<kFormat, T>(to, word, scale);
-        }
-    };
     uint32_t a[kWide ? kR : 1][kWide ? kC : 1][4][4];
     if constexpr (kWide)
 #pragma unroll
@@ -131,7 +161,7 @@ __global__ void __launch_bounds__(32 * most_warps(kR, kC), 2) small_w4_kernel(co
 #pragma unroll
             for (int c = 0; c < kC; ++c)
 #pragma unroll
-                for (int j = 0; j < 4; ++j) widen(a[r][c][j], r, c, j);
+                for (int j = 0; j < 4; ++j) widen<kFormat, T>(a[r][c][j], codes[r][c], j, stored[r][c]);
 
     // To the compiler this may be a loop, so it does not move code from before the wait to after it.
 #pragma unroll 1
@@ -162,25 +192,7 @@ __global__ void __launch_bounds__(32 * most_warps(kR, kC), 2) small_w4_kernel(co
         if constexpr (!kNorm && kWide) load_others();
 
         float squares = 0.0f, back = 1.0f;
-        if constexpr (kNorm) {
-            float largest = 0.0f;
-#pragma unroll
-            for (int c = 0; c < kC; ++c) {
-                squares += v[c].x * v[c].x + v[c].y * v[c].y;
-                v[c].x *= norm[c].x, v[c].y *= norm[c].y;
-                largest = fmaxf(largest, fmaxf(fabsf(v[c].x), fabsf(v[c].y)));
-            }
-            // Before the division by the root mean square x may overflow or underflow float16. If so, the warp multiplies its part by a
-            // power of two that brings its largest element to about 2^14.
-            if constexpr (std::is_same_v<T, __half>)
-                if (__any_sync(~0u, !(largest < 0x1p15f)) || !__any_sync(~0u, largest > 0x1p-8f)) {
-                    const int shift = max(-100, int(__reduce_max_sync(~0u, __float_as_uint(largest)) >> 23) - 141);
-                    const float scale = __int_as_float((127 - shift) << 23);
-                    back = __int_as_float((127 + shift) << 23);
-#pragma unroll
-                    for (int c = 0; c < kC; ++c) v[c].x *= scale, v[c].y *= scale;
-                }
-        }
+        if constexpr (kNorm) squares = apply_norm<T>(v, norm, back);
         const auto read = [&](uint4(&to)[2], int c) {
             const auto* const from = reinterpret_cast<const uint4*>(shared.x[kExchanged ? warp : 0][c]) + 2 * q;
             to[0] = from[0], to[1] = from[1];
@@ -210,7 +222,7 @@ __global__ void __launch_bounds__(32 * most_warps(kR, kC), 2) small_w4_kernel(co
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
                     uint32_t now[4];
-                    if constexpr (!kWide) widen(now, r, c, j);
+                    if constexpr (!kWide) widen<kFormat, T>(now, codes[r][c], j, stored[r][c]);
                     mma<T>(chains[j % kChains], kWide ? a[kWide ? r : 0][kWide ? c : 0][j] : now, (&columns[j / 2].x)[j % 2 * 2],
                            (&columns[j / 2].x)[j % 2 * 2 + 1]);
                 }

@@ -6,10 +6,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import os
 import re
 import shutil
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -24,7 +27,13 @@ from ladder import rung as ladder_rung  # noqa: E402
 
 HOLE = re.compile(r"(#else\n)((?:(?!#endif).)*?// yours(?:(?!#endif).)*)(?=#endif)", re.DOTALL)
 GUARD = 4096  # floats around every array, NaN
-FAULTS = {1: "reports that it has not enough memory", 78: "wrote past the end of its scratch memory"}
+FAULTS = {
+    1: "reports that it has not enough memory",
+    78: "wrote past the end of its scratch memory",
+    81: "it writes into an input",
+    82: "it writes outside of its arrays",
+    83: "a wait has lasted a second: a deadlock, or a barrier whose phase nobody ends",
+}
 
 
 class Kernel:
@@ -43,7 +52,8 @@ class Kernel:
         if self.lines is not None and not slow:
             text, count = HOLE.subn(lambda hole: f"{hole[1]}{self.lines}\n", path.read_text())
             assert count == 1, f"{path.name} has {count} places for the reader's lines"
-            path = Path(os.environ.get(c.CACHE) or ROOT / "build/ladder") / f"{path.stem}_{hash(text) % 2**32:08x}.c"
+            digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+            path = Path(os.environ.get(c.CACHE) or ROOT / "build/ladder") / f"{path.stem}_{digest}.c"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
         flags = (
@@ -88,6 +98,113 @@ def _between_nans(x: np.ndarray):
     inner = whole[GUARD : GUARD + x.size].reshape(x.shape)
     inner[...] = x
     return whole, inner
+
+
+class CudaKernel(Kernel):
+    """The same in CUDA: a file with a function `launch`, which cuda_tools.cuh calls. Without a GPU that has `needs`,
+    its compute capability, blocks run on the CPU by cuda_on_cpu.h, except where they use wgmma."""
+
+    needs = (8, 0)
+
+    @functools.cache  # noqa: B019
+    def library(self, slow: bool = False) -> ctypes.CDLL:
+        text = self.path.read_text()
+        if self.lines is None and not slow and "yours: kNotWritten" in text:
+            raise NotImplementedError(f"the lines between #else and #endif of {self.path.name}")
+        if self.lines is not None:
+            text = HOLE.sub(lambda hole: f"{hole[1]}{self.lines}\n", text)
+        with tempfile.TemporaryDirectory() as folder:
+            source, made = Path(folder) / self.path.name, Path(folder) / "kernel.so"
+            source.write_text(_for_cpu(text) if self.on_cpu() else text)
+            done = subprocess.run(self.command(source, made, slow), capture_output=True, text=True)
+            errors = [line for line in done.stderr.splitlines() if "error" in line]
+            require(done.returncode == 0, f"it does not compile: {(errors or [done.stderr])[0].replace(folder, '')}")
+            return ctypes.CDLL(str(made))
+
+    def command(self, source: Path, made: Path, slow: bool = False) -> list[str]:
+        more = [*(["-DSLOW"] if slow else []), f"-I{Path(__file__).parent}", f"-I{ROOT / 'cuda'}", "-o", str(made)]
+        if self.on_cpu():
+            compiler = shutil.which(os.environ.get("CXX") or "c++")
+            if compiler is None:
+                raise Unavailable("there is neither a GPU with nvcc nor a C++ compiler")
+            return [compiler, "-std=c++17", "-O2", "-shared", "-fPIC", *more, "-x", "c++", str(source)]
+        if (nvcc := self.nvcc()) is None:
+            raise Unavailable("there is no nvcc")
+        major, minor = self.gpu() or self.needs
+        name = f"{10 * major + minor}{'a' if major == 9 else ''}"
+        kind = ["-shared", "-Xcompiler", "-fPIC"] if made.suffix == ".so" else ["-cubin"]
+        flags = ["-std=c++17", "-O3", "-gencode", f"arch=compute_{name},code=sm_{name}", "-diag-suppress=177,550"]
+        return [nvcc, *kind, *flags, *more, str(source)]
+
+    def gpu(self) -> tuple[int, int] | None:
+        """The compute capability of the first GPU, if it is at least `needs`."""
+        try:
+            driver = ctypes.CDLL("libcuda.so.1")
+        except OSError:
+            return None
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        if driver.cuInit(0) or any(
+            driver.cuDeviceGetAttribute(ctypes.byref(x), at, 0) for x, at in ((major, 75), (minor, 76))
+        ):
+            return None
+        here = major.value, minor.value
+        return here if here >= self.needs else None
+
+    def on_cpu(self) -> bool:
+        return "wgmma.cuh" not in self.path.read_text() and (self.gpu() is None or self.nvcc() is None)
+
+    @staticmethod
+    def nvcc() -> str | None:
+        return shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+
+    def run(self, inputs, shapes, sizes=(), *, slow: bool = False, launches: int = 1):
+        """Arrays of the shapes, and the best time in ms. Raises Wrong if anything else was written, or on an error."""
+        library = self.library(slow)
+        if not self.on_cpu() and self.gpu() is None:
+            raise Unavailable(
+                f"to run it, this exercise needs a GPU of compute capability {'.'.join(map(str, self.needs))}"
+            )
+        given = [np.ascontiguousarray(x) for x in inputs]
+        made = [np.empty(shape, dtype) for shape, dtype in shapes]
+
+        def both(arrays):
+            addresses = (ctypes.c_void_p * len(arrays))(*(x.ctypes.data for x in arrays))
+            return addresses, (ctypes.c_size_t * len(arrays))(*(x.nbytes for x in arrays)), len(arrays)
+
+        ms = ctypes.c_float()
+        code = library.run(*both(given), *both(made), (ctypes.c_int * 8)(*sizes), launches, ctypes.byref(ms))
+        require(code == 0, FAULTS.get(code, f"CUDA error {code - 1000}: an address outside, or a launch that failed"))
+        return made, ms.value
+
+    def race(self, inputs, shapes, sizes, least: float, moved: int = 0) -> None:
+        """Times the slow lines and the reader's in turns; on a CPU says that this needs a GPU."""
+        if self.on_cpu():
+            self.said = "right, run on the CPU thread by thread. How fast it is can be seen on a GPU alone."
+            return
+        best = {True: np.inf, False: np.inf}
+        for _ in range(3):
+            for slow in best:
+                best[slow] = min(best[slow], self.run(inputs, shapes, sizes, slow=slow, launches=10)[1])
+        ratio = best[True] / best[False]
+        self.said = f"{1000 * best[False]:.1f} us, {ratio:.2f} times the slow lines" + (
+            f", {moved / best[False] / 1e6:.0f} GB/s" if moved else ""
+        )
+        require(ratio >= least * self.strict, f"right, but {self.said}; {least:g} times is enough")
+
+
+def _for_cpu(text: str) -> str:
+    """A CUDA file as C++: without the headers of CUDA and of the library, and with launches as calls."""
+    text = re.sub(r'^#include [<"](?:device/|math_constants).*\n', "", text, flags=re.MULTILINE)
+    text = re.sub(r"__shared__ (alignas\(\d+\))", r"\1 static", text)
+    call = r"emulated(\2, \3, [=] { \1(\4); });"
+    return re.sub(r"(\w+)<<<(.+?), (.+?)>>>\((.*?)\);", call, text, flags=re.DOTALL)
+
+
+def bfloat16(x) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers rounded to bfloat16: their bits, and their values."""
+    bits = np.asarray(x, np.float32).view(np.uint32)
+    bits = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return bits.astype(np.uint16), (bits << 16).astype(np.uint32).view(np.float32)
 
 
 # ---- right ----

@@ -19,8 +19,8 @@ from ..bench import figure
 from ..report import STYLE
 
 CALLS = 3  # recorded calls; only the last one counts, because the profiler starts its work in the first
-BETWEEN = ("copies_kernel", "store_kernel", "negative_delta_kernel", "sum_kernel", "merge_parts_kernel",
-           "add_part_kernel", "add_kernel", "round_kernel")  # of cuda/distributed/rows.cu  # fmt: skip
+# of cuda/distributed/rows.cu
+BETWEEN = ("copies_kernel", "store_kernel", "negative_delta_kernel", "sum_kernel", "merge_parts_kernel")
 KINDS = {"attention": "#D55E00", "copy engine": "#0072B2", "copy kernel": "#56B4E9", "other kernel": "#7F7F7F"}
 
 

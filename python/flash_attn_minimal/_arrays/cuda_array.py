@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..errors import BadArgument
-from .door import CUDA, View, element_strides
+from .door import CUDA, View, dense_strides, element_strides
 from .driver import device_of, synchronize
 from .foreign import ForeignDoor
 
@@ -37,7 +37,7 @@ class CudaArrayDoor(ForeignDoor):
             raise BadArgument(f"{name} has typestr {code!r}: its byte order is not this machine's")
         strides = interface.get("strides")
         if strides is None:
-            strides = tuple(int(np.prod(shape[axis + 1 :], dtype=np.int64)) for axis in range(len(shape)))
+            strides = dense_strides(shape)
         else:
             strides = element_strides(tuple(strides), itemsize, name)
         index = device_of(pointer) if pointer else 0

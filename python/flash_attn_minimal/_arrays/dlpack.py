@@ -7,7 +7,7 @@ import ctypes as ct
 import numpy as np
 
 from ..errors import BadArgument, Unsupported
-from .door import CPU, CUDA, View
+from .door import CPU, CUDA, View, dense_strides
 from .driver import synchronize
 from .foreign import ForeignDoor
 from .numpy import NUMPY
@@ -84,25 +84,12 @@ class DLPackDoor(ForeignDoor):
         else:
             raise BadArgument(f"{name}.__dlpack__() returned a capsule named {title!r}, not a fresh dltensor")
         shape = tuple(tensor.shape[: tensor.ndim])
-        if tensor.strides:
-            strides = tuple(tensor.strides[: tensor.ndim])
-        else:
-            strides = tuple(int(np.prod(shape[axis + 1 :], dtype=np.int64)) for axis in range(len(shape)))
+        strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else dense_strides(shape)
         dtype = self._dtypes.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
         dtype = dtype or f"DLPack type (code {tensor.code}, {tensor.bits} bits, {tensor.lanes} lanes)"
         pointer = tensor.data + tensor.byte_offset if tensor.data else None
-        view = View(
-            (array, capsule),
-            self,
-            pointer,
-            shape,
-            strides,
-            dtype,
-            device,
-            tensor.device_id if device == CUDA else 0,
-            writable,
-        )
-        return view
+        index = tensor.device_id if device == CUDA else 0
+        return View((array, capsule), self, pointer, shape, strides, dtype, device, index, writable)
 
     def join(self, views):
         """Waits for the call, which ran on the legacy default stream: DLPack cannot make a producer's stream wait."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -135,6 +136,10 @@ def element_strides(strides: tuple[int, ...], itemsize: int, name: str) -> tuple
             f"{name} has strides of {strides} bytes: not multiples of its element size of {itemsize} bytes"
         )
     return tuple([stride // itemsize for stride in strides])
+
+
+def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def once(shape: tuple[int, ...]) -> tuple[slice, ...]:

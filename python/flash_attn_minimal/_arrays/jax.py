@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..errors import Unsupported
-from .door import CPU, CUDA, Door, View, numpy_dtype_name, once
+from .door import CPU, CUDA, Door, View, dense_strides, numpy_dtype_name, once
 from .driver import synchronize
 from .numpy import NUMPY
 
@@ -37,8 +37,7 @@ class JaxDoor(Door):
             raise Unsupported(f"{name} is on platform {devices[0].platform}: only cpu and cuda are served")
         array.block_until_ready()
         pointer, index = array.unsafe_buffer_pointer() if array.size else None, devices[0].local_hardware_id
-        strides = tuple(int(np.prod(array.shape[axis + 1 :], dtype=np.int64)) for axis in range(array.ndim))
-        return View(array, self, pointer, array.shape, strides, dtype, CUDA, index, False)
+        return View(array, self, pointer, array.shape, dense_strides(array.shape), dtype, CUDA, index, False)
 
     def copy(self, view, shape, dtype, name):
         array = self.jax.numpy.broadcast_to(view.owner[once(shape)], shape)

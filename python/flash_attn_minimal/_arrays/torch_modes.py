@@ -129,6 +129,18 @@ def is_plain(array: Any) -> bool:
     return _operator.runs or (type(array) in (torch.Tensor, torch.nn.Parameter) and not array.is_meta)
 
 
+def must_see(*arrays: Any) -> bool:
+    """Whether PyTorch must see a call on these arrays: a mode is active, or a tensor requires a gradient or is not a
+    plain one."""
+    if active():
+        return any(isinstance(x, Tensor) for x in arrays)
+    tensors = [x for x in arrays if isinstance(x, Tensor)]
+    if not tensors:
+        return False
+    graded = records()
+    return any(graded and x.requires_grad or not is_plain(x) for x in tensors)
+
+
 def unreadable(kind: type) -> bool:
     """Whether this subclass has its own __torch_dispatch__, as FakeTensor does, and so answers operators itself."""
     return getattr(kind, "__torch_dispatch__", None) is not getattr(Tensor, "__torch_dispatch__", None)

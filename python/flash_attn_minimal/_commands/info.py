@@ -141,7 +141,8 @@ class _Page:
         print(*lines, sep="\n")
 
     def _wrapped(self, text: str, inset: str) -> list[str]:
-        return textwrap.wrap(text, self.width, initial_indent=inset, subsequent_indent=inset, break_long_words=False)
+        between_words = {"break_long_words": False, "break_on_hyphens": False}  # a path stays whole
+        return textwrap.wrap(text, self.width, initial_indent=inset, subsequent_indent=inset, **between_words)
 
 
 @command("info")

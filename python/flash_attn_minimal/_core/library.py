@@ -110,6 +110,7 @@ def load() -> ct.CDLL:
     declare(lib, "fa_last_error", ct.c_char_p)
     declare(lib, "fa_version", ct.c_char_p)
     declare(lib, "fa_build_info", ct.c_char_p)
+    declare(lib, "fa_kernel_limits", ct.c_size_t, ct.c_char_p, ct.c_size_t)
     declare(lib, "fa_cuda_device_count", ct.c_int32)
     return lib
 

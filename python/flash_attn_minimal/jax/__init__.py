@@ -27,9 +27,9 @@ A call that no device of this machine can serve is refused while it is traced. v
 (1, 10, 2, 16)
 """
 
-from ._attention import traced
-from ._custom_call import ffi
-from ._functions import traced_function
+from ._attention import traced as traced  # for the core
+from ._custom_call import ffi as ffi
+from ._functions import traced_function as traced_function
 from .context_parallel import context_parallel_attention, shard_tokens, unshard_tokens
 from .nn import CacheStep, dot_product_attention, flash_attn_with_kvcache
 
@@ -37,10 +37,7 @@ __all__ = [
     "CacheStep",
     "context_parallel_attention",
     "dot_product_attention",
-    "ffi",
     "flash_attn_with_kvcache",
     "shard_tokens",
-    "traced",
-    "traced_function",
     "unshard_tokens",
 ]

@@ -348,7 +348,7 @@ def _find_reach(t: _Tokens) -> list[tuple[int, int]] | None:
 
 
 def _part(t: _Tokens, reach: list | None, slot: int) -> dict:
-    """Which part of the whole sequences the call of a slot computes: fields of fa_part."""
+    """The part of the whole sequences that the call of a slot computes: fields of fa_part."""
     chunk = t.chunk(lax.axis_index(t.axis_name), slot)
     first, begin, count = 0, 0, t.chunks
     if reach is not None:

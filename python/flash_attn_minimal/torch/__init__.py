@@ -1,5 +1,6 @@
 """All that knows PyTorch: attention's gradients and operators, and PyTorch's own interfaces served by this library.
 
+    activate                        this library as PyTorch's flash backend, for models that stay as they are
     sdpa                            torch.nn.functional.scaled_dot_product_attention, for dense and jagged tensors
     flex_attention, recognise       torch.nn.attention.flex_attention, for functions that the kernels support
     mods                            such functions, by name
@@ -16,6 +17,7 @@ torch.compile meets the first call.
 """
 
 from . import _flops
+from ._backend import activate
 from ._kvcache import flash_attn_with_kvcache
 from ._sdpa import sdpa
 from .context_parallel import (
@@ -29,6 +31,7 @@ from .flex import Form, flex_attention, mods, recognise
 
 __all__ = [
     "Form",
+    "activate",
     "close_groups",
     "context_parallel_attention",
     "context_parallel_sdpa",

@@ -4,57 +4,47 @@ writes keys and values, and one that also writes the factors of an 8-bit cache."
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import torch
 
 from .. import kvcache
 from .._arrays import torch_modes
-from .._core.checks import _flag, _integer, _number, _wants_lse, _window
+from .._core.checks import _flag, _wants_lse
 from ..errors import BadArgument, Unsupported
+from ._operators import numbers_of, pack
 
 _ARRAYS = kvcache._Step._fields[: kvcache._LENGTHS + 1]
-# The other arguments, each with its type in PyTorch's schema language. `length` is one length for all sequences, and a
-# window is two numbers.
-_NUMBERS = {"length": "SymInt?"}
-for _name, _hint in kvcache.NUMBERS.items():
-    if _name == "window_size":
-        _NUMBERS |= {"window_left": "int", "window_right": "int"}
-    else:
-        _NUMBERS[_name] = _hint.replace(" | None", "?")
-_NUMBERS["return_lse"] = "bool"
-ARGUMENTS = (*_ARRAYS, *_NUMBERS)
+_NUMBERS = numbers_of(kvcache.NUMBERS)
+# `length` is one length for all sequences.
+_MORE = {"length": "SymInt?", **_NUMBERS, "return_lse": "bool"}
+ARGUMENTS = (*_ARRAYS, *_MORE)
+_SIGNATURE = inspect.signature(kvcache.flash_attn_with_kvcache)
+_POSITIONAL = [name for name, x in _SIGNATURE.parameters.items() if x.kind is x.POSITIONAL_OR_KEYWORD]
 
 
 @functools.wraps(kvcache.flash_attn_with_kvcache)
-def flash_attn_with_kvcache(
-    q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None,
-    cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
-    rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False, *, return_lse=False,
-    out=None, **options,
-):  # fmt: skip
-    if return_softmax_lse is not False:
-        return_lse = _wants_lse(return_lse, return_softmax_lse)
-    step = kvcache.step_of(
-        "flash_attn_with_kvcache", options, q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos,
-        rotary_sin=rotary_sin, cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx,
-        cache_leftpad=cache_leftpad, block_table=block_table, softmax_scale=softmax_scale, causal=causal,
-        window_size=window_size, softcap=softcap, rotary_interleaved=rotary_interleaved, alibi_slopes=alibi_slopes,
-        num_splits=num_splits,
-    )  # fmt: skip
-    given = {name: x for name, x in (step._asdict() | {"out": out}).items() if isinstance(x, torch.Tensor)}
-    if not (torch_modes.active() or not all(map(torch_modes.is_plain, given.values()))):
-        return kvcache.flash_attn_with_kvcache(**step._asdict(), return_lse=return_lse, out=out)
+def flash_attn_with_kvcache(*arguments, **named):
+    arrays = [x for x in (*arguments, *named.values()) if isinstance(x, torch.Tensor)]
+    if not (torch_modes.active() or not all(map(torch_modes.is_plain, arrays))):
+        return kvcache.flash_attn_with_kvcache(*arguments, **named)
+    given = dict(zip(_POSITIONAL, arguments, strict=False))
+    if len(arguments) > len(_POSITIONAL) or any(name in given for name in named):
+        _SIGNATURE.bind(*arguments, **named)  # raises
+    given |= named
     if torch_modes.records():
         for name, x in given.items():
-            if x.requires_grad:
+            if isinstance(x, torch.Tensor) and x.requires_grad:
                 raise Unsupported(f"{name} requires a gradient, which a cache has not: call it under torch.no_grad()")
-    if out is not None:
+    if given.pop("out", None) is not None:
         raise Unsupported("out is given, which flash_attn_with_kvcache does not take where PyTorch traces it")
     if torch_modes.transforms():
         raise Unsupported("flash_attn_with_kvcache is not served under a transform of torch.func")
-    arguments = _packed(step, bool(_flag("return_lse", return_lse)))  # first: it checks what _operator reads
-    found, lse = _operator(step)(*arguments)
+    return_lse = _wants_lse(given.pop("return_lse", False), given.pop("return_softmax_lse", False))
+    step, return_lse = kvcache.step_of("flash_attn_with_kvcache", given), bool(_flag("return_lse", return_lse))
+    packed = _packed(step, return_lse)  # first: it checks what _operator reads
+    found, lse = _operator(step)(*packed)
     return (found, lse) if return_lse else found
 
 
@@ -79,22 +69,8 @@ def _packed(step: kvcache._Step, return_lse: bool) -> list:
     _check_axes(step.q, step.k_cache, step.v_cache)
     if not by_array and lengths is not None and not isinstance(lengths, (int, torch.SymInt)):
         raise BadArgument(f"cache_seqlens is a {type(lengths).__name__}: expected a tensor or an integer")
-    numbers = {"length": None if by_array else lengths, "return_lse": return_lse}
-    numbers["window_left"], numbers["window_right"] = _window(step.window_size)
-    for name, kind in _NUMBERS.items():
-        if name not in numbers:
-            numbers[name] = _checked(name, kind, getattr(step, name))
-    return [*arrays, *[numbers[name] for name in _NUMBERS]]
-
-
-def _checked(name: str, kind: str, value: Any) -> Any:
-    if kind == "bool":
-        return bool(_flag(name, value))
-    if kind == "int":
-        return _integer(name, value, -(2**31), 2**31 - 1)
-    if kind.startswith("float") and value is not None:
-        return float(_number(name, value))
-    return value
+    length = None if by_array else lengths
+    return [*arrays, length, *pack(step._asdict(), _NUMBERS), return_lse]
 
 
 def _run(*arguments):
@@ -127,7 +103,7 @@ def _define(name: str, written: tuple[str, ...]) -> None:
     for array in _ARRAYS:
         alias = f"({chr(ord('a') + written.index(array))}!)" if array in written else ""
         kinds.append(f"Tensor{alias}{'' if array in _ARRAYS[:3] else '?'} {array}")
-    kinds += [f"{kind} {number}" for number, kind in _NUMBERS.items()]
+    kinds += [f"{kind} {number}" for number, kind in _MORE.items()]
     name = f"flash_attn_minimal::{name}"
     torch.library.define(name, f"({', '.join(kinds)}) -> (Tensor, Tensor)")
     torch.library.impl(name, ("cpu", "cuda"), _run)

@@ -4,6 +4,7 @@ take, their backward pass, and transforms of torch.func."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -31,28 +32,42 @@ def _signed(name: str, value: int) -> int:
 
 OPTION_ARRAYS = ("bias", "mask", "alibi_slopes", "sinks")
 _SIGNED = ("dropout_seed", "dropout_offset")
-# The options that the operators take as numbers, in order, each with its type in PyTorch's schema language. A window is
-# two numbers, because vmap would map over a pair.
-NUMBERS: dict[str, str] = {}
-for _name, _hint in hints_of(AttentionOptions).items():
-    if _name == "window_size":
-        NUMBERS |= {"window_left": "int", "window_right": "int"}
-    elif _name not in (*OPTION_ARRAYS, *FLOAT8):
-        NUMBERS[_name] = _hint.replace(" | None", "?")
 
 
-def packed(options: Options) -> list:
-    """The numbers among the options as the operators take them, in the order of NUMBERS."""
-    given = options._asdict()
-    given["window_left"], given["window_right"] = _window(options.window_size)
-    for name, kind in NUMBERS.items():
+def numbers_of(hints: dict[str, str]) -> dict[str, str]:
+    """The types in PyTorch's schema language of arguments with these annotations. A window is two numbers, because vmap
+    would map over a pair."""
+    found: dict[str, str] = {}
+    for name, hint in hints.items():
+        if name == "window_size":
+            found |= {"window_left": "int", "window_right": "int"}
+        else:
+            found[name] = hint.replace(" | None", "?")
+    return found
+
+
+def pack(given: dict[str, Any], kinds: dict[str, str]) -> list:
+    """The numbers among the arguments `given`, as an operator takes them, in the order of `kinds`."""
+    given["window_left"], given["window_right"] = _window(given["window_size"])
+    for name, kind in kinds.items():
         if name in _SIGNED and given[name] is not None:
             given[name] = _signed(name, given[name])
         elif kind.startswith("float") and given[name] is not None:
             given[name] = _number(name, given[name])
         elif kind == "bool":
             given[name] = bool(_flag(name, given[name]))
-    return [given[name] for name in NUMBERS]
+        elif kind == "int" and not isinstance(given[name], (int, torch.SymInt)):
+            given[name] = _integer(name, given[name], -(2**31), 2**31 - 1)
+    return [given[name] for name in kinds]
+
+
+_NO_NUMBERS = (*OPTION_ARRAYS, *FLOAT8)
+# The options that the operators take as numbers, in order.
+NUMBERS = numbers_of({name: hint for name, hint in hints_of(AttentionOptions).items() if name not in _NO_NUMBERS})
+
+
+def packed(options: Options) -> list:
+    return pack(options._asdict(), NUMBERS)
 
 
 def unpacked(arrays: tuple, numbers: tuple) -> Options:

@@ -59,7 +59,8 @@ def attend(
     flash_attn_varlen_func. If dropout_p is not 0, the seed comes from PyTorch's generators."""
     transformed = dropout_p and _transforms()
     if not dropout_p or torch_modes.watcher() is None or (transformed and not torch_modes.mapped()):
-        options |= draw_dropout(dropout_p, q.device)
+        if dropout_p:
+            options |= draw_dropout(dropout_p, q.device)
         if varlen is None:
             return flash_attn_func(q, k, v, return_lse=return_lse, **options)
         return flash_attn_varlen_func(q, k, v, *varlen, return_lse=return_lse, **options)

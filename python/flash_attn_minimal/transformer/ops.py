@@ -36,11 +36,11 @@ from .._core.checks import (
     _quoted,
 )
 from .._core.fields import _empty, _put_tensor
+from .._core.frameworks import traceable
 from .._core.launch import _with_workspace
 from .._core.options import AnyArray, Array, DType, _put_kernel
 from .._core.queries import Plan, plan_from
 from .._core.structs import DTYPES, new
-from .._core.tracers import traceable
 from ..errors import BadArgument, Unsupported
 from ._library import (
     W4_FORMATS,

@@ -55,6 +55,24 @@ struct FewStatic {
 };
 static_assert(sizeof(FewStatic) <= kFewStatic);
 
+// One thread loads the chunks of x that the block's warps multiply, step by step.
+template <typename Config>
+__device__ __forceinline__ void load_x(const FewLaunch& launch, const uint8_t* shared, uint32_t x_full, uint32_t x_empty, int first_column,
+                                       int steps) {
+    const FewPlan& plan = launch.plan;
+    constexpr int kXBox = Config::kXBox;
+    int slot = 0;
+    uint32_t phase = 0;
+    for (int step = 0; step < steps; ++step) {
+        mbarrier_wait(x_empty + 8 * slot, phase ^ 1);
+        mbarrier_arrive_expect_tx(x_full + 8 * slot, plan.groups * kXBox);
+        for (int i = 0; i < plan.groups; ++i)  // columns past K arrive as zeros
+            tma_load(shared_address(shared) + (slot * plan.groups + i) * kXBox, &launch.map_x, x_full + 8 * slot, 0, 0,
+                     first_column + i * plan.group_columns + step * kFewChunk, 0, 0);
+        if (++slot == plan.x_slots) slot = 0, phase ^= 1;
+    }
+}
+
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, 2) few_w4_kernel(const __grid_constant__ FewLaunch launch) {
     using T = typename Config::T;
@@ -166,18 +184,7 @@ __global__ void __launch_bounds__(Config::kThreads, 2) few_w4_kernel(const __gri
         if (loads) prefetch_tensormap(&launch.map_x);
         __syncthreads();
         grid_dependency_wait();
-        if (loads) {
-            int slot = 0;
-            uint32_t phase = 0;
-            for (int step = 0; step < steps; ++step) {
-                mbarrier_wait(x_empty + 8 * slot, phase ^ 1);
-                mbarrier_arrive_expect_tx(x_full + 8 * slot, plan.groups * kXBox);
-                for (int i = 0; i < plan.groups; ++i)  // columns past K arrive as zeros
-                    tma_load(shared_address(shared) + (slot * plan.groups + i) * kXBox, &launch.map_x, x_full + 8 * slot, 0, 0,
-                             first_column + i * plan.group_columns + step * kFewChunk, 0, 0);
-                if (++slot == plan.x_slots) slot = 0, phase ^= 1;
-            }
-        }
+        if (loads) load_x<Config>(launch, shared, x_full, x_empty, first_column, steps);
         __syncwarp();
     }
 

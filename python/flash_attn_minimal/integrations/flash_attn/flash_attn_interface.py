@@ -45,10 +45,11 @@ def _attend(q, k, v, varlen: tuple | None, options: dict[str, Any], return_attn_
         results = core.flash_attn_func(q, k, v, return_lse=bool(return_attn_probs), **options)
     else:
         results = core.flash_attn_varlen_func(q, k, v, *varlen, return_lse=bool(return_attn_probs), **options)
-    if not return_attn_probs:
-        return results
-    dropped = bool(options.get("dropout_p"))
-    return *results, signed_probabilities(q, k, varlen, options) if dropped else q.new_empty(0)
+    return (*results, _s_dmask(q, k, varlen, options)) if return_attn_probs else results
+
+
+def _s_dmask(q, k, varlen: tuple | None, options: dict[str, Any], wanted: bool = True) -> torch.Tensor:
+    return signed_probabilities(q, k, varlen, options) if wanted and options.get("dropout_p") else q.new_empty(0)
 
 
 @refusing
@@ -208,9 +209,7 @@ def _flash_attn_forward(
     with torch.no_grad():
         q, k, v = dense_rows(q, k, v)
         out, lse = core.flash_attn_func(q, k, v, return_lse=True, **options)
-        wanted = return_softmax and dropout_p
-        s_dmask = signed_probabilities(q, k, None, options) if wanted else q.new_empty(0)
-    return out, lse, s_dmask, _rng_state(options)
+        return out, lse, _s_dmask(q, k, None, options, return_softmax), _rng_state(options)
 
 
 @refusing
@@ -239,9 +238,7 @@ def _flash_attn_varlen_forward(
         varlen = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         q, k, v = dense_rows(q, k, v)
         out, lse = core.flash_attn_varlen_func(q, k, v, *varlen, return_lse=True, **options)
-        wanted = return_softmax and dropout_p
-        s_dmask = signed_probabilities(q, k, varlen, options) if wanted else q.new_empty(0)
-    return out, lse, s_dmask, _rng_state(options)
+        return out, lse, _s_dmask(q, k, varlen, options, return_softmax), _rng_state(options)
 
 
 def _backward(dout, q, k, v, out, lse, dq, dk, dv, lengths: dict[str, Any], options: dict[str, Any]) -> torch.Tensor:

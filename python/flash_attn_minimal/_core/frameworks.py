@@ -1,4 +1,7 @@
-"""Functions of arrays that may be called while JAX traces a program."""
+"""Calls that a framework must see, because it records or traces them: its room serves them.
+
+The rooms stand above all functions, and most programs need none, so the first such call imports one. Imports go up
+nowhere else (the contracts in pyproject.toml)."""
 
 from __future__ import annotations
 
@@ -11,10 +14,22 @@ from typing import Any, TypeVar
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
+def pytorch() -> Any:
+    from .. import torch
+
+    return torch
+
+
+def jax() -> Any:
+    from .. import jax
+
+    return jax
+
+
 def is_traced(*arguments: Any) -> bool:
     """Whether one of the arguments is a tracer of JAX."""
-    jax = sys.modules.get("jax")
-    return jax is not None and any(isinstance(x, jax.core.Tracer) for x in arguments)
+    its = sys.modules.get("jax")
+    return its is not None and any(isinstance(x, its.core.Tracer) for x in arguments)
 
 
 def traceable(function: _Function) -> _Function:
@@ -24,9 +39,7 @@ def traceable(function: _Function) -> _Function:
     @functools.wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
         if "jax" in sys.modules and is_traced(*arguments, *named.values()):
-            from .. import jax
-
-            return jax.traced_function(function, signature.bind(*arguments, **named).arguments)
+            return jax().traced_function(function, signature.bind(*arguments, **named).arguments)
         return function(*arguments, **named)
 
     return call  # type: ignore[return-value]

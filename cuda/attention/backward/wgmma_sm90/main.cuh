@@ -1,0 +1,252 @@
+// main.cuh: the main warpgroups of Hopper's backward: S, P, dP, dS, dV and dK.
+#pragma once
+
+#include "attention/backward/wgmma_sm90/block.cuh"
+#include "attention/backward/wgmma_sm90/fragments.cuh"
+#include "attention/backward/wgmma_sm90/hidden.cuh"
+#include "attention/backward/wgmma_sm90/scores.cuh"
+#include "attention/backward/wgmma_sm90/store.cuh"
+#include "common/constants.h"
+
+namespace fa {
+
+// A thread of a main warpgroup. The register tiles are arguments of its functions.
+template <typename T, BackwardPlanId kId>
+struct MainWarpgroup {
+    using Smem = BackwardSmem<T, kId>;
+    static constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
+    static constexpr int kD = kPlan.columns(), kBlockM = kPlan.block_m, kBlockN = kPlan.block_n;
+    static constexpr bool kGeneral = kPlan.general;
+    static constexpr int kStages = kPlan.stages, kKeyStages = kPlan.key_stages();
+    static constexpr uint32_t kTileBytes = kBlockM * kD * 2, kKeysBytes = kBlockN * kD * 2, kDsBytes = kBlockN * kBlockM * 2;
+    using Scores = float[kBlockM / 2];       // rows are keys, columns queries
+    using Fragment = uint32_t[kBlockM / 4];  // P as A operand; general: P d(score) / d(scaled product)
+    using Gradient = float[kD / 2];          // row g + 8 r of the warp's 16 keys: elements with i / 2 % 2 = r
+    using Statistics = float4[2];            // the first values of lse
+    // Q, dout, K, V and dS lie at fixed distances from low_k and low_q, in units of descriptors. 64 keys take as many bytes in K as in dS.
+    static constexpr uint32_t kV = kKeyStages * kKeysBytes >> 4, kDout = kStages * kTileBytes >> 4;
+    static constexpr uint32_t kDs = (2 * kKeyStages * kKeysBytes + 2 * kStages * kTileBytes) >> 4, kP = kDs + (2 * kDsBytes >> 4);
+
+    const BackwardParams& b;
+    const AttentionParams& p;
+    const BackwardSchedule& schedule;
+    Smem& smem;
+    uint32_t q_full, q_empty, dout_full, dout_empty, ds_full, ds_empty;
+    uint32_t smem_ds, smem_p;
+    int wg, warp, lane, quad;
+    float scale_log2;
+    // The hardware reads the chunk stride only for operands that run along their rows: Q and dout.
+    uint32_t low_k, low_q;
+    uint32_t ds_row;
+
+    __device__ __forceinline__ MainWarpgroup(const BackwardParams& b, const BackwardSchedule& schedule, Smem& smem, int wg)
+        : b(b), p(b.forward), schedule(schedule), smem(smem), wg(wg) {
+        q_full = shared_address(smem.q_full), q_empty = shared_address(smem.q_empty);
+        dout_full = shared_address(smem.dout_full), dout_empty = shared_address(smem.dout_empty);
+        ds_full = shared_address(smem.ds_full), ds_empty = shared_address(smem.ds_empty);
+        smem_ds = shared_address(smem.ds), smem_p = shared_address(smem.p);
+        warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32, quad = lane % 4;
+        scale_log2 = p.scale * kLog2e;
+        low_k = descriptor_low(shared_address(smem.k) + wg * 64 * kChunkRowBytes, kBlockM * kChunkRowBytes);
+        low_q = descriptor_low(shared_address(smem.q), kBlockM * kChunkRowBytes);
+        ds_row = wg * 64 + warp * 16 + lane % 16;
+    }
+
+    __device__ __forceinline__ void run() {
+        Scores s, dp;
+        Fragment prob;
+        Statistics lse;
+        for_each_work(smem.list, [&](const BackwardWork& w, uint32_t n) {
+            const uint32_t key_slot = n % kKeyStages, key_phase = n / kKeyStages & 1;
+            const uint32_t tiles = uniform(count_tiles(w)), it0 = uniform(w.it0);
+            mbarrier_wait(shared_address(&smem.k_full[key_slot]), key_phase),
+                mbarrier_wait(shared_address(&smem.v_full[key_slot]), key_phase);
+            if (tiles == 0) {
+                release_keys(key_slot);
+                store_zeros<T, kBlockN>(b.dk, p.headdim, b, w), store_zeros<T, kBlockN>(b.dv, p.headdim_v, b, w);
+            } else {
+                Gradient dk, dv;
+                walk(w, key_slot, it0, tiles, s, dp, prob, lse, dk, dv);
+                release_keys(key_slot);
+                const int key = w.key0 + wg * 64 + warp * 16 + lane / 4;
+                store_dv<T, kId>(dv, b, w, key);
+                store_dk<T>(dk, b, w, key);
+            }
+            __syncwarp();
+            if (arrives(lane)) release_work(smem.list, n);
+            __syncwarp();
+        });
+    }
+
+    // The query tiles that see the keys.
+    __device__ __forceinline__ void walk(const BackwardWork& w, uint32_t key_slot, uint32_t it0, uint32_t tiles, Scores& s, Scores& dp,
+                                         Fragment& prob, Statistics& lse, Gradient& dk, Gradient& dv) {
+        const uint32_t keys = key_slot * (kKeysBytes >> 4);
+        const int last = w.last_place, wrap = w.wrap_place, ragged = ragged_place(p, w, kBlockM);
+        int place = w.start_place;
+        // Where rows may be large, every tile takes the path of masked tiles.
+        const int mask_place = !kGeneral && some_large(schedule.tiles) ? INT_MAX : w.mask_place;
+        zero_hidden_keys<kId>(p, w, smem.k[key_slot], wg * 64);
+        zero_hidden_keys<kId>(p, w, smem.v[key_slot], wg * 64);
+        const uint32_t slot0 = it0 % kStages;
+        mbarrier_wait(q_full + 8 * slot0, it0 / kStages & 1);
+        if (place >= ragged) zero_rows_past_end<kBlockM>(w, smem.q[slot0]);
+        multiply_s(s, slot0, keys);
+        if (!kGeneral) read_lse(lse, slot0);
+        wgmma_wait<0>(s);
+#pragma unroll 1
+        for (uint32_t it = it0; it < it0 + tiles; ++it) {  // S of this tile is complete, nothing is in flight
+            const uint32_t slot = it % kStages, phase = it / kStages & 1, ds_slot = it & 1;
+            // The last iteration multiplies its own tile again (see below): the next slot may already hold a tile of the next keys.
+            const uint32_t next_slot = kGeneral || it + 1 < it0 + tiles ? (it + 1) % kStages : slot;
+            const int next = next_place(place, last, wrap);
+            low_k = opaque(low_k), low_q = opaque(low_q);
+            if (place >= ragged) {
+                mbarrier_wait(dout_full + 8 * slot, phase);
+                zero_rows_past_end<kBlockM>(w, smem.dout[slot]);
+            }
+            // No branch from here to dP, so that ptxas starts dP under the exponentials: that is worth several per cent.
+            if constexpr (kGeneral) general_p(w, s, prob, slot, it - it0);
+            else plain_p(w, s, prob, lse, slot, place, mask_place, it - it0);
+            mbarrier_wait(dout_full + 8 * slot, phase);
+            multiply_dp(dp, slot, keys);
+            if (kBlockM == 64) multiply_dv(dv, prob, slot, it == it0);
+            const float4 delta = statistic(smem.delta[slot], quad, 0);
+            mbarrier_wait(ds_empty + 8 * ds_slot, it >> 1 & 1 ^ 1);
+            if (kBlockM == 64) wgmma_wait<1>(dp);
+            else wgmma_wait<0>(dp), multiply_dv(dv, prob, slot, it == it0);  // drained alone, dP frees its registers one by one
+            if constexpr (kGeneral)
+                if (p.dropout_threshold) drop_gradients<kBlockM>(smem.keep + 8 * wg, p.dropout_scale, dp);
+            store_ds(dp, prob, slot, ds_slot, delta);  // while dV is multiplied
+            if (it + 1 < it0 + tiles) {
+                mbarrier_wait(q_full + 8 * next_slot, (it + 1) / kStages & 1);
+                if (next >= ragged) zero_rows_past_end<kBlockM>(w, smem.q[next_slot]);
+            }
+            announce_ds(ds_slot);
+            wgmma_wait<0>(dv);
+            multiply_s(s, next_slot, keys);  // unused after the last tile: making the product conditional would cost copies of registers
+            release(dout_empty, slot);
+            multiply_dk(dk, slot, ds_slot, it == it0);
+            if (!kGeneral) read_lse(lse, next_slot);
+            wgmma_wait<0>(dk, s);
+            release(q_empty, slot);
+            place = next;
+        }
+        wgmma_wait<0>(dk, dv);
+    }
+
+    // ---- products ----
+
+    // Both forms compute the same. One takes a register less with 64 columns, the other takes fewer instructions with 128.
+    static __device__ __forceinline__ uint64_t moved(uint32_t low, uint64_t step) {
+        return kD == 128 ? descriptor_from(low) + step : descriptor_from(low, step);
+    }
+    // d = `operand` (keys x D) times the tile's `rows` (D x queries). Both run along their columns.
+    static __device__ __forceinline__ void multiply_by_columns(Scores& d, uint32_t operand, uint32_t rows) {
+        wgmma_fence();
+        wgmma_ss_first<T, kBlockM>(d, descriptor_from(operand), descriptor_from(rows));
+#pragma unroll
+        for (int i = 1; i < kD / 16; ++i)
+            wgmma_ss<T, kBlockM>(d, moved(operand, descriptor_k_step(i, kBlockN)), moved(rows, descriptor_k_step(i, kBlockM)), 1);
+        wgmma_commit();
+    }
+    // d (keys x D) += `operand` (keys x queries, in shared memory) times the tile's `rows` (queries x D).
+    static __device__ __forceinline__ void accumulate_rows(Gradient& d, uint32_t operand, uint32_t rows, bool first) {
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < kBlockM / 16; ++i)
+            wgmma_ss<T, kD, 0, 1>(d, moved(operand, descriptor_k_step(i, kBlockN)), moved(rows, descriptor_row_step(i)), i ? 1 : !first);
+        wgmma_commit();
+    }
+    __device__ __forceinline__ void multiply_s(Scores& s, uint32_t slot, uint32_t keys) const {
+        multiply_by_columns(s, low_k + keys, low_q + slot * (kTileBytes >> 4));
+    }
+    __device__ __forceinline__ void multiply_dp(Scores& dp, uint32_t slot, uint32_t keys) const {
+        multiply_by_columns(dp, low_k + keys + kV, low_q + kDout + slot * (kTileBytes >> 4));
+    }
+    __device__ __forceinline__ void multiply_dv(Gradient& dv, const Fragment& prob, uint32_t slot, bool first) const {
+        const uint32_t rows = low_q + kDout + slot * (kTileBytes >> 4);
+        if constexpr (kGeneral) {
+            accumulate_rows(dv, low_k + kP, rows, first);
+        } else {
+            wgmma_fence();
+#pragma unroll
+            for (int i = 0; i < kBlockM / 16; ++i)
+                wgmma_rs<T, kD, 1>(dv, prob + 4 * i, moved(rows, descriptor_row_step(i)), i ? 1 : !first);
+            wgmma_commit();
+        }
+    }
+    __device__ __forceinline__ void multiply_dk(Gradient& dk, uint32_t slot, uint32_t ds_slot, bool first) const {
+        accumulate_rows(dk, low_k + kDs + ds_slot * (kDsBytes >> 4), low_q + slot * (kTileBytes >> 4), first);
+    }
+
+    // ---- scores ----
+
+    // A read of shared memory takes 300 cycles while products read their operands. The first values of lse and delta are therefore read
+    // before the waits for S and dP.
+    __device__ __forceinline__ void read_lse(Statistics& lse, uint32_t slot) const {
+        lse[0] = statistic(smem.lse[slot], quad, 0), lse[1] = statistic(smem.lse[slot], quad, 1);
+    }
+    __device__ __forceinline__ void general_p(const BackwardWork& w, Scores& s, Fragment& prob, uint32_t slot, uint32_t walked) const {
+        const Visited at = visited(w, int(walked));
+        const int head = w.head_k * p.group + at.head;
+        main_warpgroup_sync(wg);  // all have read the previous tile's P and dropout bits
+        if (p.dropout_threshold) {
+            draw_dropout(p, w, smem.keep + 8 * wg, w.key0 + wg * 64, at.m * kBlockM, head);
+            main_warpgroup_sync(wg);
+        }
+        general_probabilities<T, kBlockM>(p, w, s, smem.lse[slot], large_rows_of<kBlockM>(p, schedule.tiles, w, at), smem.keep + 8 * wg,
+                                          w.key0 + wg * 64, at.m * kBlockM, head,
+                                          [&](int i, const uint32_t(&factor)[4], const uint32_t(&P)[4]) {
+#pragma unroll
+                                              for (int x = 0; x < 4; ++x) prob[4 * i + x] = factor[x];
+                                              stmatrix_x4(smem_p + matrix_offset<kBlockN>(ds_row, lane, i), P);
+                                          });
+        fence_proxy_async();
+        main_warpgroup_sync(wg);
+    }
+    __device__ __forceinline__ void plain_p(const BackwardWork& w, Scores& s, Fragment& prob, const Statistics& lse, uint32_t slot,
+                                            int place, int mask_place, uint32_t walked) const {
+        if (place < mask_place) {
+            const int ln = opaque(lane);
+            mask_fragment(s, w, w.key0 + wg * 64 + warp * 16 + ln / 4, place / w.width * kBlockM + ln % 4 * 2);
+            if (some_large(schedule.tiles))
+                adjust_products(s, smem.lse[slot], large_rows_of<kBlockM>(p, schedule.tiles, w, visited(w, int(walked))), ln % 4);
+        }
+        probabilities<T>(s, prob, scale_log2, lse, smem.lse[slot], quad);
+    }
+    // Stores dS to its slot. P is unpacked from its 16 bits, because its float registers are needed elsewhere. `delta` holds the values for
+    // i = 0. Later values are read one step ahead, because a read cannot overtake the store before it.
+    __device__ __forceinline__ void store_ds(const Scores& dp, const Fragment& prob, uint32_t slot, uint32_t ds_slot, float4 delta) const {
+#pragma unroll
+        for (int i = 0; i < kBlockM / 16; ++i) {
+            uint32_t ds[4];
+            const float4 own = delta;
+            if (i + 1 < kBlockM / 16) delta = statistic(smem.delta[slot], quad, i + 1);
+            score_gradients<T>(ds, prob + 4 * i, dp + 8 * i, own);
+            stmatrix_x4(smem_ds + ds_slot * kDsBytes + matrix_offset<kBlockN>(ds_row, lane, i), ds);
+        }
+        fence_proxy_async();
+    }
+
+    // ---- barriers ----
+
+    __device__ __forceinline__ void announce_ds(uint32_t ds_slot) const {
+        __syncwarp();
+        main_warpgroup_sync(wg);  // the warpgroup's 64 rows of dS are written
+        __syncwarp();
+        if (arrives(lane)) mbarrier_arrive(ds_full + 8 * ds_slot);
+        __syncwarp();
+    }
+    __device__ __forceinline__ void release(uint32_t empty, uint32_t slot) const {
+        if (arrives(lane)) mbarrier_arrive(empty + 8 * slot);
+        __syncwarp();
+    }
+    __device__ __forceinline__ void release_keys(uint32_t key_slot) const {
+        __syncwarp();
+        if (arrives(lane)) mbarrier_arrive(shared_address(&smem.keys_empty[key_slot]));
+        __syncwarp();
+    }
+};
+
+}  // namespace fa

@@ -1,0 +1,499 @@
+// warp.cuh: a warp of mma_sm80: what it copies, its walk over the tiles of keys, and the end of its rows.
+#pragma once
+
+#include "attention/common/epilogue.cuh"
+#include "attention/common/general_scores.cuh"
+#include "attention/common/mask.h"
+#include "attention/common/max_score.cuh"
+#include "attention/common/shared_tile.cuh"
+#include "attention/common/tiles_mma_sm80.h"
+#include "common/constants.h"
+#include "device/mma.cuh"
+
+#include <cfloat>
+#include <type_traits>
+
+namespace fa {
+namespace {
+
+// A row keeps its maximum until a new one is 2^8 times larger, so O and row_sum are rarely rescaled. This is exact: both refer to the same
+// maximum, whatever it is, and probabilities stay below 2^8, far from the limits of fp16.
+constexpr float kRescaleThreshold = 8;
+constexpr unsigned kFullWarp = 0xFFFFFFFFu;
+
+struct MmaParams {
+    AttentionParams attention;
+    int tiles;                                          // query tiles of one head
+    int section;                                        // heads per section, see tiles_mma_sm80.h
+    int parts;                                          // of the columns of V and out, kDv each; > 1 only for kD > 256
+    bool aligned_q, aligned_k, aligned_v, aligned_out;  // rows start on 16 bytes and are a multiple of them
+};
+
+template <typename T, MmaTile const& kTile, int kD, int kDv>
+struct Smem {
+    alignas(128) T q[kTile.block_m * kD];
+    alignas(128) T k[kTile.stages][kTile.block_n * kD];
+    alignas(128) T v[kTile.stages][kTile.block_n * kDv];
+    KeyRange some[kTile.warps], every[kTile.warps];  // keys that some row of a warp sees; keys that every row sees
+    int visible[kTile.block_n];                      // general scores: does any row of this block see this key?
+    float greatest[kTile.block_m];                   // for max_score: each row's greatest maximum so far; kept here to save registers
+};
+
+// Rounds fp32 to tf32 in place, once for all warps. Each thread rounds what it loaded, so no barrier is needed.
+template <int kRows, int kColumns, int kThreads>
+__device__ __forceinline__ void round_tile(const float* tile) {
+    using Tile = SharedTile<float, kColumns>;
+    constexpr int kRowsAtOnce = Tile::rows_at_once(kThreads);
+    const int row0 = threadIdx.x / Tile::kPieces, piece = threadIdx.x % Tile::kPieces;
+    if (kRowsAtOnce * Tile::kPieces < kThreads && row0 >= kRowsAtOnce) return;
+    const uint32_t shared = shared_address(tile);
+#pragma unroll 4
+    for (int r = 0; r < kRows; r += kRowsAtOnce) {
+        const uint32_t at = shared + Tile::offset(row0 + r, piece);
+        const float4 x = load_shared_16(at);
+        store_shared_16(at, make_uint4(round_tf32(x.x), round_tf32(x.y), round_tf32(x.z), round_tf32(x.w)));
+    }
+}
+template <int kRows, int kColumns, int kThreads, typename T>
+__device__ __forceinline__ void round_tile(const T*) {}  // 16-bit values need no rounding
+
+// Sets scores outside the window of their row to -inf.
+template <int kMmas, int kTilesN>
+__device__ __forceinline__ void apply_window(float (&S)[kMmas][kTilesN][4], const AttentionParams& p, const Sequence& s, int row0, int key0,
+                                             int lane) {
+    lane = opaque(lane);  // keeps the limits of the rows, needed on few tiles, out of the main loop's registers
+#pragma unroll
+    for (int m = 0; m < kMmas; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const KeyRange range = key_range(p, s, row0 + 16 * m + mma_row(lane, 2 * half));
+            const int begin = range.begin - key0 - mma_column(lane, 0), end = range.end - key0 - mma_column(lane, 0);
+#pragma unroll
+            for (int n = 0; n < kTilesN; ++n)
+#pragma unroll
+                for (int e = 0; e < 2; ++e)
+                    if (8 * n + e < begin || 8 * n + e >= end) S[m][n][2 * half + e] = -INFINITY;
+        }
+}
+
+// Marks the keys of a tile that some row sees.
+template <int kMmas, int kTilesN>
+__device__ __forceinline__ void mark_visible(const float (&S)[kMmas][kTilesN][4], int* visible, int rows, int lane) {
+#pragma unroll
+    for (int n = 0; n < kTilesN; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            bool seen = false;
+#pragma unroll
+            for (int r = 0; r < 2 * kMmas; ++r) seen |= S[r / 2][n][r % 2 * 2 + e] != -INFINITY && 8 * r + lane / 4 < rows;
+            if (seen) visible[8 * n + mma_column(lane, e)] = 1;
+        }
+}
+
+struct Work {
+    int b, head, query_tile;
+};
+
+// Blocks start in order of their index: section by section and, in a section, the last query tile of every head first, because under a
+// causal mask it has the most keys. Heads that share K and V are neighbours.
+__device__ __forceinline__ Work work_of(const MmaParams& params, int block) {
+    const AttentionParams& p = params.attention;
+    const int first = block / (params.section * params.tiles) * params.section, index = block % (params.section * params.tiles);
+    const int heads = min(params.section, p.nheads * p.batch - first), head = first + index % heads;
+    return {head / p.nheads, head % p.nheads, params.tiles - 1 - index / heads};
+}
+
+template <typename T, int kD, int kDv, MmaSm kSm>
+inline constexpr MmaTile kTileOf = sizeof(T) == 2 ? mma_tile(kD, kDv, kSm) : mma_tile_tf32(kD, kDv, kSm);
+
+enum class Options { kNone, kAll };         // kAll: every option of scores, and any scale
+enum class KeyRows { kStrided, kInPages };  // rows of K and V at a fixed stride, or in the pages of a cache
+struct Nowhere {};                          // in place of PagedRows
+
+// A warp of the kernel. The register tiles are arguments of its functions.
+template <typename T, int kD, int kDv, MmaSm kSm, Options kOptions, KeyRows kKeyRows>
+struct ForwardWarp {
+    static constexpr MmaTile kTile = kTileOf<T, kD, kDv, kSm>;
+    static constexpr bool kGeneral = kOptions == Options::kAll, kPaged = kKeyRows == KeyRows::kInPages;
+    static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kThreads = kTile.warps * 32, kStages = kTile.stages;
+    static constexpr int kWarpRows = kBlockM / kTile.warps, kMmas = kWarpRows / 16, kRows = 2 * kMmas;  // a thread has kRows rows of S, O
+    static constexpr int kTilesN = kBlockN / 8, kTilesV = kDv / 8, kStep = 32 / int(sizeof(T));  // of an mma: columns of Q, K; keys of P, V
+    static constexpr int kStepsD = kD / kStep, kStepsN = kBlockN / kStep, kStepTiles = kStep / 8, kStepPairs = 2 * kStepTiles * kMmas;
+    static constexpr bool kAnyAlignment = kSm == MmaSm::kAny;
+    static constexpr bool kFull = kMmas * kTilesN * 4 >= 128;  // S fills the registers: what can be read again is not kept in registers
+    static_assert(kWarpRows == 16 || kWarpRows == 32, "one or two m16 tiles a warp");
+    static constexpr bool kInParts = kD > 256;
+    static_assert(!kPaged || sizeof(T) == 2, "pages hold 16-bit values here");
+    static constexpr float kThreshold = kGeneral ? kRescaleThreshold * kLn2 : kRescaleThreshold;
+    using SharedMemory = Smem<T, kTileOf<T, kD, kDv, kSm>, kD, kDv>;
+    using TileQK = SharedTile<T, kD>;
+    using TileV = SharedTile<T, kDv>;
+    // Row places in the tile to be loaded next. Where V is narrower than K, other lanes load V's rows.
+    static constexpr bool kRowsOfV = kPaged && kD != kDv;
+    struct Places {
+        std::conditional_t<kPaged, PagedRows<kBlockN, kD, kThreads, T>, Nowhere> k;
+        std::conditional_t<kRowsOfV, PagedRows<kBlockN, kDv, kThreads, T>, Nowhere> v;
+    };
+    using Scores = float[kMmas][kTilesN][4];
+    using Output = float[kMmas][kTilesV][4];
+    using RowValues = float[kRows];
+    using Queries = uint32_t[kTile.q_in_registers ? kStepsD : 1][kMmas][4];
+
+    const MmaParams& params;
+    const AttentionParams& p;
+    SharedMemory& smem;
+    Places& places;
+    Work work;
+    Sequence s;
+    int columns_v;  // of V, from this block's part on
+    const T *q, *k, *v;
+    int first_key, end_key, first_tile, last_tile;
+    int lane, warp, warp_row;
+    uint32_t q_lane, k_lane, v_lane;  // addresses of this lane's rows
+    // Row maxima are in units of log2, so that scale and subtraction are one multiply-add. General scores are scaled already and stay in
+    // natural units, where a mask written as a bias of -FLT_MAX does not overflow. The maximum of a row that has seen nothing is -FLT_MAX,
+    // not -inf: no difference of maxima is then NaN, and 2^(-inf + FLT_MAX) is zero.
+    float scale;
+    bool hides;  // options may hide keys inside the window
+    int stage = 0;
+
+    // Parts of the same rows are neighbours, because they read the same K.
+    static __device__ __forceinline__ int part_of(const MmaParams& params, int block) { return kInParts ? block % params.parts : 0; }
+    static __device__ __forceinline__ Work work_at(const MmaParams& params, int block) {
+        return work_of(params, kInParts ? block / params.parts : block);
+    }
+
+    __device__ __forceinline__ ForwardWarp(const MmaParams& params, SharedMemory& smem, Places& places, const Work& work, const Sequence& s)
+        : params(params), p(params.attention), smem(smem), places(places), work(work), s(s) {
+        const int first_column = part_of(params, blockIdx.x) * kDv, row0 = work.query_tile * kBlockM;
+        columns_v = p.headdim_v - first_column;
+        q = static_cast<const T*>(p.q.data) + s.q + work.head * p.q.head + row0 * p.q.row;
+        k = static_cast<const T*>(p.k.data) + s.k + work.head / p.group * p.k.head;
+        v = static_cast<const T*>(p.v.data) + s.v + work.head / p.group * p.v.head + first_column;
+        first_key = key_range(p, s, row0).begin, end_key = key_range(p, s, min(row0 + kBlockM, s.seqlen_q) - 1).end;
+        first_tile = first_key / kBlockN, last_tile = end_key > first_key ? (end_key - 1) / kBlockN : first_tile - 1;
+        lane = threadIdx.x % 32, warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);  // the shuffle makes it known as uniform
+        warp_row = row0 + warp * kWarpRows;
+        // opaque: otherwise this address is shared with later ones and holds registers all the time.
+        if (!kPaged && p.max_score && threadIdx.x < kBlockM) smem.greatest[opaque(threadIdx.x)] = -FLT_MAX;
+        if (lane == 0) {
+            const KeyRange first = key_range(p, s, warp_row), last = key_range(p, s, min(warp_row + kWarpRows, s.seqlen_q) - 1);
+            smem.some[warp] = {first.begin, warp_row < s.seqlen_q ? last.end : 0};
+            smem.every[warp] = {last.begin, first.end};
+        }
+        __syncwarp();
+        // For ldmatrix, A and V^T take 16 rows x 32 bytes, K takes 16 keys x 32 bytes with the middle two 8 x 8 matrices swapped. ldmatrix
+        // cannot transpose fp32 V: there a lane loads keys 2 q and 2 q + 1, four columns of each.
+        q_lane = shared_address(smem.q) + TileQK::offset(warp * kWarpRows + lane % 16, lane / 16);
+        k_lane = shared_address(smem.k) + TileQK::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+        v_lane = shared_address(smem.v) + (sizeof(T) == 2 ? TileV::offset(lane % 16, lane / 16) : TileV::offset(lane % 4 * 2, lane / 4));
+        scale = p.scale * kLog2e;
+        hides = p.mask.data || p.bias.data || p.tree.rows;
+    }
+
+    // ---- copies to shared memory ----
+
+    __device__ __forceinline__ void load_k(int tile, int stage) const {
+        const int begin = first_key - tile * kBlockN, end = end_key - tile * kBlockN;
+        if constexpr (kPaged)
+            load_paged_tile<kBlockN, kD, kThreads>(smem.k[stage], k, p.k, places.k, begin, end, p.headdim, params.aligned_k);
+        else
+            load_tile<kBlockN, kD, kThreads, kAnyAlignment>(smem.k[stage], k + tile * kBlockN * p.k.row, p.k.row, begin, end, p.headdim,
+                                                            params.aligned_k);
+    }
+    __device__ __forceinline__ void load_v(int tile, int stage) const {
+        const int begin = first_key - tile * kBlockN, end = end_key - tile * kBlockN;
+        if constexpr (kRowsOfV)
+            load_paged_tile<kBlockN, kDv, kThreads>(smem.v[stage], v, p.v, places.v, begin, end, columns_v, params.aligned_v);
+        else if constexpr (kPaged)
+            load_paged_tile<kBlockN, kDv, kThreads>(smem.v[stage], v, p.v, places.k, begin, end, columns_v, params.aligned_v);
+        else
+            load_tile<kBlockN, kDv, kThreads, kAnyAlignment>(smem.v[stage], v + tile * kBlockN * p.v.row, p.v.row, begin, end, columns_v,
+                                                             params.aligned_v);
+    }
+    __device__ __forceinline__ void find_rows(int tile) const {
+        const int key0 = tile * kBlockN;
+        if constexpr (kPaged) places.k.find(p, work.b, key0, first_key - key0, end_key - key0);
+        if constexpr (kRowsOfV) places.v.find(p, work.b, key0, first_key - key0, end_key - key0);
+    }
+    __device__ __forceinline__ void load_q_step(Queries& Q, int step) const {
+#pragma unroll
+        for (int m = 0; m < kMmas; ++m)
+            ldmatrix_x4(Q[kTile.q_in_registers ? step : 0][m], TileQK::advance(q_lane + 16 * m * TileQK::kPitch, step));
+    }
+    // Q, and K and V of the last tile, which is the first one to be computed.
+    __device__ __forceinline__ void load_first(Queries& Q) const {
+        const int row0 = work.query_tile * kBlockM;
+        load_tile<kBlockM, kD, kThreads, kAnyAlignment>(smem.q, q, p.q.row, 0, s.seqlen_q - row0, p.headdim, params.aligned_q);
+        find_rows(last_tile);
+        load_k(last_tile, 0);
+        if (kStages == 1) cp_async_commit();
+        load_v(last_tile, 0);
+        if (kStages == 1) cp_async_commit();
+        if (last_tile > first_tile) find_rows(last_tile - 1);
+        if (kTile.q_in_registers) {
+            static_assert(!kTile.q_in_registers || (kStages == 2 && sizeof(T) == 2), "what this wait and the lack of rounding are for");
+            cp_async_wait_all();
+            __syncthreads();
+#pragma unroll
+            for (int step = 0; step < kStepsD; ++step) load_q_step(Q, step);
+        }
+    }
+    // Waits for what the tile's first product reads.
+    __device__ __forceinline__ void wait_for_tile(int tile) const {
+        if (kStages == 1 && tile == last_tile) cp_async_wait_group<1>();  // the first V has been in flight since the start
+        else cp_async_wait_all();
+        if (sizeof(T) == 4) {
+            if (tile == last_tile) round_tile<kBlockM, kD, kThreads>(smem.q);
+            round_tile<kBlockN, kD, kThreads>(smem.k[stage]);
+            if (kStages == 2) round_tile<kBlockN, kDv, kThreads>(smem.v[stage]);
+        }
+        __syncthreads();  // K (with two stages also V) of this tile is here; nobody reads the previous tile any more
+    }
+    __device__ __forceinline__ void load_ahead(int tile) const {
+        if (kStages == 1 && tile < last_tile) {
+            load_v(tile, 0);
+            if (tile > first_tile) find_rows(tile - 1);
+        }
+        if (kStages == 2 && tile > first_tile) {
+            load_k(tile - 1, stage ^ 1), load_v(tile - 1, stage ^ 1);
+            if (tile - 1 > first_tile) find_rows(tile - 2);
+        }
+    }
+
+    // ---- the tiles of keys ----
+
+    // row_max: of the whole row; row_sum: this thread's share
+    __device__ __forceinline__ void walk(Queries& Q, Output& O, RowValues& row_max, RowValues& row_sum) {
+#pragma unroll 1
+        for (int tile = last_tile; tile >= first_tile; --tile) {
+            const int key0 = tile * kBlockN;
+            if (kFull) stage = kStages == 2 ? (last_tile - tile) & 1 : 0;
+            if (kGeneral && threadIdx.x < kBlockN) smem.visible[threadIdx.x] = 0;
+            const KeyRange some = smem.some[warp], every = smem.every[warp];
+            wait_for_tile(tile);
+            const bool sees = key0 < some.end && key0 + kBlockN > some.begin, cut = key0 < every.begin || key0 + kBlockN > every.end;
+            load_ahead(tile);
+            Scores S;
+            if (sees) {
+                multiply_scores(Q, S);
+                if (kGeneral) transform_scores(S, key0);
+                if constexpr (kFull) {
+                    if (const KeyRange now = smem.every[warp]; key0 < now.begin || key0 + kBlockN > now.end)
+                        apply_window(S, p, s, warp_row, key0, lane);
+                } else if (cut) {
+                    apply_window(S, p, s, warp_row, key0, lane);
+                }
+                if (kGeneral && hides) mark_visible(S, smem.visible, s.seqlen_q - warp_row, lane);
+            }
+            if (kStages == 1) {
+                cp_async_wait_all();
+                round_tile<kBlockN, kDv, kThreads>(smem.v[0]);
+                __syncthreads();  // V of this tile is here; nobody reads its K any more
+                if (tile > first_tile) load_k(tile - 1, 0);
+            }
+            if (kGeneral && hides) zero_unseen_values();
+            if (sees) {
+                move_maxima(S, O, row_max, row_sum);
+                multiply_values(S, O, row_max, row_sum, key0);
+            }
+            if (!kFull && kStages == 2) stage ^= 1;
+        }
+    }
+
+    // S = Q K^T
+    __device__ __forceinline__ void multiply_scores(Queries& Q, Scores& S) const {
+        const uint32_t k_stage = k_lane + stage * uint32_t(sizeof smem.k[0]);
+#pragma unroll
+        for (int m = 0; m < kMmas; ++m)
+#pragma unroll
+            for (int n = 0; n < kTilesN; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) S[m][n][i] = 0;
+#pragma unroll
+        for (int step = 0; step < kStepsD; ++step) {
+            if (!kTile.q_in_registers) load_q_step(Q, step);
+            const auto& A = Q[kTile.q_in_registers ? step : 0];
+#pragma unroll
+            for (int n = 0; n < kTilesN; n += 2) {
+                uint32_t B[4];
+                ldmatrix_x4(B, TileQK::advance(k_stage, step) + 8 * n * TileQK::kPitch);
+#pragma unroll
+                for (int m = 0; m < kMmas; ++m) {
+                    mma<T>(S[m][n], A[m], B[0], B[1]);
+                    mma<T>(S[m][n + 1], A[m], B[2], B[3]);
+                }
+            }
+        }
+    }
+    __device__ __forceinline__ FragmentPlace place(int m, int key0) const {
+        const int here = opaque(lane);  // values that few options need are computed where they are used
+        return {work.b, work.head, warp_row + 16 * m + mma_row(here, 0), key0 + mma_column(here, 0), s.seqlen_q, s.seqlen_k, s.shift};
+    }
+    __device__ __forceinline__ void transform_scores(Scores& S, int key0) const {
+#pragma unroll
+        for (int m = 0; m < kMmas; ++m) transform_fragment<T>(p, place(m, key0), flat(S[m]));
+        if (p.tree.rows) {
+#pragma unroll
+            for (int m = 0; m < kMmas; ++m) hide_by_tree(p, place(m, key0), flat(S[m]));
+        }
+    }
+    // A key that nobody sees has P = 0, but 0 x NaN is NaN: its V is zeroed. Keys past the window are zeros already.
+    __device__ __forceinline__ void zero_unseen_values() const {
+        __syncthreads();
+#pragma unroll 1
+        for (int x = opaque(threadIdx.x); x < kBlockN * TileV::kPieces; x += kThreads)
+            if (!smem.visible[x / TileV::kPieces]) reinterpret_cast<uint4*>(smem.v[stage])[x] = make_uint4(0, 0, 0, 0);
+        __syncthreads();
+    }
+    // The maximum of each row; O and row_sum are rescaled when it has moved far.
+    __device__ __forceinline__ void move_maxima(const Scores& S, Output& O, RowValues& row_max, RowValues& row_sum) const {
+        RowValues new_max;
+        bool moved = false;
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            float x = fmaxf(S[r / 2][0][r % 2 * 2], S[r / 2][0][r % 2 * 2 + 1]);
+#pragma unroll
+            for (int n = 1; n < kTilesN; ++n) x = fmaxf(x, fmaxf(S[r / 2][n][r % 2 * 2], S[r / 2][n][r % 2 * 2 + 1]));
+            new_max[r] = fmaxf(row_max[r], kGeneral ? quad_max(x) : quad_max(x) * scale);
+            moved |= new_max[r] - row_max[r] > kThreshold;
+        }
+        if (!kPaged && p.max_score) {  // calls with a cache never want it
+            const int thread = opaque(threadIdx.x);
+            float* const greatest = smem.greatest + thread / 32 * kWarpRows + mma_row(thread % 32, 0);
+#pragma unroll
+            for (int r = 0; r < kRows; ++r)
+                if (thread % 4 == 0) greatest[8 * r] = fmaxf(greatest[8 * r], new_max[r]);
+        }
+        if (!__any_sync(kFullWarp, moved)) return;
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            const float next = new_max[r] - row_max[r] > kThreshold ? new_max[r] : row_max[r];
+            const float factor = exp2_approx(kGeneral ? (row_max[r] - next) * kLog2e : row_max[r] - next);
+            row_max[r] = next;
+            row_sum[r] *= factor;
+#pragma unroll
+            for (int n = 0; n < kTilesV; ++n) O[r / 2][n][r % 2 * 2] *= factor, O[r / 2][n][r % 2 * 2 + 1] *= factor;
+        }
+    }
+    __device__ __forceinline__ float exponential(float score, float max) const {
+        return exp2_approx(kGeneral ? (score - max) * kLog2e : fmaf(score, scale, -max));
+    }
+    // Exponentiates this thread's pairs of neighbouring keys [begin, end) of a step.
+    __device__ __forceinline__ void exponentials(Scores& S, const RowValues& row_max, RowValues& row_sum, int step, int begin,
+                                                 int end) const {
+#pragma unroll
+        for (int x = begin; x < end; ++x) {
+            const int m = x / (2 * kStepTiles), r = 2 * m + x % 2;
+            float* pair = S[m][kStepTiles * step + x / 2 % kStepTiles] + x % 2 * 2;
+            pair[0] = exponential(pair[0], row_max[r]);
+            pair[1] = exponential(pair[1], row_max[r]);
+            row_sum[r] += pair[0] + pair[1];
+        }
+    }
+    // P = 2^(S - row_max), O += P V: the exponentials of the next step run between the products of this step.
+    __device__ __forceinline__ void multiply_values(Scores& S, Output& O, const RowValues& row_max, RowValues& row_sum, int key0) const {
+        const uint32_t v_stage = v_lane + stage * uint32_t(sizeof smem.v[0]);
+        exponentials(S, row_max, row_sum, 0, 0, kStepPairs);
+        if constexpr (kGeneral) {
+#pragma unroll
+            for (int step = 1; step < kStepsN; ++step) exponentials(S, row_max, row_sum, step, 0, kStepPairs);
+            if (p.dropout_threshold) {
+#pragma unroll
+                for (int m = 0; m < kMmas; ++m) drop_fragment(p, place(m, key0), lane % 4, flat(S[m]));
+            }
+        }
+#pragma unroll
+        for (int step = 0; step < kStepsN; ++step) {
+            uint32_t A[kMmas][4];
+#pragma unroll
+            for (int m = 0; m < kMmas; ++m) fragment_of<T>(A[m], &S[m][kStepTiles * step]);
+            constexpr int kGroupTiles = sizeof(T) == 2 ? 2 : 4, kGroups = kTilesV / kGroupTiles;  // tiles of O that one load of V serves
+#pragma unroll
+            for (int n = 0; n < kGroups; ++n) {
+                uint32_t B[kGroupTiles][2];
+                if constexpr (sizeof(T) == 2) {
+                    ldmatrix_x4_trans(B, TileV::advance(v_stage, n) + kStep * step * TileV::kPitch);
+                } else {
+                    const uint32_t at = v_stage + 128 * n + kStep * step * TileV::kPitch;
+                    load_two_rows(B, at, (at ^ 16) + TileV::kPitch);
+                }
+#pragma unroll
+                for (int m = 0; m < kMmas; ++m)
+#pragma unroll
+                    for (int t = 0; t < kGroupTiles; ++t) mma<T>(O[m][kGroupTiles * n + t], A[m], B[t][0], B[t][1]);
+                if (!kGeneral && step + 1 < kStepsN)
+                    exponentials(S, row_max, row_sum, step + 1, kStepPairs * n / kGroups, kStepPairs * (n + 1) / kGroups);
+            }
+        }
+    }
+
+    // ---- out = O / row_sum, in 16-byte pieces; lse ----
+
+    // What is needed here is computed again instead of being kept in registers through the loop.
+    __device__ __forceinline__ void finish(const Output& O, const RowValues& row_max, const RowValues& row_sum) const {
+        const Work done = kGeneral ? work : work_at(params, opaque(blockIdx.x));
+        const int part = part_of(params, opaque(blockIdx.x));
+        const int last_lane = opaque(threadIdx.x) % 32, last_warp = opaque(threadIdx.x) / 32;
+        const Sequence done_s =
+            kGeneral && kInParts ? s : sequence_of(p, opaque(done.b));  // a second Sequence would spill in the first case
+        const int end_row = done.query_tile * kBlockM + last_warp * kWarpRows;
+        T* out = static_cast<T*>(p.out.data) + done_s.out + done.head * p.out.head + part * kDv;
+        const float sink = sink_of(p.sinks, done.head);
+        if (!kPaged && p.max_score && part == 0) {
+            float score = -INFINITY;
+#pragma unroll
+            for (int r = 0; r < kRows; ++r) {
+                const int row = 8 * r + mma_row(last_lane, 0);
+                const bool sees = quad_sum(row_sum[r]) != 0;  // else its maximum is still -FLT_MAX
+                if (sees && end_row + row < done_s.seqlen_q && last_lane % 4 == 0)
+                    score = fmaxf(score, smem.greatest[last_warp * kWarpRows + row]);
+            }
+            raise_max_score(p, done.b, done.head, kGeneral ? score : score * kLn2);
+        }
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            const int i = end_row + 16 * (r / 2) + mma_row(last_lane, r % 2 * 2);
+            const RowEnd end = finish_row<kGeneral ? ScoreUnit::kNatural : ScoreUnit::kLog2>(row_max[r], quad_sum(row_sum[r]), sink);
+            if (p.lse && last_lane % 4 == 0 && i < done_s.seqlen_q && part == 0)
+                p.lse[lse_offset(p, done_s, done.head) + i] = kGeneral ? end.lse : end.lse * kLn2;
+            const float inverse = kGeneral && p.dropout_threshold ? end.inverse * p.dropout_scale : end.inverse;
+            store_row(O, r, inverse, last_lane, part, out + i * p.out.row, i < done_s.seqlen_q);
+        }
+    }
+    // Stores row r of this thread's quad, if there is one in the sequence.
+    __device__ __forceinline__ void store_row(const Output& O, int r, float inverse, int lane, int part, T* row, bool exists) const {
+#pragma unroll
+        for (int n = 0; n < kTilesV; n += 4) {  // a lane has eight neighbouring columns of every four tiles
+            constexpr int kPieces = int(sizeof(T)) / 2, kPieceColumns = 8 / kPieces;
+            uint32_t word[kPieces][4];
+            const auto value = [&](int x, int e) { return O[r / 2][n + x][r % 2 * 2 + e] * inverse; };
+#pragma unroll
+            for (int x = 0; x < 4; ++x) {
+                if constexpr (sizeof(T) == 2) word[0][x] = pack_16<T>(value(x, 0), value(x, 1));
+                else word[0][x] = __float_as_uint(value(x, 0)), word[1][x] = __float_as_uint(value(x, 1));
+            }
+            if (sizeof(T) == 2) transpose_quad(word[0], lane % 4);  // from two columns of each tile to eight columns of one tile
+#pragma unroll
+            for (int piece = 0; piece < kPieces; ++piece) {
+                const int column = 8 * (n + lane % 4) + kPieceColumns * piece;
+                const int columns = exists ? p.headdim_v - part * kDv - column : 0;
+                T* to = row + column;
+                const uint32_t(&x)[4] = word[piece];
+                if (!kAnyAlignment || params.aligned_out) {
+                    if (columns > 0) *reinterpret_cast<uint4*>(to) = make_uint4(x[0], x[1], x[2], x[3]);
+                } else {
+#pragma unroll
+                    for (int e = 0; e < kPieceColumns; ++e) {
+                        if (e >= columns) continue;
+                        if (sizeof(T) == 2) reinterpret_cast<uint16_t*>(to)[e] = uint16_t(x[e / 2] >> (e % 2 * 16));
+                        else reinterpret_cast<uint32_t*>(to)[e] = x[e % 4];
+                    }
+                }
+            }
+        }
+    }
+};
+
+}  // namespace
+}  // namespace fa

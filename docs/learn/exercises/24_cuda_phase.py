@@ -1,0 +1,32 @@
+"""Exercise 24, in CUDA. The phases of mbarriers between two warps: 24_cuda_phase.cu.
+
+A warp puts tiles into two slots in turn, another takes them out. Write both roles: who waits for which barrier with
+which parity, and who arrives where. Exercise 20 on a GPU. A wait that lasts a second is taken for a deadlock. It needs
+nvcc and a GPU of compute capability 9.0. Without them it runs your lines on the CPU, thread by thread, and says nothing
+of the speed.
+
+    python docs/learn/exercises/24_cuda_phase.py
+"""
+
+import numpy as np
+from judging import close, main
+
+KERNEL = "24_cuda_phase.cu"
+
+
+def taken(x):
+    return 2 * np.roll(x, -1, axis=1)
+
+
+def judge(kernel):
+    kernel.needs = (9, 0)
+    rng = np.random.default_rng(24)
+    for tiles in (1, 2, 3, 4, 5, 1000):
+        x = rng.standard_normal((tiles, 32)).astype(np.float32)
+        (y,), _ = kernel.run([x], [((tiles, 32), np.float32)], (tiles,))
+        close(f"{tiles} tiles: y[tile, lane]", y, taken(x), 0)
+    kernel.race([x], [((tiles, 32), np.float32)], (tiles,), 0)
+
+
+if __name__ == "__main__":
+    main(globals())

@@ -1,0 +1,1 @@
+return 128 * row + 16 * (piece ^ row % 8);

@@ -1,0 +1,186 @@
+"""The CUDA exercises: solutions and empty places compile. Without a GPU all that need no Hopper run on the CPU: judges
+accept the solution and the slow lines, and refuse mistakes. On a GPU all run there."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+FOLDER = ROOT / "docs/learn/exercises"
+if not FOLDER.is_dir() or not (ROOT / "cuda").is_dir():
+    pytest.skip("docs/learn or the kernels are not beside the tests", allow_module_level=True)
+sys.path.insert(0, str(FOLDER))
+
+import judging  # noqa: E402
+import kernels  # noqa: E402
+
+SOLUTIONS = FOLDER.parent / "solutions"
+NAMES = sorted(path.stem for path in FOLDER.glob("[0-9]*.cu"))
+
+
+def kernel_of(name, lines=None):
+    kernel = kernels.CudaKernel(FOLDER / f"{name}.cu", lines or (SOLUTIONS / f"{name}.cu").read_text())
+    kernel.strict = 0
+    return kernel
+
+
+def judged(name, kernel):
+    judge = judging.load(FOLDER / f"{name}.py").judge
+    return judging.apart(lambda: judging.verdict(judge, {"kernel": kernel}))
+
+
+def nvcc(source, made, slow=False):
+    kernel = kernel_of("25_cuda_descriptor")  # which is never for a CPU
+    kernel.needs = (9, 0)
+    try:
+        return kernel.command(source, made, slow)
+    except judging.Unavailable as error:
+        pytest.skip(str(error))
+
+
+COMPILED = [(name, lines) for name in NAMES for lines in ("solution", "empty")] + [("25_cuda_descriptor", "slow")]
+
+
+@pytest.mark.parametrize("name, lines", COMPILED)
+def test_it_compiles(name, lines, tmp_path):
+    text = (FOLDER / f"{name}.cu").read_text()
+    if lines == "solution":
+        solution = (SOLUTIONS / f"{name}.cu").read_text()
+        text, count = kernels.HOLE.subn(lambda hole: f"{hole[1]}{solution}\n", text)
+        assert count == 1 and "kNotWritten" not in text
+    source = tmp_path / f"{name}.cu"
+    source.write_text(text)
+    done = subprocess.run(nvcc(source, tmp_path / "kernel.cubin", slow=lines == "slow"), capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_bits_of_a_descriptor():
+    exercise = judging.load(FOLDER / "25_cuda_descriptor.py")
+    exercise.look_at(lambda tile, step: (tile + 32 * step) >> 4 | 64 << 32 | 1 << 62 | 1 << 16)
+    with pytest.raises(judging.Wrong, match="tile at 0, step 1: the address / 16 is 1, expected 2"):
+        exercise.look_at(lambda tile, step: (tile + 16 * step) >> 4 | 64 << 32 | 1 << 62)
+    with pytest.raises(judging.Wrong, match="tile at 0, step 0: the swizzle is 0, expected 1"):
+        exercise.look_at(lambda tile, step: (tile + 32 * step) >> 4 | 64 << 32)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_exercise_that_is_not_written_says_so(name):
+    done = subprocess.run([sys.executable, FOLDER / f"{name}.py"], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout == f"{name}: not written yet: the lines between #else and #endif of {name}.cu\n"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_judge_accepts_the_solution(name):
+    said = judged(name, kernel_of(name))
+    if said.startswith("skipped"):
+        assert name == "25_cuda_descriptor"
+        pytest.skip(said)
+    assert said == "passed"
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "25_cuda_descriptor"])
+def test_the_slow_lines_are_right(name):
+    kernel = kernel_of(name)
+    run = kernel.run
+    kernel.run = lambda *arguments, slow=False, **more: run(*arguments, slow=True, **more)
+    assert judged(name, kernel) == "passed"
+
+
+SLIPS = [  # exercise, what the solution has, what a reader writes first, what the judge says
+    ("22_cuda_swizzle", "piece ^ row % 8", "piece & row % 8", "fragments[tile, lane, register, half]: "),
+    ("22_cuda_swizzle", "16 * (piece ^ row % 8)", "16 * (piece + row % 8)", "fragments[tile, lane, register, half]: "),
+    ("23_cuda_pipeline", "    __syncthreads();", "    ", "tiles: y[block, thread]"),
+    ("23_cuda_pipeline", "kStages - 2", "kStages - 1", "1 tiles: y[block, thread]"),
+    ("23_cuda_pipeline", "next = tile + kStages - 1", "next = tile + kStages", "tiles: y[block, thread]"),
+    ("24_cuda_phase", "wait(empty[slot], phase ^ 1)", "wait(empty[slot], phase)", "a wait has lasted a second"),
+    ("24_cuda_phase", "wait(full[slot], phase)", "wait(full[slot], phase ^ 1)", "a wait has lasted a second"),
+    ("24_cuda_phase", "fa::mbarrier_arrive(empty[slot])", "", "a wait has lasted a second"),
+    ("24_cuda_phase", "consume(slots[slot]", "consume(slots[0]", "tiles: y[tile, lane]"),
+    ("26_cuda_merge", "if (w == 0) continue;", "", "some without keys: out[row, d]"),
+    ("26_cuda_merge", "lane < pieces ? lses[lane * rows + row] : -CUDART_INF_F", "lses[lane % pieces * rows + row]",
+     "lse[row]"),
+    ("26_cuda_merge", "expf(mine - top)", "expf(mine)", "lse[row]"),
+    ("26_cuda_merge", "lse[row] = sum", "lse[row + 1] = sum", "it writes outside of its arrays"),
+    ("26_cuda_merge", "total.x += w", "totals.x += w", "it does not compile"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, old, new, said", SLIPS, ids=[f"{s[0]}-{i}" for i, s in enumerate(SLIPS)])
+def test_the_judge_refuses_wrong_lines(name, old, new, said):
+    lines = (SOLUTIONS / f"{name}.cu").read_text()
+    assert old in lines
+    text = judged(name, kernel_of(name, lines.replace(old, new)))
+    assert (
+        text.startswith("wrong: ")
+        and said in text
+        and ("\n    idea: " in text or "compile" in text or "writes" in text)
+    )
+
+
+# ---- a stand-in for the exercise that needs Hopper ----
+
+
+class Stand(kernels.CudaKernel):
+    """A kernel in NumPy: function(inputs) -> outputs."""
+
+    def __init__(self, function):
+        self.function, self.strict, self.said = function, 0, None
+
+    def run(self, inputs, shapes, sizes=(), **_):
+        made = self.function([x.copy() for x in inputs])
+        assert [x.shape for x in made] == [shape for shape, _ in shapes]
+        return [x.astype(dtype) for x, (_, dtype) in zip(made, shapes, strict=True)], 1.0
+
+    def race(self, *_):
+        """Times are the GPU's."""
+
+    def on_cpu(self):
+        return False
+
+    def library(self, slow=False):
+        def bits(tile, step):
+            return (tile.value + 32 * step) >> 4 | 64 << 32 | 1 << 62
+
+        return SimpleNamespace(descriptor_on_host=bits)
+
+
+def product(swizzled):
+    def kernel(inputs):
+        a, b = ((x.astype(np.uint32) << 16).view(np.float32) for x in inputs)
+        if not swizzled:  # the tensor cores read the pieces of a row in another order than they were stored in
+            a = np.stack([row.reshape(8, 8)[np.arange(8) ^ n % 8].ravel() for n, row in enumerate(a)])
+        return [a @ b.T]
+
+    return kernel
+
+
+@pytest.mark.parametrize("swizzled, said", [(True, "passed"), (False, "wrong: C[row, column]: ")])
+def test_the_judge_of_a_product(swizzled, said):
+    judge = judging.load(FOLDER / "25_cuda_descriptor.py").judge
+    text = judging.verdict(judge, {"kernel": Stand(product(swizzled))})
+    assert text.startswith(said) and (swizzled or "\n    idea: " in text)
+
+
+def test_every_cuda_exercise_has_a_mistake_that_its_judge_refuses():
+    assert {name for name, *_ in SLIPS} | {"25_cuda_descriptor"} == {*NAMES}
+
+
+def test_bfloat16_rounds_to_nearest_even():
+    bits, values = kernels.bfloat16([1.0, 1 + 2**-8, 1 + 3 * 2**-8, -2.5])
+    assert bits.tolist() == [0x3F80, 0x3F80, 0x3F82, 0xC020] and values.tolist() == [1.0, 1.0, 1 + 2**-6, -2.5]
+
+
+def test_a_right_kernel_that_is_too_slow_is_refused():
+    kernel = Stand(lambda inputs: [])
+    kernel.run = lambda *_, slow, **more: ([], 0.3 if slow else 0.2)
+    kernel.strict = 1
+    with pytest.raises(
+        judging.Wrong, match=r"right, but 200.0 us, 1.50 times the slow lines, 5 GB/s; 2 times is enough"
+    ):
+        kernels.CudaKernel.race(kernel, [], [], (), 2, moved=1_000_000)
+    kernels.CudaKernel.race(kernel, [], [], (), 1.4)
+    assert kernel.said == "200.0 us, 1.50 times the slow lines"
