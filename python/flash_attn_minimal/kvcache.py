@@ -231,9 +231,11 @@ def flash_attn_with_kvcache(
         given, arrays, values = joined(given, arrays, values, named)
         if out is not None:
             given, arrays = (*given, "out"), (*arrays, out)
-    results, sign = _repeats.find(given, arrays, values, window_size, cache_seqlens)
-    if results is not None:
-        return results
+    results = sign = None
+    if values is not None:
+        results, sign = _repeats.find(given, arrays, values, window_size, cache_seqlens)
+        if results is not None:
+            return results
     step = step_of(
         "flash_attn_with_kvcache", options, q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos,
         rotary_sin=rotary_sin, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table,

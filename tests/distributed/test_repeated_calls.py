@@ -12,7 +12,7 @@ from ranks import new_groups, watchdog
 import flash_attn_minimal as fa
 from flash_attn_minimal import distributed as fad
 from flash_attn_minimal._arrays import NUMPY
-from flash_attn_minimal.distributed import _prepared
+from flash_attn_minimal.distributed import _rank_call
 
 needs_cuda = pytest.mark.skipif(bool(NO_CUDA) or torch is None, reason=NO_CUDA or "needs PyTorch")
 RNG = np.random.default_rng(0)
@@ -22,7 +22,7 @@ RNG = np.random.default_rng(0)
 def workspaces(monkeypatch):
     """(bytes told, bytes there) of every workspace. Workspaces on a CPU, too, are made through the arrays' framework,
     as on a GPU."""
-    seen, make, workspace = [], _prepared.RankCall.__init__, _prepared.RankCall._workspace
+    seen, make, workspace = [], _rank_call.RankCall.__init__, _rank_call.RankCall._workspace
 
     def made(self, *args):
         make(self, *args)
@@ -34,8 +34,8 @@ def workspaces(monkeypatch):
         seen.append((told, 0 if kept is None else int(np.prod(kept.shape))))
         return kept, address, told
 
-    monkeypatch.setattr(_prepared.RankCall, "__init__", made)
-    monkeypatch.setattr(_prepared.RankCall, "_workspace", checked)
+    monkeypatch.setattr(_rank_call.RankCall, "__init__", made)
+    monkeypatch.setattr(_rank_call.RankCall, "_workspace", checked)
     return seen
 
 
