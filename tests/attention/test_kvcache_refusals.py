@@ -9,7 +9,6 @@ import pytest
 
 import flash_attn_minimal as fa
 
-
 LACKING = {
     "bias": np.zeros((1, 20), np.float32),
     "mask": np.ones((1, 20), bool),
