@@ -61,6 +61,25 @@ def test_a_growing_cache_has_the_workspace_that_is_told(workspaces):
     assert len(set(workspaces)) > 1
 
 
+def test_a_repeated_step_refuses_an_out_that_is_read():
+    cache = RNG.standard_normal((2, 1, 8, 4, 16), dtype=np.float32)
+    q = RNG.standard_normal((1, 8, 4, 16), dtype=np.float32)
+    groups = new_groups(2)
+
+    def rank(group):
+        (k, v), mine = (x.copy() for x in cache), q.copy()
+        out = np.empty_like(mine)
+        for _ in range(3):
+            fad.decode(group, mine, k, v, cache_seqlens=5, out=out)
+        for name, other in (("q", mine), ("k", k), ("v", v)):
+            with pytest.raises(fa.BadArgument, match=f"out.* {name}"):
+                fad.decode(group, mine, k, v, cache_seqlens=5, out=other)
+        assert all(np.array_equal(x, y) for x, y in ((mine, q), (k, cache[0]), (v, cache[1])))
+
+    with watchdog(30, groups):
+        fad.run(groups, rank)
+
+
 VARIABLES = {
     "kernel": ("FLASH_ATTN_KERNEL", "cpu_naive", "cpu_portable"),
     "backward_kernel": ("FLASH_ATTN_BACKWARD_KERNEL", "cpu_naive", "cpu_portable"),
