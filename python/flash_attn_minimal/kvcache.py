@@ -231,11 +231,7 @@ def flash_attn_with_kvcache(
         given, arrays, values = joined(given, arrays, values, named, _ARRAYS)
         if out is not None:
             given, arrays = (*given, "out"), (*arrays, out)
-<<<<<<< HEAD
-    results = sign = None
-=======
     sign = None
->>>>>>> a1
     if values is not None:
         results, sign = _repeats.find(given, arrays, values, window_size, cache_seqlens)
         if results is not None:
