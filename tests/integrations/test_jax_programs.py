@@ -389,6 +389,9 @@ def test_a_cache_that_is_only_read(place):
     host = [np.asarray(x) for x in (q, k_cache, v_cache)]
     want = fa.flash_attn_with_kvcache(*host, cache_seqlens=np.asarray(lengths), tree_mask=tree)
     assert_close(got, want, 2e-5)
+    rest = functools.partial(fa.flash_attn_with_kvcache, q, k_cache, v_cache, cache_seqlens=lengths)
+    got = jax.jit(lambda tree: rest(tree_mask=tree))(jnp.uint32([1]))  # no other array is traced
+    assert_close(got, want, 2e-5)
     with pytest.raises(fa.BadArgument, match="k_cache is a read-only JAX array.*jax.*returns the new"):
         jax.jit(fa.flash_attn_with_kvcache)(q, k_cache, v_cache, k, v, cache_seqlens=lengths)
     with pytest.raises(fa.BadArgument, match="out is given"):
