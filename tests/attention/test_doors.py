@@ -437,3 +437,33 @@ def test_nothing_is_imported():
         "print([m for m in ('torch', 'cupy', 'jax', 'numba', 'ml_dtypes', 'rich') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize("name", ["jax", "torch", "cupy", "numba"])
+def test_a_framework_that_another_thread_is_importing(name):
+    """Its module lacks what the import has not reached. The same holds for a module of the user's with this name."""
+    code = f"""
+import sys, types, numpy as np, flash_attn_minimal as fa
+from flash_attn_minimal import distributed
+
+class Owned:
+    def __init__(self, array):
+        self.array = array
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__(**options)
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+q = np.zeros((1, 3, 2, 8), np.float32)
+for names in [], ["export", "core"]:
+    module = sys.modules[{name!r}] = types.ModuleType({name!r})
+    for attribute in names:
+        setattr(module, attribute, types.ModuleType(attribute))
+    out, lse = fa.flash_attn_func(q, q, q, return_lse=True)
+    fa.merge(out, lse, out, lse)
+    fa.flash_attn_with_kvcache(q, q, q)
+    fa.flash_attn_func(*[Owned(q)] * 3, out=Owned(out))
+    distributed.unshard([q, q], 'contiguous')
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -215,6 +215,16 @@ def test_bfloat16(mode):
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("mode", ["gather", "ulysses"])
+def test_no_sequence(mode, layout):
+    x = inputs_of(batch=0)
+    got = on_devices(x, {}, {"causal": True}, 4, layout, mode)
+    for name, array in got.items():
+        assert array.shape == x[{"out": "dout", "lse": "dlse"}.get(name, name)].shape
+    assert unshard_tokens(shard_tokens(x["q"], 4, layout), 4, layout).shape == x["q"].shape
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_order_of_tokens(layout):
     x = np.arange(2 * 24 * 3).reshape(2, 24, 3)
     moved = shard_tokens(jnp.asarray(x), 3, layout)

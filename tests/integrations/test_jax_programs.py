@@ -154,6 +154,15 @@ def test_what_does_not_count_is_not_read(place):
         np.testing.assert_array_equal(x, 0)
 
 
+def test_no_sequence(place):
+    q, k, v = (x[:0] for x in qkv(place))
+    none = place([], jnp.int32)
+    options = {"query_seq_lengths": none, "key_value_seq_lengths": none}
+    (_, out), gradients = both_passes(lambda *a: dot_product_attention(*a, **options), q, k, v)
+    assert out.shape == (*q.shape[:-1], v.shape[-1])
+    assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
+
+
 def test_a_traced_scale(place):
     """A traced scale has a gradient. With the usual value it changes no bit."""
     inputs = [*qkv(place), place(0.4)]

@@ -201,6 +201,23 @@ def test_compiled_code_calls_what_is_active(calls, backend, rows):
     assert calls == BOTH
 
 
+def test_a_call_that_torch_compile_leaves_to_python(calls):
+    """It cannot compile the block, so it compiles the Python functions that the block's calls lead to."""
+    lock = threading.Lock()
+
+    def step(q, k, v):
+        with lock:
+            return attention(2 * q, k, v)
+
+    q, k, v = qkv()
+    want = step(q, k, v)
+    with activate(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = torch.compile(step, backend="eager")(q, k, v)
+    assert calls == [FORWARD]
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+
+
 # ---- what is active ----
 
 
@@ -228,6 +245,80 @@ def test_nested_blocks(calls):
         assert len(_backend._installed) == 1
     attention(*qkv())
     assert calls == 3 * [FORWARD]
+
+
+def test_blocks_that_end_in_the_order_of_their_begin(calls):
+    """As those of two threads may: the library stays active until the last block ends, and not longer."""
+    first, second = activate(), activate()
+    with first:
+        second.__enter__()
+    attention(*qkv())
+    assert calls == [FORWARD]
+    second.__exit__(None, None, None)
+    assert _backend._current() is None and not _backend._installed
+
+
+def test_a_block_inside_another_backend_s():
+    registry = torch.nn.attention
+    if not hasattr(registry, "register_flash_attention_impl"):
+        pytest.skip("this PyTorch has no registry of flash backends")
+
+    class Handle:
+        def remove(self):
+            pass
+
+    registry.register_flash_attention_impl("another", register_fn=Handle)
+    registry.activate_flash_attention_impl("another")
+    try:
+        second = activate()
+        with activate():
+            second.__exit__(None, None, None)
+            assert _backend._current() == _backend.NAME
+        assert _backend._current() == "another" and not _backend._installed
+    finally:
+        registry.restore_flash_attention_impl()
+
+
+def test_a_block_cannot_begin_again():
+    block = activate()
+    with block:
+        pass
+    with pytest.raises(RuntimeError, match="this block of activate has ended"), block:
+        pass
+
+
+def test_blocks_begin_and_end_while_threads_call():
+    """In a process of its own: a call of a kernel that a block's end has freed would kill it."""
+    code = """
+import threading, time, torch
+from flash_attn_minimal.torch import _backend, activate
+
+attention, q = torch.nn.functional.scaled_dot_product_attention, torch.ones(1, 2, 3, 8)
+end = time.monotonic() + 4
+
+
+def call():
+    while time.monotonic() < end:
+        attention(q, q, q)
+
+
+def block():
+    while time.monotonic() < end:
+        with activate():
+            assert _backend._current() == _backend.NAME
+            attention(q, q, q)
+
+
+threads = [threading.Thread(target=run) for run in (call, call, call, block, block)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert _backend._current() is None and not _backend._installed
+print("fine")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "fine\n", "")
 
 
 def test_a_block_ends_with_an_error():

@@ -72,7 +72,7 @@ def _connect() -> bool:
     global Tensor, compiling, tracing, dispatch_modes, function_mode, transforms, forward_ad
     global grad_enabled, inference, batched, deterministic_algorithms
     torch = sys.modules.get("torch")
-    if not hasattr(torch, "export"):
+    if not all(hasattr(torch, last) for last in ("export", "compiler")):
         return False
     if torch.compiler.is_compiling():  # what changes in the middle of a trace cannot be part of it
         raise Unsupported(
@@ -107,6 +107,17 @@ def mapped() -> bool:
         return False
     functorch = sys.modules["torch"]._C._functorch
     return any(level.key() == functorch.TransformType.Vmap for level in functorch.get_interpreter_stack() or ())
+
+
+def uncompiled(function: Callable) -> Callable:
+    """Marks a function that PyTorch calls from its own code, such as the body of an operator. If torch.compile cannot
+    compile a function as a whole, it compiles the Python functions that run below it; it leaves out this one, and what
+    this one calls."""
+    frames = getattr(getattr(sys.modules["torch"]._C, "_dynamo", None), "eval_frame", None)
+    if hasattr(frames, "set_code_exec_strategy"):
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    return function
 
 
 def records() -> bool:

@@ -27,9 +27,10 @@ def jax() -> Any:
 
 
 def is_traced(*arguments: Any) -> bool:
-    """Whether one of the arguments is a tracer of JAX."""
-    its = sys.modules.get("jax")
-    return its is not None and any(isinstance(x, its.core.Tracer) for x in arguments)
+    """Whether one of the arguments is a tracer of JAX. Another thread may be importing JAX, and a program may have a
+    module of its own that is called jax."""
+    kind = getattr(getattr(sys.modules.get("jax"), "core", None), "Tracer", None)
+    return kind is not None and any(isinstance(x, kind) for x in arguments)
 
 
 def traceable(function: _Function) -> _Function:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import _arrays
 from .._core.checks import _integer, _name, _quoted
 from .._core.options import Array
 from ..errors import BadArgument
@@ -166,10 +167,8 @@ def _concatenate(parts: Sequence[Any], axis: int) -> Any:
     if isinstance(parts[0], np.ndarray):
         return np.concatenate(parts, axis)
     for module, kind, function in (("torch", "Tensor", "cat"), ("cupy", "ndarray", "concatenate")):
-        loaded = sys.modules.get(module)
-        if loaded is not None and isinstance(parts[0], getattr(loaded, kind)):
-            return getattr(loaded, function)(tuple(parts), axis)
-    jax = sys.modules.get("jax")
-    if jax is not None and isinstance(parts[0], jax.Array):
-        return jax.numpy.concatenate(parts, axis)
+        if _arrays._is_a(parts[0], module, kind):
+            return getattr(sys.modules[module], function)(tuple(parts), axis)
+    if _arrays._is_a(parts[0], "jax", "Array"):
+        return sys.modules["jax"].numpy.concatenate(parts, axis)
     raise BadArgument(f"parts[0] is a {type(parts[0]).__name__}: expected an array of NumPy, PyTorch, CuPy or JAX")

@@ -305,7 +305,7 @@ class _PartsCall:
     def forward(self, *arrays):
         given = dict(zip(self.names, arrays, strict=True))
         out, lse = self.call.forward(*self._packed(given))
-        out, lse = self._four_axes(out), lse.reshape(lse.shape[0], self.batch, self.rows).swapaxes(0, 1)
+        out, lse = self._four_axes(out, self.rows), lse.reshape(lse.shape[0], self.batch, self.rows).swapaxes(0, 1)
         if "seqlen_q" not in given:
             return out, lse
         covered = jnp.arange(self.rows) < given["seqlen_q"][:, None]
@@ -318,7 +318,7 @@ class _PartsCall:
         found = self.call.backward(*self._packed(given), out, by_row[0], dout, *by_row[1:])
         gradients, part = dict(zip(self.call.wanted, found, strict=True)), self._part(given)
         for name in "qkv":
-            gradients[name] = self._four_axes(gradients[name])
+            gradients[name] = self._four_axes(gradients[name], self.rows if name == "q" else self.keys)
             if name == "q" and "seqlen_q" not in given:
                 continue
             first, count = (0, part["seqlen_q"]) if name == "q" else (part["key_begin"][:, None], part["seqlen_k"])
@@ -343,5 +343,5 @@ class _PartsCall:
         packed = [x.reshape(-1, *x.shape[2:]) if name in "qkv" else x for name, x in given.items() if name not in _PART]
         return [*packed, jnp.arange(self.batch + 1, dtype=jnp.int32) * self.rows, jnp.stack([*part.values()], axis=1)]
 
-    def _four_axes(self, x):
-        return x.reshape(self.batch, -1, *x.shape[1:])
+    def _four_axes(self, x, rows: int):
+        return x.reshape(self.batch, rows, *x.shape[1:])

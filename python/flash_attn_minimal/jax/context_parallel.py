@@ -155,7 +155,8 @@ def _by_rank(x: Any, size: int, slots: int, axis: int) -> Any:
     if slots == 1:
         return x
     axis %= x.ndim
-    first, second = jnp.split(x.reshape(*x.shape[:axis], 2 * size, -1, *x.shape[axis + 1 :]), 2, axis)
+    chunk = x.shape[axis] // (2 * size)
+    first, second = jnp.split(x.reshape(*x.shape[:axis], 2 * size, chunk, *x.shape[axis + 1 :]), 2, axis)
     return jnp.stack([first, jnp.flip(second, axis)], axis + 1).reshape(x.shape)
 
 
@@ -164,7 +165,8 @@ def _natural(x: Any, size: int, slots: int, axis: int) -> Any:
     if slots == 1:
         return x
     axis %= x.ndim
-    chunks = x.reshape(*x.shape[:axis], size, 2, -1, *x.shape[axis + 1 :])
+    chunk = x.shape[axis] // (2 * size)
+    chunks = x.reshape(*x.shape[:axis], size, 2, chunk, *x.shape[axis + 1 :])
     first, second = (lax.index_in_dim(chunks, slot, axis + 1, keepdims=False) for slot in range(2))
     return jnp.concatenate([first, jnp.flip(second, axis)], axis).reshape(x.shape)
 

@@ -6,10 +6,14 @@ not serve goes to the implementation that was there before, and a warning says w
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import itertools
 import re
+import threading
 import warnings
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,17 +47,40 @@ def activate() -> contextlib.AbstractContextManager[None]:
     >>> torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True), atol=1e-6)
     True
     """
-    before = _current()
-    _activate(NAME)
-    return _until_the_end(before)
+    with _lock:
+        block = _Block(_current())
+        if block.before != NAME:
+            _activate(NAME)
+        _blocks[block.number] = block
+    return block
 
 
-@contextlib.contextmanager
-def _until_the_end(before: str | None) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        _activate(before) if before else _restore()
+class _Block(contextlib.AbstractContextManager):
+    """A `with` block, or a call without one. Blocks of threads may overlap, and end in any order."""
+
+    def __init__(self, before: str | None):
+        self.before = before  # what its end brings back, if no later block is open
+        self.number = next(_numbers)
+
+    def __enter__(self) -> None:
+        if self.number not in _blocks:
+            raise RuntimeError("this block of activate has ended: call activate() again")
+
+    def __exit__(self, *_: object) -> None:
+        with _lock:
+            del _blocks[self.number]
+            later = [block for number, block in _blocks.items() if number > self.number]
+            if later:
+                later[0].before = self.before
+            elif self.before is None:
+                _restore()
+            elif self.before != _current():
+                _activate(self.before)
+
+
+_lock = threading.RLock()  # reentrant, because a garbage collector may run code of the user anywhere
+_numbers = itertools.count()
+_blocks: weakref.WeakValueDictionary[int, _Block] = weakref.WeakValueDictionary()  # open ones, the oldest first
 
 
 # ---- PyTorch's registry. A release may lack its functions ----
@@ -80,15 +107,18 @@ def _restore() -> None:
 class _Handle:
     """Keeps the operators replaced. PyTorch's registry holds it, and removes it."""
 
-    def __init__(self, library: torch.library.Library):
-        self.library = library
+    def __init__(self, library: torch.library.Library, kernels: list):
+        self.library, self.kernels = library, kernels
 
     def remove(self) -> None:
+        _ended.append(self.kernels)
         self.library._destroy()
         _installed.discard(self)
 
 
 _installed: set[_Handle] = set()
+# A thread that is inside PyTorch may have looked up an operator and be on its way to it while a block ends.
+_ended: collections.deque = collections.deque(maxlen=1000)
 
 
 def _install() -> _Handle:
@@ -96,7 +126,7 @@ def _install() -> _Handle:
         raise Unsupported(f"PyTorch {torch.__version__} has no torch.library.get_kernel, which activate needs")
     for handle in list(_installed):  # one at a time: what is replaced is PyTorch's own
         handle.remove()
-    library = torch.library.Library("aten", "IMPL")
+    library, kernels = torch.library.Library("aten", "IMPL"), []
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Warning only once for all operators")  # that they are replaced
         for key, operators in _OPERATORS.items():
@@ -105,7 +135,8 @@ def _install() -> _Handle:
             for name, run in operators.items():
                 original = torch.library.get_kernel(f"aten::{name}", key)
                 library.impl(name, _or_original(name, run, original), key, with_keyset=True)
-    handle = _Handle(library)
+                kernels.append(torch.library.get_kernel(f"aten::{name}", key))
+    handle = _Handle(library, kernels)
     _installed.add(handle)
     return handle
 
@@ -124,7 +155,7 @@ def _or_original(name: str, run: Callable, original: Any) -> Callable:
                 warnings.warn(f"PyTorch's own attention answers aten::{name}: {error}", stacklevel=2)
         return original.call_boxed(keyset, *args, **kwargs)
 
-    return served
+    return torch_modes.uncompiled(served)
 
 
 # ---- attention of (batch, rows, heads, dim), or with varlen of (total, heads, dim) ----

@@ -229,6 +229,7 @@ class _Attention(torch.autograd.Function):
         return tuple(ctx.recorder._gradients(needs, arrays, out, lse, dout, dlse))
 
 
+torch_modes.uncompiled(_Attention.backward)
 _BEFORE = 2  # the number of arguments before the arrays
 # Function.apply would also look for wrappers of finished transforms, which takes 2 us; see _unwrapped.
 _record = super(torch.autograd.Function, _Attention).apply
