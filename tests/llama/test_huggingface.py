@@ -8,7 +8,6 @@ import pytest
 
 from flash_attn_lab.models.synthetic import RandomTensors, write_folder, write_tokenizer_json
 from flash_attn_minimal import BadArgument
-from flash_attn_minimal.llama import huggingface
 from flash_attn_minimal.llama.config import Config, RopeScaling
 from flash_attn_minimal.llama.huggingface import JsonTokenizer, read_safetensors, stop_ids
 from flash_attn_minimal.llama.tokenizer import BOS
