@@ -113,7 +113,7 @@ public:
         std::memcpy(bytes, call.image, call.image_bytes);
         for (int32_t i = 0; i < call.hole_count; ++i)
             if (const fa_status status = put(call, i, values, bytes); status != FA_OK) return status;
-        size_t struct_size = 0;
+        size_t struct_size = sizeof struct_size;
         if (call.image_bytes >= sizeof struct_size) std::memcpy(&struct_size, bytes, sizeof struct_size);
         if (struct_size > call.image_bytes)
             return fail(FA_BAD_ARGUMENT, "image_bytes=%zu with a struct of %zu bytes", call.image_bytes, struct_size);
@@ -128,7 +128,7 @@ private:
     static fa_status put(const fa_call& call, int32_t index, const uint64_t* values, char* bytes) {
         const fa_hole& hole = call.holes[index];
         const auto size = int64_t(call.image_bytes);
-        if ((hole.bytes != 4 && hole.bytes != 8) || hole.byte < 0 || hole.byte + hole.bytes > size)
+        if ((hole.bytes != 4 && hole.bytes != 8) || hole.byte < 0 || hole.byte > size - hole.bytes)
             return fail(FA_BAD_ARGUMENT, "holes[%d] is %d bytes at byte %d: expected 4 or 8 of the image's %" PRId64, index, hole.bytes,
                         hole.byte, size);
         if (hole.value >= 0 ? hole.value >= call.value_count || !values : -1 - int64_t(hole.value) >= size)

@@ -208,6 +208,25 @@ fa_status validate(const fa_distributed_backward_args* args, int32_t kind, int32
     return FA_OK;
 }
 
+// The results of decode. fa_kvcache_attention, which checks all else, writes to memory of the group instead.
+fa_status check_results(const fa_kvcache_args& c, const fa_attention_args& a, size_t element) {
+    FA_RETURN_IF_ERROR(check_length("seqlen_k", a.seqlen_k));
+    const auto cached = [&](const char* name, const fa_tensor& t, int32_t columns) {
+        return region(name, t, std::max(c.cache_batch, 0), c.page_size > 0 ? c.page_size : a.seqlen_k, std::max(a.nheads_k, 0), columns,
+                      dtype_size(c.cache_dtype ? c.cache_dtype : a.dtype));
+    };
+    const Region out = region("out", a.out, a.batch, a.seqlen_q, a.nheads, a.headdim_v, element);
+    const Region lse = region("lse", a.lse, int64_t(a.batch) * a.nheads * a.seqlen_q, 4);
+    const Region inputs[] = {region("q", a.q, a.batch, a.seqlen_q, a.nheads, a.headdim, element), cached("k", a.k, a.headdim),
+                             cached("v", a.v, a.headdim_v)};
+    FA_RETURN_IF_ERROR(check_output(out));
+    for (const Region& input : inputs) {
+        FA_RETURN_IF_ERROR(check_apart(out, input));
+        FA_RETURN_IF_ERROR(check_apart(lse, input));
+    }
+    return check_apart(lse, out);
+}
+
 fa_status validate(const fa_distributed_decode_args* args, int32_t kind, int32_t rank, int32_t size, Problem* p) {
     fa_distributed_decode_args d;
     FA_RETURN_IF_ERROR(copy_args(args, "fa_distributed_decode_args", sizeof(fa_distributed_decode_args), &d));
@@ -239,7 +258,7 @@ fa_status validate(const fa_distributed_decode_args* args, int32_t kind, int32_t
         return fail(FA_UNSUPPORTED, "%s is set: it needs positions in the whole sequence, which a rank's shard of the cache does not have",
                     needs);
     FA_RETURN_IF_ERROR(check_pointer("out", a.out.data, size_t(p->element), true));
-    return FA_OK;
+    return check_results(p->cache, a, size_t(p->element));
 }
 
 fa_status validate(const fa_distributed_merge_args* args, int32_t kind, int32_t rank, int32_t size, Pointers pointers, Problem* p) {

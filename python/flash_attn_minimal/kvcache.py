@@ -228,12 +228,14 @@ def flash_attn_with_kvcache(
     if options:
         named: dict[str, Any] = dict(options)
         out = named.pop("out", None)
-        given, arrays, values = joined(given, arrays, values, named)
+        given, arrays, values = joined(given, arrays, values, named, _ARRAYS)
         if out is not None:
             given, arrays = (*given, "out"), (*arrays, out)
-    results, sign = _repeats.find(given, arrays, values, window_size, cache_seqlens)
-    if results is not None:
-        return results
+    sign = None
+    if values is not None:
+        results, sign = _repeats.find(given, arrays, values, window_size, cache_seqlens)
+        if results is not None:
+            return results
     step = step_of(
         "flash_attn_with_kvcache", options, q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos,
         rotary_sin=rotary_sin, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table,

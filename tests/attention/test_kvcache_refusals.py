@@ -9,6 +9,28 @@ import pytest
 
 import flash_attn_minimal as fa
 
+LACKING = {
+    "bias": np.zeros((1, 20), np.float32),
+    "mask": np.ones((1, 20), bool),
+    "q_descale": np.ones(4, np.float32),
+    "dropout_p": 0.5,
+    "dropout_seed": 3,
+    "dropout_offset": 4,
+    "top_left": True,
+    "deterministic": True,
+    "allow_tf32": True,
+    "out_dtype": "float16",
+    "nonsense": None,
+}
+
+
+@pytest.mark.parametrize("name", LACKING)
+def test_options_without_a_meaning_here(name):
+    for function in (fa.flash_attn_with_kvcache, fa.kvcache_query):
+        for _ in range(3):
+            with pytest.raises(TypeError, match=f"got an unexpected keyword argument '{name}'"):
+                function(**small(**{name: LACKING[name]}))
+
 
 def small(**change) -> dict[str, Any]:
     """The arguments of a call that works on the CPU, with changes."""

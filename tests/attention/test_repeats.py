@@ -279,6 +279,31 @@ def test_arrays_among_the_options(kind, names, shortcuts):
 
 
 @every_kind
+@pytest.mark.parametrize("names", [("sinks",), ("k_scale", "v_scale"), ("tree_mask",), ("tree_mask", "sinks")])
+def test_arrays_among_the_options_of_a_cache(kind, names, shortcuts):
+    def call(seed):
+        rng = np.random.default_rng(seed)
+        cache = np.rint(rng.uniform(-9, 9, (2, 2, 7, 2, 8))).astype(np.int8 if "k_scale" in names else np.float32)
+        options = {
+            "sinks": rng.standard_normal(4, dtype=np.float32),
+            "k_scale": rng.random(2, dtype=np.float32) + 0.5,
+            "v_scale": rng.random((2, 7, 2), dtype=np.float32) + 0.5,
+            "tree_mask": rng.integers(0, 8, (2, 3)),
+        }
+        q = make(kind, rng.standard_normal((2, 3, 4, 8), dtype=np.float32))
+        chosen = {name: make(kind, options[name]) for name in names}
+        return host(fa.flash_attn_with_kvcache(q, *[make(kind, x) for x in cache], **chosen, return_lse=True))
+
+    kvcache._repeats.clear()
+    expected = call(7)
+    for seed in range(3):
+        call(seed)
+    shortcuts.clear()
+    np.testing.assert_equal(call(7), expected)
+    assert shortcuts
+
+
+@every_kind
 @pytest.mark.parametrize("name", ["bias", "mask"])
 def test_other_bias_or_mask(kind, name):
     """Other shapes, strides and dtypes of bias or mask after a remembered call have the same outcome as without it."""

@@ -165,6 +165,14 @@ def test_varlen_fake_and_meta(device):
     assert out.shape == (ROWS, HEADS, DIM) and [x.shape for x in grads] == [x.shape for x in inputs]
 
 
+@pytest.mark.parametrize("options", [{"num_threads": True}, {"attention_chunk": True}, {"attention_chunk": 2.0}])
+def test_a_trace_refuses_what_a_plain_call_refuses(options):
+    for device in ("cpu", "meta"):
+        q = torch.ones(1, 4, 2, 8, device=device)
+        with pytest.raises(fa.BadArgument, match="=(True|2.0) is not an integer"):
+            fa.flash_attn_func(q, q, q, **options)
+
+
 def test_meta_gradients():
     inputs = [x.to("meta").requires_grad_() for x in qkv("cpu")]
     bias = torch.zeros(HEADS, 1, COLUMNS, device="meta", requires_grad=True)

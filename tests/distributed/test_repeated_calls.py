@@ -12,7 +12,7 @@ from ranks import new_groups, watchdog
 import flash_attn_minimal as fa
 from flash_attn_minimal import distributed as fad
 from flash_attn_minimal._arrays import NUMPY
-from flash_attn_minimal.distributed import _prepared
+from flash_attn_minimal.distributed import _rank_call
 
 needs_cuda = pytest.mark.skipif(bool(NO_CUDA) or torch is None, reason=NO_CUDA or "needs PyTorch")
 RNG = np.random.default_rng(0)
@@ -22,7 +22,7 @@ RNG = np.random.default_rng(0)
 def workspaces(monkeypatch):
     """(bytes told, bytes there) of every workspace. Workspaces on a CPU, too, are made through the arrays' framework,
     as on a GPU."""
-    seen, make, workspace = [], _prepared.RankCall.__init__, _prepared.RankCall._workspace
+    seen, make, workspace = [], _rank_call.RankCall.__init__, _rank_call.RankCall._workspace
 
     def made(self, *args):
         make(self, *args)
@@ -34,8 +34,8 @@ def workspaces(monkeypatch):
         seen.append((told, 0 if kept is None else int(np.prod(kept.shape))))
         return kept, address, told
 
-    monkeypatch.setattr(_prepared.RankCall, "__init__", made)
-    monkeypatch.setattr(_prepared.RankCall, "_workspace", checked)
+    monkeypatch.setattr(_rank_call.RankCall, "__init__", made)
+    monkeypatch.setattr(_rank_call.RankCall, "_workspace", checked)
     return seen
 
 
@@ -59,6 +59,25 @@ def test_a_growing_cache_has_the_workspace_that_is_told(workspaces):
                 np.testing.assert_allclose(out, fa.flash_attn_with_kvcache(q, *cache, cache_seqlens=n), atol=1e-5)
     check(workspaces)
     assert len(set(workspaces)) > 1
+
+
+def test_a_repeated_step_refuses_an_out_that_is_read():
+    cache = RNG.standard_normal((2, 1, 8, 4, 16), dtype=np.float32)
+    q = RNG.standard_normal((1, 8, 4, 16), dtype=np.float32)
+    groups = new_groups(2)
+
+    def rank(group):
+        (k, v), mine = (x.copy() for x in cache), q.copy()
+        out = np.empty_like(mine)
+        for _ in range(3):
+            fad.decode(group, mine, k, v, cache_seqlens=5, out=out)
+        for name, other in (("q", mine), ("k", k), ("v", v)):
+            with pytest.raises(fa.BadArgument, match=f"out.* {name}"):
+                fad.decode(group, mine, k, v, cache_seqlens=5, out=other)
+        assert all(np.array_equal(x, y) for x, y in ((mine, q), (k, cache[0]), (v, cache[1])))
+
+    with watchdog(30, groups):
+        fad.run(groups, rank)
 
 
 VARIABLES = {

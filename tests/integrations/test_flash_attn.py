@@ -614,10 +614,11 @@ def test_a_step_reads_nothing_on_the_host(kind, length):
         fake = {name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for name, x in given.items()}
         used = mode.from_tensor(lengths("cpu", 3, -1, 15)) if length == "tensor" else length
         q, after = _caches._rotate_and_append(
-            fake["q"], *map(mode.from_tensor, cache), fake["k"], fake["v"],
-            (fake["rotary_cos"], fake["rotary_sin"], False), used, None, mode.from_tensor(table),
-            fake.get("cu_seqlens_q"), fake.get("cu_seqlens_k_new"), fake.get("rotary_seqlens"),
-            {"causal": True, "window_size": (-1, -1), "attention_chunk": 0}, [],
+            fake["q"], **dict(zip(("k_cache", "v_cache"), map(mode.from_tensor, cache), strict=True)),
+            **{name: fake.get(name) for name in ("k", "v", "cu_seqlens_q", "cu_seqlens_k_new", "rotary_seqlens")},
+            rotary=(fake["rotary_cos"], fake["rotary_sin"], False), cache_seqlens=used, batch_idx=None,
+            table=mode.from_tensor(table), options={"causal": True, "window_size": (-1, -1), "attention_chunk": 0},
+            written=[],
         )  # fmt: skip
     assert q.shape == given["q"].shape and after.shape == (3,) and after.dtype == torch.int32
 

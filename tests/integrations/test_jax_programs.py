@@ -398,6 +398,11 @@ def test_a_cache_that_is_only_read(place):
     host = [np.asarray(x) for x in (q, k_cache, v_cache)]
     want = fa.flash_attn_with_kvcache(*host, cache_seqlens=np.asarray(lengths), tree_mask=tree)
     assert_close(got, want, 2e-5)
+    rest = functools.partial(fa.flash_attn_with_kvcache, q, k_cache, v_cache, cache_seqlens=lengths)
+    got = jax.jit(lambda tree: rest(tree_mask=tree))(jnp.uint32([1]))  # no other array is traced
+    assert_close(got, want, 2e-5)
+    with pytest.raises(fa.BadArgument, match=r"softmax_scale=<JAX array float32 \(\)> is not a number"):
+        jax.jit(lambda tree, scale: rest(tree_mask=tree, softmax_scale=scale))(jnp.uint32([1]), 0.3)
     with pytest.raises(fa.BadArgument, match="k_cache is a read-only JAX array.*jax.*returns the new"):
         jax.jit(fa.flash_attn_with_kvcache)(q, k_cache, v_cache, k, v, cache_seqlens=lengths)
     with pytest.raises(fa.BadArgument, match="out is given"):

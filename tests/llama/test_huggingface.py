@@ -8,11 +8,11 @@ import pytest
 
 from flash_attn_lab.models.synthetic import RandomTensors, write_folder, write_tokenizer_json
 from flash_attn_minimal import BadArgument
-from flash_attn_minimal.llama import huggingface
 from flash_attn_minimal.llama.config import Config, RopeScaling
 from flash_attn_minimal.llama.huggingface import JsonTokenizer, read_safetensors, stop_ids
 from flash_attn_minimal.llama.tokenizer import BOS
 from flash_attn_minimal.llama.weights import find_tokenizer, load_checkpoint
+from flash_attn_minimal.transformer._safetensors import numpy_dtype
 
 SMALL = Config(dim=16, hidden_dim=24, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=400, seq_len=32)
 HALVES = Config(*SMALL.shape, rope_interleaved=False)
@@ -289,7 +289,7 @@ def test_damaged_safetensors(tmp_path, entry, message):
 def test_bfloat16_needs_ml_dtypes(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "ml_dtypes", None)
     with pytest.raises(BadArgument, match="bfloat16 needs the ml_dtypes package"):
-        huggingface.numpy_dtype("bfloat16")
+        numpy_dtype("bfloat16")
 
 
 def test_what_ends_a_text(folder):

@@ -2,7 +2,9 @@
 // graphs. api_tests() lists these tests and those of refusal_tests.h, merge_tests.h, distributed_tests.h and thread_tests.h.
 #pragma once
 
+#include <cstring>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <thread>
 
@@ -318,6 +320,23 @@ inline void prepared_calls(const Context& context) {
     EXPECT(fa_run_call(nullptr, nullptr, nullptr) == FA_BAD_ARGUMENT && fa_query_call(nullptr, nullptr, nullptr) == FA_BAD_ARGUMENT,
            "call is NULL");
     EXPECT(fa_run_call(&call, nullptr, nullptr) == FA_BAD_ARGUMENT, "values is NULL");
+
+    const uint64_t values[1] = {0};
+    const auto refuses = [&](const fa_hole& hole, size_t bytes, const char* text) {
+        const fa_call made = {FA_OP_ATTENTION_FORWARD, 0, &image, bytes, &hole, 1, 1};
+        const fa_status status = fa_run_call(&made, values, nullptr);
+        EXPECT(status == FA_BAD_ARGUMENT && std::strstr(fa_last_error(), text),
+               "a hole of %d bytes at byte %d of %zu for value %d: status %d, \"%s\"", hole.bytes, hole.byte, bytes, hole.value, status,
+               fa_last_error());
+    };
+    constexpr int32_t kMost = std::numeric_limits<int32_t>::max(), kLeast = std::numeric_limits<int32_t>::min();
+    const int32_t end = at(sizeof image);
+    for (const fa_hole& wrong :
+         {fa_hole{kMost, 8, 0}, fa_hole{kMost - 3, 4, 0}, fa_hole{kLeast, 8, 0}, fa_hole{-1, 4, 0}, fa_hole{end - 4, 8, 0},
+          fa_hole{0, 2, 0}, fa_hole{0, 8, 1}, fa_hole{0, 8, kMost}, fa_hole{0, 8, kLeast}, fa_hole{0, 8, -1 - end}})
+        refuses(wrong, sizeof image, "holes[0]");
+    for (const size_t bytes : {size_t(4), sizeof(size_t), sizeof(fa_attention_args) - 8})
+        refuses({bytes < 8 ? 0 : 4, 4, 0}, bytes, "image_bytes=");
 }
 
 // ---- 64-bit offsets ----

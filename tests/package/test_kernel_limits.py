@@ -1,9 +1,11 @@
 """The tables of what each kernel takes are those of the library."""
 
 import ctypes
+import json
 
 import kernel_limits
 import pytest
+from conftest import ROOT
 
 import flash_attn_minimal as fa
 from flash_attn_minimal._core import library
@@ -33,3 +35,33 @@ def test_a_short_buffer_gets_the_beginning():
     text = ctypes.create_string_buffer(b"x" * 20, 20)
     assert library.load().fa_kernel_limits(text, 10) == whole
     assert text.raw == b"forward\td\0" + b"x" * 10
+
+
+BENCHMARKS = ROOT / "docs/benchmarks"
+# Rows of these suites name their kernel; the others are what a call gets by default.
+NAMED = ("ladder", "backward_ladder", "mma", "backward_mma", "languages")
+RUNGS = (
+    "naive",
+    "minimal",
+    "simple",
+    "cute_sm90",
+)  # these are there to be read, and to serve what no other kernel takes
+OLD_NAMES = {"mla_sm90": "decode_mla_sm90"}
+TABLES = {"fwd": "forward", "decode": "forward", "bwd": "backward", "w4": "w4_linear"}
+UNPUBLISHED = {  # a published row takes its kernel off this list
+    ("forward", "decode_split_sm80"), ("forward", "decode_lanes_sm80"), ("linear", "linear_small_sm80"),
+    ("linear", "linear_mma_sm80"), ("linear", "linear_gemv_sm80"), ("w4_linear", "mma_w4"),
+    ("w4_linear_chain", "chain_w4_sm90"), ("w4_linear_chain", "one_by_one"),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="the tables are not beside the tests")
+def test_kernels_of_a_gpu_have_published_rows_by_default():
+    published = set()
+    for path in BENCHMARKS.rglob("*.json"):
+        run = json.loads(path.read_text())
+        if path.stem not in NAMED and not any(x in run.get("command", "") for x in ("--kernel", "FLASH_ATTN_")):
+            rows = [row for row in run.get("rows", []) if row.get("system") == "ours" and "kernel" in row]
+            published |= {(TABLES.get(row["pass"]), OLD_NAMES.get(row["kernel"], row["kernel"])) for row in rows}
+    kernels = {(table, name) for table, name, _, device, *_ in LINES if device != "CPU" and name not in RUNGS}
+    assert len(kernels) > 20 and kernels - published == UNPUBLISHED

@@ -80,6 +80,7 @@ def problems(name, source):
     return [f"{name}:{line}: {path}" for line, text in prose_of(name, source) for path in missing(text)]
 
 
+@pytest.mark.skipif(not (ROOT / ".ci").is_dir(), reason="a source distribution leaves out folders that pages name")
 def test_paths_in_prose_are_there():
     files = list(texts())
     assert len(files) > 500

@@ -1,6 +1,7 @@
 """Types for type checkers: tests/typing/public.py passes mypy, and the declared options equal those of the
 functions."""
 
+import ast
 import importlib.util
 import inspect
 import shutil
@@ -68,3 +69,19 @@ def test_the_declared_options_are_the_functions(function, keyword_only, every, a
     options = {p.name: p.annotation for p in parameters if p.name not in apart}
     for names, declared in ((keywords, keyword_only), (options, every)):
         assert {name: hint.__forward_arg__ for name, hint in declared.__annotations__.items()} == names
+
+
+def long_calls(source):
+    """Lines of the calls with more than twelve positional arguments; one with a star counts as none."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and sum(not isinstance(x, ast.Starred) for x in node.args) > 12:
+            yield node.lineno
+
+
+def test_long_argument_lists_go_by_keyword():
+    """A type checker does not notice when two flags of an unnamed list are swapped."""
+    assert list(long_calls(f"f({'0, ' * 12} *x, y=0)\ng({'0, ' * 13})")) == [2]
+    files = sorted((ROOT / "python").rglob("*.py"))
+    assert len(files) > 150
+    found = [f"{path.relative_to(ROOT)}:{line}" for path in files for line in long_calls(path.read_text())]
+    assert not found, f"more than twelve unnamed arguments: {found}"

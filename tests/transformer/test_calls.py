@@ -491,6 +491,10 @@ def test_recordings_do_not_nest_and_end_with_an_error():
         with recordings.Recording():
             pass
     assert recordings.current() is None
+    with recordings.Recording() as recording:
+        ops.linear(np.ones((1, 8), np.float32), np.ones((8, 8), np.float32))
+    with pytest.raises(fa.Unsupported, match="a replay is not recorded"), recordings.Recording():
+        recording()
 
 
 @pytest.mark.skipif(bool(NO_CUDA) or cupy is None, reason=NO_CUDA or "CuPy is not installed")

@@ -12,8 +12,8 @@ constexpr uint32_t one(DType dtype) { return uint32_t(1) << int(dtype); }
 constexpr uint32_t kFloat32 = one(DType::kFloat32), k16Bits = one(DType::kFloat16) | one(DType::kBFloat16),
                    kFloat8 = one(DType::kFloat8E4M3), kAllButFloat8 = kFloat32 | k16Bits;
 
-// What a call may ask for. Kernels that evaluate mask.h for every (row, key) pair take all of it. Every other kernel names what it takes,
-// so it refuses a new feature until it is added to its row.
+// What a call may ask for. Rows with kAllFeatures, those of the general kernels, of the CPU and of the mma_sm80 forward pass, take a new
+// feature at once. Every other kernel names what it takes, so it refuses a new feature until it is added to its row.
 enum Feature : uint32_t {
     kMaxScore = 1,
     kKeySums = 1 << 1,

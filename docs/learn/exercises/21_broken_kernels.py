@@ -8,6 +8,7 @@ the judge looks at all answers.
     python docs/learn/exercises/21_broken_kernels.py
 """
 
+import functools
 from pathlib import Path
 
 import broken
@@ -105,6 +106,7 @@ LIMITS = {
 }  # fmt: skip
 
 
+@functools.cache
 def repaired():
     """The module broken.py with all eight repairs of our solution."""
     path = Path(broken.__file__)

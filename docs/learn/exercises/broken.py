@@ -7,6 +7,8 @@ be true before the role goes on."""
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from simulator import Mbarrier
 
@@ -121,9 +123,9 @@ def fp8_sum(p, v):
     """p @ v of up to 16384 numbers, as the tensor cores sum 8-bit numbers: each product is cut off at 2^-13 of the
     larger of itself and the sum that it joins. The result may be off by 1 % of the sum of |p v|."""
     total, sum_of_block = 0.0, 0.0
-    for n, product in enumerate(np.asarray(p, float) * np.asarray(v, float), 1):
-        unit = 2.0 ** (np.frexp(max(abs(product), abs(sum_of_block), 1e-30))[1] - 14)
-        sum_of_block = np.trunc(sum_of_block / unit) * unit + np.trunc(product / unit) * unit
+    for n, product in enumerate((np.asarray(p, float) * np.asarray(v, float)).tolist(), 1):
+        unit = 2.0 ** (math.frexp(max(abs(product), abs(sum_of_block), 1e-30))[1] - 14)
+        sum_of_block += product - math.fmod(sum_of_block, unit) - math.fmod(product, unit)
         if n % 16384 == 0:
             total, sum_of_block = total + sum_of_block, 0.0
     return total + sum_of_block

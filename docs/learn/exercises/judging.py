@@ -110,8 +110,9 @@ def hints(name: str) -> tuple[list[str], dict[str, str]]:
     """Of an exercise, from hints.md: its three hints, and ideas by the words of the findings that point to them."""
     text = Path(__file__).with_name("hints.md").read_text()
     sections = {part.split("\n", 1)[0]: part for part in text.split("\n## ")[1:]}
+    shared = sections["Every kernel"].partition("\n")[2]
     kernel = Path(__file__).with_name(f"{name}.c").exists()
-    own = re.split(r"\n(?=[123]\. |\* `)", sections[name] + sections["Every kernel"][12:] * kernel)
+    own = re.split(r"\n(?=[123]\. |\* `)", sections[name] + shared * kernel)
     lines = [" ".join(line.split()) for line in own]
     steps = [line[3:] for line in lines if line[0] in "123" and line[1:3] == ". "]
     return steps, {line.split("`")[1]: line.split("` ", 1)[1] for line in lines if line.startswith("* `")}

@@ -126,10 +126,9 @@ class CudaKernel(Kernel):
         if self.on_cpu():
             compiler = shutil.which(os.environ.get("CXX") or "c++")
             if compiler is None:
-                raise Unavailable("there is neither a GPU nor a C++ compiler")
+                raise Unavailable("there is neither a GPU with nvcc nor a C++ compiler")
             return [compiler, "-std=c++17", "-O2", "-shared", "-fPIC", *more, "-x", "c++", str(source)]
-        nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
-        if nvcc is None:
+        if (nvcc := self.nvcc()) is None:
             raise Unavailable("there is no nvcc")
         major, minor = self.gpu() or self.needs
         name = f"{10 * major + minor}{'a' if major == 9 else ''}"
@@ -152,7 +151,11 @@ class CudaKernel(Kernel):
         return here if here >= self.needs else None
 
     def on_cpu(self) -> bool:
-        return "wgmma.cuh" not in self.path.read_text() and self.gpu() is None
+        return "wgmma.cuh" not in self.path.read_text() and (self.gpu() is None or self.nvcc() is None)
+
+    @staticmethod
+    def nvcc() -> str | None:
+        return shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 
     def run(self, inputs, shapes, sizes=(), *, slow: bool = False, launches: int = 1):
         """Arrays of the shapes, and the best time in ms. Raises Wrong if anything else was written, or on an error."""

@@ -11,7 +11,7 @@ REPAIRS = {
         'yield\n            sums[:] += p.sum(), p @ stages[stage]["values"]\n            empty[stage].arrive()\n',
     ),
     "visible_pairs": ("i0 + offset + 2", "i0 + offset + 1"),
-    "fp8_sum": ("n % 16384 == 0", "n % 128 == 0"),  # promoted to a longer sum
+    "fp8_sum": ("n % 16384 == 0", "n % 64 == 0"),  # promoted to a longer sum
     "persistent_block": ("for tiles in items:\n            phase = 0\n", "for tiles in items:\n"),
     "element": ("np.array([row], np.int32) * row_stride", "np.array([row], np.int64) * row_stride"),
     "decode_steps": (

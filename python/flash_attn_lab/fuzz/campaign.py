@@ -379,9 +379,11 @@ def run(options: argparse.Namespace, argv: list[str]) -> int:
     one = options.case is not None
     cases, first = (1, options.case) if one else (options.cases, options.first)
     result = campaign(
-        options.device, options.seed, cases, first, options.seconds, options.kernel, options.function,
-        options.framework, 1 if one else options.workers, options.case_seconds, options.shrink_seconds,
-        options.shrink_tries or 40, Progress(cases, every=5),
+        device=options.device, seed=options.seed, cases=cases, first=first, seconds=options.seconds,
+        kernel=options.kernel, function=options.function, framework=options.framework,
+        workers=1 if one else options.workers, case_seconds=options.case_seconds,
+        shrink_seconds=options.shrink_seconds, shrink_tries=options.shrink_tries or 40,
+        progress=Progress(cases, every=5),
     )  # fmt: skip
     result.command = " ".join([PROGRAM, "fuzz", *argv])
     if options.readers and not result.interrupted:

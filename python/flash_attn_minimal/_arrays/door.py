@@ -31,6 +31,9 @@ class View:
         self.writable = writable
         self.written = False  # whether the call writes to it
 
+    def __repr__(self) -> str:  # for messages about an array where a number belongs
+        return f"<{self.door.name} array {self.dtype} {tuple(self.shape)}>"
+
     @property
     def place(self) -> str:
         """`cpu` or `cuda:0`, for messages."""

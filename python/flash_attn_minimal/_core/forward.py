@@ -4,7 +4,7 @@ flash_attn_varlen_func and the operators of torch/ end here."""
 from __future__ import annotations
 
 import ctypes as ct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,11 +32,14 @@ QKV = ("q", "k", "v")
 QKV_VARLEN = (*QKV, "cu_seqlens_q", "cu_seqlens_k")
 
 
-def joined(given: tuple[str, ...], arrays: tuple, values: tuple, options: Mapping[str, Any]) -> tuple:
+def joined(
+    given: tuple[str, ...], arrays: tuple, values: tuple, options: Mapping[str, Any], are_arrays: Sequence[str] = ARRAYS
+) -> tuple:
     """Adds options to what decides whether a call repeats an earlier one: the names of its arrays, the arrays, and its
-    other arguments. The last are None for a call with a dropout seed or offset, which is never repeated."""
+    other arguments. The last are None for a call with a dropout seed or offset, which is never repeated. are_arrays:
+    the options that are arrays."""
     for name, x in options.items():
-        if name in ARRAYS:
+        if name in are_arrays:
             if x is not None:
                 given += (name,)
                 arrays += (x,)

@@ -100,6 +100,8 @@ class Recording:
         self._kept.append(owner)
 
     def __call__(self) -> None:
+        if _thread.recording:
+            raise Unsupported("a replay is not recorded: record its calls, or replay outside the recording")
         for part in self._parts:
             part()
         for views in self._counted:

@@ -203,8 +203,10 @@ class Repeats:
                 elif given_out:
                     out = arrays[-1]
                 if makers:
-                    more = [make(arrays[i]) for make, i in makers]
-                    values += map(address, more)
+                    more = []
+                    for make, i in makers:
+                        more.append(array := make(arrays[i]))
+                        values.append(address(array))
                 if keys:
                     total = length + new_keys
                     if not new_keys <= total <= most_keys:

@@ -24,7 +24,7 @@ from .._core.repeats import signature
 from .._core.structs import DTYPES, AttentionArgs, AttentionBackwardArgs, new
 from ..backward import _contiguous_input, _input, _new_dbias
 from ..errors import BadArgument, Unsupported
-from ._prepared import RankCall, make_call
+from ._rank_call import RankCall, make_call
 from ._structs import KINDS, LAYOUTS, MODES, MOST_RANKS, DistributedArgs, DistributedBackwardArgs
 from .groups import Group
 from .layouts import _local, _segments, check_flat, equal_lengths, host_lengths

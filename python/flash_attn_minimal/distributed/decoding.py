@@ -17,7 +17,7 @@ from .._core.repeats import signature
 from .._core.structs import DTYPES, AttentionArgs, new
 from ..errors import BadArgument
 from ..kvcache import _LENGTHS, _given_out, _keys, _prepare_step, _repeats, _Step
-from ._prepared import RankCall, make_call
+from ._rank_call import RankCall, make_call
 from ._structs import DistributedDecodeArgs, DistributedMergeArgs
 from .calls import check_group, check_place, put_rows, rows_of
 from .groups import Group

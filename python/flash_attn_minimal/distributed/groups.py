@@ -56,7 +56,7 @@ class Group:
         self._calling = False  # whether the thread that holds _turn is in a call
         self._crew, self._process = crew, os.getpid()
         self.at_hand: np.ndarray | None = None  # scratch memory of the CPU
-        self.calls: dict[tuple, Any] = {}  # calls by signature; see _prepared.py
+        self.calls: dict[tuple, Any] = {}  # calls by signature; see _rank_call.py
         self._handle: int | None = None
         handle = ct.c_void_p()
         try:

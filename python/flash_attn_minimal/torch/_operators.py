@@ -56,7 +56,7 @@ def pack(given: dict[str, Any], kinds: dict[str, str]) -> list:
             given[name] = _number(name, given[name])
         elif kind == "bool":
             given[name] = bool(_flag(name, given[name]))
-        elif kind == "int" and not isinstance(given[name], (int, torch.SymInt)):
+        elif kind == "int" and (isinstance(given[name], bool) or not isinstance(given[name], (int, torch.SymInt))):
             given[name] = _integer(name, given[name], -(2**31), 2**31 - 1)
     return [given[name] for name in kinds]
 

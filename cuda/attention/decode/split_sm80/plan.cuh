@@ -47,7 +47,7 @@ struct SplitPlan {
 };
 
 // A thread's place, and the block's shared memory:
-//     stages x (4 parts x (K part_keys x d | V part_keys x d) | 4 x the factors of their keys) | Q rows x d
+//     stages x (4 parts x (K kPartKeys x d | V kPartKeys x d) | 4 x the factors of their keys) | Q rows x d
 // At the end of a segment, O of each warp lies in its part of stage 0.
 template <typename Plan>
 struct SplitPlace {

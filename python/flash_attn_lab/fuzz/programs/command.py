@@ -143,13 +143,13 @@ def run(options: Any, argv: list[str]) -> int:
             Path(options.json).write_text(json.dumps(result.json(), indent=1) + "\n")
 
     one = options.case is not None
+    programs = 1 if one else options.programs
     result = campaign(
-        options.device, options.seed, 1 if one else options.programs, options.case if one else options.first,
-        options.seconds, options.kernel, options.function, options.framework,
-        1 if one else options.workers or cores(),
-        options.case_seconds, options.shrink_seconds, options.shrink_tries or 200, options.ranks,
-        not options.run_only,
-        Progress(1 if one else options.programs, every=5), write,
+        device=options.device, seed=options.seed, programs=programs, first=options.case if one else options.first,
+        seconds=options.seconds, kernel=options.kernel, function=options.function, framework=options.framework,
+        workers=1 if one else options.workers or cores(), program_seconds=options.case_seconds,
+        shrink_seconds=options.shrink_seconds, shrink_tries=options.shrink_tries or 200, ranks=options.ranks,
+        compares=not options.run_only, progress=Progress(programs, every=5), keep=write,
     )  # fmt: skip
     write(result)
     print(result.text())

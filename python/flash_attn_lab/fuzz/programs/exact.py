@@ -16,7 +16,7 @@ import numpy as np
 from flash_attn_minimal._core import repeats
 from flash_attn_minimal._core.library import load
 from flash_attn_minimal._core.structs import AttentionPlan, new
-from flash_attn_minimal.distributed import _prepared, _structs
+from flash_attn_minimal.distributed import _rank_call, _structs
 from flash_attn_minimal.transformer import _library as _transformer
 
 from ..arrays import ALIGNMENT, GUARD, poison
@@ -95,7 +95,7 @@ def install() -> None:
         for name in FUNCTIONS:
             _real[name] = getattr(lib, name)
             setattr(lib, name, lambda args, stream, name=name: _call(name, args, stream))
-        find, workspace = repeats.Repeats.find, _prepared.RankCall._workspace
+        find, workspace = repeats.Repeats.find, _rank_call.RankCall._workspace
 
         def found(self, *given, **options):
             return (None, None) if _thread.guards else find(self, *given, **options)
@@ -108,7 +108,7 @@ def install() -> None:
                 raise Wrong(text)
             return kept, address, told
 
-        repeats.Repeats.find, _prepared.RankCall._workspace = found, checked  # type: ignore[method-assign]
+        repeats.Repeats.find, _rank_call.RankCall._workspace = found, checked  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

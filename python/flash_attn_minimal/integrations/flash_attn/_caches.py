@@ -128,12 +128,12 @@ def per_head(descale: torch.Tensor | None, group: int) -> Any:
     return 1.0 if descale is None else descale.float().repeat_interleave(group, -1)[:, None, :, None]
 
 
-def with_kvcache(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def with_kvcache(q: torch.Tensor, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """FlashAttention-3's flash_attn_with_kvcache: out and lse, for packed rows as in attend_packed. The arguments are
-    those of _with_kvcache after the first. A refused call leaves the cache as it was."""
+    those of _with_kvcache. A refused call leaves the cache as it was."""
     written: list[Callable[[], None]] = []
     try:
-        return _with_kvcache(written, *arguments)
+        return _with_kvcache(q, written=written, **arguments)
     except (BadArgument, Unsupported):
         for undo in reversed(written):
             undo()
@@ -141,9 +141,9 @@ def with_kvcache(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _with_kvcache(
-    written, q, k_cache, v_cache, k, v, qv, rotary_cos, rotary_sin, cache_seqlens, batch_idx, leftpad, table,
-    cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q, rotary_seqlens, q_descale, k_descale, v_descale, rotary_interleaved,
-    options: dict[str, Any],
+    q, *, k_cache, v_cache, k, v, qv, rotary_cos, rotary_sin, cache_seqlens, batch_idx, leftpad, table, cu_seqlens_q,
+    cu_seqlens_k_new, max_seqlen_q, rotary_seqlens, q_descale, k_descale, v_descale, rotary_interleaved,
+    options: dict[str, Any], written: list[Callable[[], None]],
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """with_kvcache. written: gets functions that undo the writes to the cache."""
     for pair in ({"k": k, "v": v}, {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin}):
@@ -164,17 +164,19 @@ def _with_kvcache(
         or qv is not None
         or (rotary and rotary_seqlens is not None)
     )
+    step = {
+        "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "cache_seqlens": cache_seqlens, "batch_idx": batch_idx,
+        "table": table, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k_new": cu_seqlens_k_new,
+        "rotary_seqlens": rotary_seqlens,
+    }  # fmt: skip
     if prepared or eight_bit:
         _check_step(
-            q, k_cache, v_cache, k, v, qv, rotary_cos, rotary_sin, cache_seqlens, batch_idx, table, cu_seqlens_q,
-            cu_seqlens_k_new, max_seqlen_q, rotary_seqlens, descales,
-        )  # fmt: skip
+            q, **step, qv=qv, rotary_cos=rotary_cos, rotary_sin=rotary_sin, max_seqlen_q=max_seqlen_q, descales=descales
+        )
     if prepared:
         # The core rotates and appends only a dense batch at the positions of its keys. Everything else is done here.
-        q, cache_seqlens = _rotate_and_append(
-            q, k_cache, v_cache, k, v, (rotary_cos, rotary_sin, rotary_interleaved) if rotary else None, cache_seqlens,
-            batch_idx, table, cu_seqlens_q, cu_seqlens_k_new, rotary_seqlens, options, written,
-        )  # fmt: skip
+        turn = (rotary_cos, rotary_sin, rotary_interleaved) if rotary else None
+        q, cache_seqlens = _rotate_and_append(q, **step, rotary=turn, options=options, written=written)
         k = v = rotary_cos = rotary_sin = None
     if qv is not None:
         k_cache, v_cache = joined(v_cache, k_cache)
@@ -226,7 +228,7 @@ def _rows_of(q: torch.Tensor, table: torch.Tensor, batch_idx: torch.Tensor, cach
 
 
 def _check_step(
-    q, k_cache, v_cache, k, v, qv, rotary_cos, rotary_sin, cache_seqlens, batch_idx, table, cu_seqlens_q,
+    q, *, k_cache, v_cache, k, v, qv, rotary_cos, rotary_sin, cache_seqlens, batch_idx, table, cu_seqlens_q,
     cu_seqlens_k_new, max_seqlen_q, rotary_seqlens, descales,
 ) -> None:  # fmt: skip
     """Checks the shapes that the operations here rely on. The core does not see all of these arrays."""
@@ -270,8 +272,8 @@ def _check_step(
 
 
 def _rotate_and_append(
-    q, k_cache, v_cache, k, v, rotary, cache_seqlens, batch_idx, table, cu_seqlens_q, cu_seqlens_k_new, rotary_seqlens,
-    options, written,
+    q, *, k_cache, v_cache, k, v, rotary, cache_seqlens, batch_idx, table, cu_seqlens_q, cu_seqlens_k_new,
+    rotary_seqlens, options, written,
 ):  # fmt: skip
     """Rotates q, and rotates the new keys and appends them to the cache. Returns q and the new lengths.
 

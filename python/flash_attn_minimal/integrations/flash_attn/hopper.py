@@ -278,9 +278,11 @@ def flash_attn_with_kvcache(
     del options["deterministic"]
     q, k, v, qv, rotary_cos, rotary_sin = dense_rows(q, k, v, qv, rotary_cos, rotary_sin)
     out, lse = _caches.with_kvcache(
-        q, k_cache, v_cache, k, v, qv, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
-        page_table, cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q, rotary_seqlens, q_descale, k_descale, v_descale,
-        rotary_interleaved, options | {"num_splits": num_splits},
+        q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, qv=qv, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+        cache_seqlens=cache_seqlens, batch_idx=cache_batch_idx, leftpad=cache_leftpad, table=page_table,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q,
+        rotary_seqlens=rotary_seqlens, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+        rotary_interleaved=rotary_interleaved, options=options | {"num_splits": num_splits},
     )  # fmt: skip
     return (out, lse, out.new_empty(0), lse.new_empty(0)) if return_softmax_lse else out
 
