@@ -147,7 +147,7 @@ void expect_shape(const Tensor& t, std::initializer_list<Axis> axes) {
 }
 
 void expect_last_axis_contiguous(const Tensor& t) {
-    if (t && t.rank && t.shape[t.rank - 1] > 1 && t.strides[t.rank - 1] != 1)
+    if (t && t.rank && t.shape[t.rank - 1] > 1 && t.strides[t.rank - 1] != 1 && t.size())  // the strides of an empty array mean nothing
         refuse("ValueError", "%s has strides %s: the last axis must be contiguous", t.name, list(t, t.strides).get());
 }
 
@@ -267,6 +267,7 @@ public:
         if (!value) return false;
         std::string_view found;
         if (!read_text(*value, &found)) refuse("TypeError", "%s is not a text (type index %d)", name, value->type_index);
+        if (found.find('\0') != found.npos) refuse("ValueError", "%s has a letter with the code 0", name);
         if (found.size() >= kSize) refuse("ValueError", "%s=%.*s is longer than %zu letters", name, 60, found.data(), kSize - 1);
         copy[found.copy(copy, kSize - 1)] = '\0';
         return true;
@@ -416,7 +417,7 @@ struct Attention {
         expect_type(k, {q.type}), expect_type(v, {q.type});
         expect_rows(out, rows(), "nheads", args.nheads, "headdim_v", args.headdim_v);
         expect_type(out, {same(q.type, kFloat8) && same(out.type, kFloat16) ? kFloat16 : same(q.type, kFloat8) ? kBfloat16 : q.type});
-        args.out_dtype = dtype_of(out);
+        args.out = rows_of(out), args.out_dtype = dtype_of(out);
         args.lse = per_row(call, "lse", rows());
     }
 
@@ -426,7 +427,7 @@ struct Attention {
         args.nheads = narrow(q, q.rank - 2), args.headdim = narrow(q, q.rank - 1);
         args.nheads_k = narrow(k, k.rank - 2), args.headdim_v = narrow(v, v.rank - 1);
         if (args.headdim_v < 1) refuse("ValueError", "%s has shape %s: headdim_v=0 is below 1", v.name, list(v, v.shape).get());
-        args.q = rows_of(q), args.k = rows_of(k), args.v = rows_of(v), args.out = rows_of(out);
+        args.q = rows_of(q), args.k = rows_of(k), args.v = rows_of(v);
     }
 
     // The options that calls with and without a cache share.
@@ -635,6 +636,7 @@ void kvcache(Arguments& call, Wanted wanted, TVMFFIAny* result) {
     expect_type(a.k, {a.q.type, kFloat8, kInt8});
     a.expect_rows(a.out, a.rows(), "nheads", f.nheads, "headdim_v", f.headdim_v);
     expect_type(a.out, {a.q.type});
+    f.out = rows_of(a.out);
     f.lse = a.per_row(call, "lse", a.rows());
     a.read_options(call);
 

@@ -3,6 +3,7 @@ refused."""
 
 import subprocess
 import sys
+import types
 
 import accuracy
 import numpy as np
@@ -321,6 +322,14 @@ class CudaArray:
     def __init__(self, array, **changes):
         self._array = array
         self.__cuda_array_interface__ = {**array.__cuda_array_interface__, **changes}
+
+
+@pytest.mark.skipif(not NO_CUDA, reason="this machine has a GPU")
+def test_an_array_of_a_gpu_where_there_is_none():
+    about = {"data": (4096, False), "shape": (1, 3, 2, 8), "typestr": "<f4", "version": 3}
+    x = CudaArray(types.SimpleNamespace(__cuda_array_interface__=about, dtype=np.dtype("float32")))
+    with pytest.raises(fa.CudaError):
+        fa.flash_attn_func(x, x, x)
 
 
 @needs_cuda

@@ -109,6 +109,18 @@ def test_statistics(module):
     np.testing.assert_allclose(sums, (weights / weights.sum(-1, keepdims=True)).sum(2), atol=1e-5)
 
 
+@pytest.mark.parametrize("batch, seqlen_q", [(0, 5), (2, 0)])
+def test_empty_arrays(module, batch, seqlen_q):
+    """NumPy gives them strides of 0."""
+    shapes = {"q": (batch, seqlen_q, 4, 16), "k": (batch, 7, 2, 16), "v": (batch, 7, 2, 16)}
+    arrays = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    arrays |= {"out": np.zeros(shapes["q"], np.float32), "lse": np.zeros((batch, 4, seqlen_q), np.float32)}
+    call(module.forward, **arrays)
+    grads = {f"d{name}": np.full(shape, np.nan, np.float32) for name, shape in shapes.items()}
+    call(module.backward, **arrays, dout=arrays["out"], **grads)
+    assert all((x == 0).all() for x in grads.values())
+
+
 def test_slices_and_reversed_rows_are_read_where_they_lie(module):
     buffer = normal(2, 19, 3, 2, 64)
     q, k, v = (buffer[:, ::-1, i, :, :32] for i in range(3))
@@ -419,6 +431,8 @@ REFUSED = {
     "axes": ({"k": normal(23, 2, 32)}, ValueError, r"k has shape \(23, 2, 32\): expected \(batch=2, seqlen_k, "),
     "headdim": ({"k": normal(2, 23, 2, 16)}, ValueError, r"k has shape \(2, 23, 2, 16\): .*headdim=32"),
     "keys": ({"v": normal(2, 22, 2, 48)}, ValueError, r"v has shape \(2, 22, 2, 48\): .*seqlen_k=23"),
+    "axes of out": ({"out": nans(4)}, ValueError, r"out has shape \(4,\): expected \(batch=2, seqlen_q=19, "),
+    "an empty out": ({"out": np.zeros((0, 19, 4, 48), np.float32)}, ValueError, r"out has shape \(0, 19, 4, 48\): exp"),
     "out": ({"out": nans(2, 19, 4, 32)}, ValueError, r"out has shape \(2, 19, 4, 32\): .*headdim_v=48"),
     "dtype": ({"v": normal(2, 23, 2, 48).astype(np.float16)}, ValueError, "v is float16: expected float32"),
     "float64": ({"q": np.zeros((2, 19, 4, 32))}, ValueError, "q is float64: expected float32, float16,"),
@@ -441,6 +455,7 @@ REFUSED = {
     "window": ({"window_left": -2}, ValueError, "window_left=-2"),
     "kernel": ({"kernel": "quick"}, ValueError, "kernel=quick is not a kernel of this build"),
     "not served": ({"kernel": "cpu_neon"}, (NotImplementedError, RuntimeError), "cpu_neon"),
+    "a letter of code 0": ({"kernel": "cpu_naive\0"}, ValueError, "kernel has a letter with the code 0"),
     "long name": ({"kernel": "x" * 99}, ValueError, "kernel=xxx.* is longer than 63 letters"),
     "half varlen": ({"max_seqlen_q": 3}, TypeError, "packed sequences need all of cu_seqlens_q, cu_seqlens_k, "),
 }

@@ -11,7 +11,10 @@ from ..errors import CudaError
 @functools.cache
 def _driver() -> ct.CDLL:
     """libcuda, which the caller's framework has loaded already; the shared library itself does not link it."""
-    lib = ct.CDLL("libcuda.so.1")
+    try:
+        lib = ct.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise CudaError(f"an array is said to be on a GPU, but there is no CUDA driver: {error}") from None
     lib.cuDevicePrimaryCtxRetain.argtypes = [ct.POINTER(ct.c_void_p), ct.c_int]
     lib.cuCtxPushCurrent_v2.argtypes = [ct.c_void_p]
     lib.cuCtxPopCurrent_v2.argtypes = [ct.POINTER(ct.c_void_p)]
