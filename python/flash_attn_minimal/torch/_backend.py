@@ -31,8 +31,8 @@ def activate() -> contextlib.AbstractContextManager[None]:
     """Makes this library the flash backend of scaled_dot_product_attention, for all threads of the process.
 
     It stays until torch.nn.attention.restore_flash_attention_impl(), or until the end of a `with` around the result,
-    which brings back what was active before. torch.nn.attention.activate_flash_attention_impl("flash_attn_minimal")
-    does the same, once this package is imported.
+    which brings back what was active before. Such blocks may overlap: the last to end does that.
+    torch.nn.attention.activate_flash_attention_impl("flash_attn_minimal") does the same, once this package is imported.
 
     Served are calls for which PyTorch chooses its flash backend: torch.nn.attention.sdpa_kernel still decides. On the
     CPU these are calls without dropout, in float32, float16 or bfloat16, with a mask if it needs no gradient. On a GPU
