@@ -52,7 +52,10 @@ def compiled(sources: tuple[str, ...], *more: str) -> Path:
 
 def _output(*command: str) -> str:
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+        done = subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", check=True, timeout=120
+        )
+        return done.stdout
     except subprocess.CalledProcessError as error:
         said = error.stderr.strip().splitlines() or ["failed"]
         first = next((line for line in said if "error:" in line), said[0])
@@ -68,7 +71,7 @@ def _with_includes(paths: list[Path]) -> list[Path]:
         path = paths.pop()
         if path not in found and path.is_file():
             found[path] = None
-            names = re.findall(r'#include "(.+)"', path.read_text())
+            names = re.findall(r'#include "(.+)"', path.read_text(encoding="utf-8", errors="replace"))
             paths += [folder / name for name in names for folder in (path.parent, ROOT / HERE)]
     return sorted(found)
 

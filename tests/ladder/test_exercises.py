@@ -4,6 +4,7 @@ import os
 import re
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -201,6 +202,13 @@ def says_so_before_reading(tiles, slots, full, empty, read):
         read(tile % slots)
 
 
+def says_so_and_reads_at_once(tiles, slots, full, empty, read):
+    for tile in range(tiles):
+        yield full[tile % slots], tile // slots % 2
+        empty[tile % slots].arrive()
+        read(tile % slots)
+
+
 def compares_the_maximum(out, exact, plain, floor=1e-6):
     return not np.abs(out - exact).max() > 2 * np.abs(plain - exact).max() + floor
 
@@ -257,6 +265,8 @@ MISTAKES = [
     ("20_phases", "producer", waits_for_this_lap, "producer waits for parity 0 of empty[0] (phase 0, 1 of 1 arrivals"),
     ("20_phases", "producer", announces_nothing, "before its tile has landed"),
     ("20_phases", "consumer", says_so_before_reading, "overwrites slot"),
+    ("20_phases", "consumer", says_so_and_reads_at_once, "overwrites slot"),
+    ("21_broken_kernels", "two_stages", lambda: (np.ones((3, 4)), np.eye(3, 4), ["Producer"]), "does not promise"),
 ]  # fmt: skip
 
 
@@ -266,6 +276,36 @@ def test_the_judge_refuses_mistakes(name, function, mistake, said):
     with np.errstate(all="ignore"):
         text = judging.verdict(exercise.judge, {**functions, function: mistake})
     assert text.startswith("wrong: ") and said in text and "\n    idea: " in text
+
+
+def test_right_answers_of_another_style_pass():
+    exercise, functions = parts_of("18_swizzle")
+    table = np.arange(64)[:, None] % 8 ^ np.arange(16)
+
+    def offset(row, piece, pieces):  # integers of NumPy
+        line, slot = divmod(row * pieces + piece, 8)
+        return 16 * (8 * line + (slot ^ line % 4 if pieces == 4 else table[row, slot]))
+
+    assert judging.verdict(exercise.judge, {"offset": offset}) == "passed"
+
+    def producer(tiles, slots, full, empty, copy):  # announces first, and waits for the lap's own parity
+        for tile in range(tiles):
+            lap, slot = divmod(tile, slots)
+            full[slot].arrive(expect=8192)
+            yield empty[slot], lap % 2
+            copy(tile, slot, full[slot])
+
+    def consumer(tiles, slots, full, empty, read):  # says at the start that every slot is free
+        for barrier in empty:
+            barrier.arrive()
+        for tile in range(tiles):
+            lap, slot = divmod(tile, slots)
+            yield full[slot], lap % 2
+            read(slot)
+            empty[slot].arrive()
+
+    exercise, functions = parts_of("20_phases")
+    assert judging.verdict(exercise.judge, {**functions, "producer": producer, "consumer": consumer}) == "passed"
 
 
 def test_every_exercise_has_a_mistake_that_its_judge_refuses():
@@ -332,9 +372,8 @@ def test_lines_of_the_solution_pass_and_stand_under_a_roof(name, monkeypatch):
 @needs_compiler
 @pytest.mark.parametrize("name", C_KERNELS)
 def test_a_kernel_without_the_readers_lines_says_so_and_its_slow_lines_are_right(name, monkeypatch):
-    assert (
-        judged(name, None, monkeypatch)[0] == f"not written yet: the lines between #else and #endif of {KERNELS[name]}"
-    )
+    said = judged(name, None, monkeypatch)[0]
+    assert said.startswith(f"not written yet: the lines between #else and #endif of {KERNELS[name]}, in the place of")
     kernel = kernels.Kernel(FOLDER / KERNELS[name])
     call = kernel.attention
     monkeypatch.setattr(kernel, "attention", lambda *arrays: call(*arrays, slow=True))
@@ -363,6 +402,9 @@ SLIPS = [  # exercise, what the solution has, what a reader writes first, what t
      "(item = w->next) < w->items; w->next = item + 1", "was computed 2 times"),
     ("17_worker", "(size_t)me->number * w->a->seqlen_k", "0", "are wrong, the first at"),
     ("14_one_pass", "out[d] /= sum", "out[d] /= total", "it does not compile"),
+    ("14_one_pass", "fmaxf(new_max", "larger(new_max", "it does not compile: "),
+    ("14_one_pass", "stride, count, n, scale", "stride, kPiece, n, scale", "it reads outside of its arrays. one query"),
+    ("14_one_pass", "j0 < seen;", "j0 < (seen < 1024 ? seen : 1024);", "the timed call, output 0: "),
 ]  # fmt: skip
 
 
@@ -371,7 +413,7 @@ SLIPS = [  # exercise, what the solution has, what a reader writes first, what t
 def test_the_judge_refuses_wrong_lines(name, old, new, said, monkeypatch):
     lines = (SOLUTIONS / KERNELS[name]).read_text()
     assert old in lines
-    text, _ = judged(name, lines.replace(old, new), monkeypatch)
+    text = judging.apart(lambda: judged(name, lines.replace(old, new), monkeypatch)[0])
     assert text.startswith("wrong: ") and said in text
     assert "\n    idea: " in text or "compile" in text
 
@@ -379,19 +421,65 @@ def test_the_judge_refuses_wrong_lines(name, old, new, said, monkeypatch):
 @needs_compiler
 @pytest.mark.parametrize(
     "lines, said",
-    [("out[1 << 28] = 0;", "ended the process by SIGSEGV"), ("for (volatile int i = 0;;) i = 0;", "no answer within")],
+    [
+        ("out[1 << 28] = 0;", "ended the process by SIGSEGV"),
+        ("for (volatile int i = 0;;) i = 0;", "no answer within"),
+        ("exit(3);", "ended the process with the status 3"),
+    ],
 )
 def test_a_kernel_that_crashes_or_never_ends_is_a_verdict(lines, said):
     kernel = kernels.Kernel(FOLDER / "14_one_pass.c", lines)
     assert said in judging.apart(lambda: str(kernels.check(kernel)), seconds=3)
 
 
+def test_a_verdict_of_any_length_and_any_characters_arrives():
+    assert judging.apart(lambda: "\udcff" + "x" * 1000000) == "?" + "x" * 59999
+
+
+@needs_compiler
+def test_a_source_that_is_not_utf8_is_compiled(tmp_path):
+    source = tmp_path / "14_one_pass.c"
+    source.write_bytes((FOLDER / source.name).read_bytes().replace(b"return kNotWritten;", b"/* \xe9 */ return 1;"))
+    with pytest.raises(judging.Wrong, match="it reports that it has not enough memory"):
+        kernels.check(kernels.Kernel(source))
+
+
+@needs_compiler
+def test_a_folder_that_cannot_be_written_is_named(monkeypatch):
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied", "/made")
+
+    monkeypatch.setattr(kernels.c, "compiled", refuse)
+    with pytest.raises(judging.Unavailable, match="/made cannot be written; set FLASH_ATTN_LADDER_CACHE to a folder"):
+        kernels.Kernel(FOLDER / "14_one_pass.c").library()
+
+
+def test_ctrl_c_ends_the_kernel_too(tmp_path):
+    program = tmp_path / "endless.py"
+    program.write_text(
+        "import ctypes, os, judging\n"
+        "def run():\n"
+        "    print(os.getpid(), flush=True)\n"
+        "    ctypes.CDLL(None).pause()\n"
+        "    ctypes.CDLL(None).sleep(100)\n"
+        "judging.apart(run)\n"
+    )
+    command = [sys.executable, str(program)]
+    environment = {**os.environ, "PYTHONPATH": str(FOLDER)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as judge:
+        child = int(judge.stdout.readline())
+        judge.send_signal(signal.SIGINT)
+        judge.wait(timeout=60)
+        with pytest.raises(ProcessLookupError):
+            os.kill(child, 0)
+
+
 def test_slow_lines_are_named_with_their_place(monkeypatch):
     class Same:
         strict, said = 1, None
 
-        def call(self, *_):
-            pass
+        def call(self, slow, q, k, v, out, lse, shape):
+            out[...], lse[...] = 0, 0
 
     monkeypatch.setattr(kernels, "machine", lambda: {"operations": 1e11, "bytes": 1e10})
     with pytest.raises(

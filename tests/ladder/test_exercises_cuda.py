@@ -70,7 +70,7 @@ def test_bits_of_a_descriptor():
 def test_an_exercise_that_is_not_written_says_so(name):
     done = subprocess.run([sys.executable, FOLDER / f"{name}.py"], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (1, "")
-    assert done.stdout == f"{name}: not written yet: the lines between #else and #endif of {name}.cu\n"
+    assert done.stdout == f"{name}: not written yet: the lines between #else and #endif of {name}.cu, in the place of those with `yours`\n"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -96,6 +96,7 @@ SLIPS = [  # exercise, what the solution has, what a reader writes first, what t
     ("23_cuda_pipeline", "    __syncthreads();", "    ", "tiles: y[block, thread]"),
     ("23_cuda_pipeline", "kStages - 2", "kStages - 1", "1 tiles: y[block, thread]"),
     ("23_cuda_pipeline", "next = tile + kStages - 1", "next = tile + kStages", "tiles: y[block, thread]"),
+    ("22_cuda_swizzle", "piece ^ row % 8", "piece", "wants the banks of another"),
     ("24_cuda_phase", "wait(empty[slot], phase ^ 1)", "wait(empty[slot], phase)", "a wait has lasted a second"),
     ("24_cuda_phase", "wait(full[slot], phase)", "wait(full[slot], phase ^ 1)", "a wait has lasted a second"),
     ("24_cuda_phase", "fa::mbarrier_arrive(empty[slot])", "", "a wait has lasted a second"),
@@ -119,6 +120,45 @@ def test_the_judge_refuses_wrong_lines(name, old, new, said):
         and said in text
         and ("\n    idea: " in text or "compile" in text or "writes" in text)
     )
+
+
+@pytest.mark.parametrize(
+    "act, barrier", [("produce(slots[slot], x, tile)", "full"), ("consume(slots[slot], y, tile)", "empty")]
+)
+def test_an_arrival_before_the_work_is_seen(act, barrier):
+    lines = (SOLUTIONS / "24_cuda_phase.cu").read_text()
+    arrive = f"fa::mbarrier_arrive({barrier}[slot])"
+    assert act in lines and arrive in lines
+    swapped = lines.replace(act, "@").replace(arrive, act).replace("@", arrive)
+    kernel = kernel_of("24_cuda_phase", swapped)
+    if not kernel.on_cpu():
+        pytest.skip("on a GPU this shows rarely")
+    assert "tiles: y[tile, lane]" in judged("24_cuda_phase", kernel)
+
+
+def test_a_merge_of_another_style_passes():
+    lines = """
+        const int row = (blockIdx.x * blockDim.x + threadIdx.x) / warpSize, lane = threadIdx.x % warpSize;
+        if (row >= rows) return;
+        __shared__ float weights[4][32];
+        float (&mine)[32] = weights[threadIdx.x / 32];
+        float top = lane < pieces ? __ldg(lses + lane * rows + row) : -CUDART_INF_F;
+        const float own = top;
+        for (int by = 16; by; by /= 2) top = fmaxf(top, __shfl_down_sync(0xffffffff, top, by));
+        top = __shfl_sync(0xffffffff, top, 0);
+        mine[lane] = isinf(own) ? 0.0f : __expf(own - top);
+        __syncwarp();
+        float sum = 0;
+        for (int p = 0; p < min(pieces, 32); ++p) sum += mine[p];
+        for (int d = lane; d < kDim; d += 32) {
+            float total = 0;
+            for (int p = pieces - 1; p >= 0; --p)
+                if (mine[p] > 0) total += mine[p] * outs[((size_t)p * rows + row) * kDim + d];
+            out[(size_t)row * kDim + d] = sum > 0 ? total / sum : 0;
+        }
+        if (lane == 0) lse[row] = sum > 0 ? top + __logf(sum) : -CUDART_INF_F;
+    """
+    assert judged("26_cuda_merge", kernel_of("26_cuda_merge", lines)) == "passed"
 
 
 # ---- a stand-in for the exercise that needs Hopper ----

@@ -9,6 +9,8 @@ A tile has rows of 4, 8 or 16 pieces of 16 bytes (head dims 32, 64 and 128 in bf
     python docs/learn/exercises/18_swizzle.py
 """
 
+from numbers import Integral
+
 from judging import main, require
 from simulator import wavefronts
 
@@ -31,7 +33,7 @@ def judge(offset):
         for row in range(rows):
             for piece in range(pieces):
                 at, call = offset(row, piece, pieces), f"{tile}: offset({row}, {piece}, {pieces})"
-                require(isinstance(at, int) and at % 16 == 0, f"{call} is {at!r}, not a multiple of 16")
+                require(isinstance(at, Integral) and at % 16 == 0, f"{call} is {at!r}, not a multiple of 16 as an integer")
                 require(
                     0 <= at < 16 * rows * pieces,
                     f"{call} is {at}, outside of the {16 * rows * pieces} bytes of the tile",

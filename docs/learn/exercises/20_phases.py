@@ -9,7 +9,7 @@ The producer announces TILE_BYTES at full[slot] and starts copy(tile, slot, full
 lands later, and then reports to the barrier. Every consumer reads every tile, read(slot), and says so at empty[slot].
 
 Write the counts of the two kinds of barrier, the producer, and a consumer. The simulator runs them in every order of
-precedence, and finds deadlocks, tiles that are overwritten too early, and reads of tiles that have not landed.
+precedence and in random ones, and finds deadlocks, tiles that are overwritten too early, and reads of tiles that have not landed.
 
     python docs/learn/exercises/20_phases.py
 """
@@ -83,7 +83,7 @@ def one(counts, producer, consumer, consumers, slots, tiles, first, seed):
 
     roles = {"producer": producer(tiles, slots, full, empty, copy)}
     roles |= {f"consumer {n}": consumer(tiles, slots, full, empty, reader(n)) for n in range(consumers)}
-    run(roles, landings, first, seed, call)
+    run(roles, landings, first, seed, call, full + empty)
     for n, tiles_read in taken.items():
         require(tiles_read == list(range(tiles)), f"{call}: consumer {n} read the tiles {tiles_read}")
 

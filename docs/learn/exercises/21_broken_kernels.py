@@ -92,9 +92,9 @@ DEFINED = {
 }
 LIMITS = {
     "row_maximum": lambda scores, order: np.ndim(scores) == 2 and np.shape(scores)[1] % 4 == 0
-    and np.size(scores) <= 4096,
+    and np.size(scores) <= 4096 and {*order} <= {0, 1, 2, 3},
     "two_stages": lambda scores, values, order: np.shape(scores) == np.shape(values) and np.ndim(scores) == 2
-    and len(scores) <= 64,
+    and len(scores) <= 64 and {*order} <= {"producer", "consumer"},
     "visible_pairs": lambda seqlen_q, seqlen_k: 1 <= min(seqlen_q, seqlen_k) and max(seqlen_q, seqlen_k) <= 1024,
     "fp8_sum": lambda p, v: np.shape(p) == np.shape(v) and np.ndim(p) == 1 and len(p) <= 16384 and np.min(p) >= 0,
     "persistent_block": lambda items: all(1 <= tiles <= 64 for tiles in items) and len(items) <= 64,

@@ -3,13 +3,15 @@
 A warp copies a tile of 64 x 64 bf16 into shared memory and reads it with ldmatrix, 2000 times. Write `offset`, one
 line: exercise 18 on a GPU. The judge compares every fragment, and wants twice the speed of rows that follow each other.
 It needs nvcc and a GPU of compute capability 8.0. Without them it runs your lines on the CPU, thread by thread, and
-says nothing of the speed.
+counts bank conflicts instead of time.
 
     python docs/learn/exercises/22_cuda_swizzle.py
 """
 
+import ctypes
+
 import numpy as np
-from judging import close, main
+from judging import close, main, require
 
 KERNEL = "22_cuda_swizzle.cu"
 
@@ -27,6 +29,9 @@ def judge(kernel):
     shapes = [((16, 32, 4, 2), np.uint16)]
     (got,), _ = kernel.run([tile], shapes, (1,))
     close("fragments[tile, lane, register, half]", got.astype(float), fragments(tile).astype(float), 0)
+    if kernel.on_cpu():
+        count = ctypes.c_uint32.in_dll(kernel.library(False), "bank_conflicts").value
+        require(count == 0, f"right, but {count} times a lane of ldmatrix wants the banks of another; 0 is possible")
     kernel.race([tile], shapes, (2000,), 2)
 
 

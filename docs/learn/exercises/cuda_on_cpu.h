@@ -27,13 +27,29 @@ struct uint4 {
 struct float4 {
     float x, y, z, w;
 };
+struct float2 {
+    float x, y;
+};
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+template <class T>
+T __ldg(const T* p) {
+    return *p;
+}
+inline float __expf(float x) { return expf(x); }
+inline float __logf(float x) { return logf(x); }
+inline float __fdividef(float x, float y) { return x / y; }
+inline int min(int x, int y) { return x < y ? x : y; }
+inline int max(int x, int y) { return x < y ? y : x; }
+using std::isinf, std::isnan;
 
 // ---- threads ----
 
 struct Index {
-    uint32_t x;
+    uint32_t x = 0, y = 0, z = 0;
 };
+constexpr int warpSize = 32;
 struct Fiber {
     ucontext_t context;
     std::unique_ptr<char[]> stack{new char[kStack]};
@@ -46,7 +62,7 @@ struct Meeting {
     uint32_t members = 0, come = 0, turn = 0;
 };
 
-inline Index threadIdx, blockIdx;
+inline Index threadIdx, blockIdx, blockDim{1, 1, 1}, gridDim{1, 1, 1};
 inline std::vector<Fiber> fibers;
 inline ucontext_t scheduler;
 inline std::function<void()> body;
@@ -61,6 +77,9 @@ inline void wait_until(std::function<bool()> ready) {
     fibers[me].ready = std::move(ready);
     swapcontext(&fibers[me].context, &scheduler);
 }
+inline void maybe_late() {  // others may go on before this thread does
+    if (random_number() % 2) wait_until([] { return true; });
+}
 inline void meet(Meeting& m) {
     const uint32_t turn = m.turn;
     if (++m.come == m.members) m.come = 0, ++m.turn;
@@ -74,7 +93,7 @@ inline void run_fiber() {
     swapcontext(&fibers[threadIdx.x].context, &scheduler);
 }
 inline void emulated(uint32_t blocks, uint32_t threads, std::function<void()> kernel) {
-    body = std::move(kernel);
+    body = std::move(kernel), gridDim.x = blocks, blockDim.x = threads;
     for (blockIdx.x = 0; blockIdx.x < blocks && !deadlock; ++blockIdx.x) {
         fibers = std::vector<Fiber>(threads);
         whole_block = {threads};
@@ -101,16 +120,31 @@ inline void emulated(uint32_t blocks, uint32_t threads, std::function<void()> ke
 }
 
 inline void __syncthreads() { meet(whole_block); }
-inline void __syncwarp() { meet(warps[threadIdx.x / 32]); }
-inline float __shfl_sync(uint32_t, float x, int lane) {
+inline void __syncwarp(uint32_t = ~0u) { meet(warps[threadIdx.x / 32]); }
+template <class T>
+T __shfl_sync(uint32_t, T x, int lane) {
+    static_assert(sizeof x == 4, "the stand-in shuffles numbers of 4 bytes");
     uint32_t(&row)[32] = exchanged[threadIdx.x / 32];
     memcpy(&row[threadIdx.x % 32], &x, 4);
     __syncwarp();
-    memcpy(&x, &row[lane], 4);
+    memcpy(&x, &row[lane & 31], 4);
     __syncwarp();
     return x;
 }
-inline float __shfl_xor_sync(uint32_t mask, float x, int bits) { return __shfl_sync(mask, x, threadIdx.x % 32 ^ bits); }
+template <class T>
+T __shfl_xor_sync(uint32_t mask, T x, int bits) {
+    return __shfl_sync(mask, x, threadIdx.x % 32 ^ bits);
+}
+template <class T>
+T __shfl_down_sync(uint32_t mask, T x, int by) {
+    const int lane = threadIdx.x % 32;
+    return __shfl_sync(mask, x, lane + by < 32 ? lane + by : lane);
+}
+template <class T>
+T __shfl_up_sync(uint32_t mask, T x, int by) {
+    const int lane = threadIdx.x % 32;
+    return __shfl_sync(mask, x, lane < by ? lane : lane - by);
+}
 inline long long clock64() { return 0; }  // a wait lasts until it ends, or until everybody waits
 
 // ---- device/mma.cuh and device/ptx.cuh ----
@@ -152,11 +186,23 @@ void cp_async_wait_group() {
     }
 }
 
+extern "C" {
+uint32_t bank_conflicts = 0;  // of ldmatrix: lanes whose 16 bytes lie in the banks of another lane's
+}
+inline void count_conflicts(const uint32_t (&rows)[32]) {
+    for (uint32_t lane = 0; lane < 32; ++lane)
+        for (uint32_t other = lane / 8 * 8; other < lane; ++other)
+            if (rows[lane] != rows[other] && uintptr_t(pointer(rows[lane])) / 16 % 8 == uintptr_t(pointer(rows[other])) / 16 % 8) {
+                ++bank_conflicts;
+                break;
+            }
+}
 inline void ldmatrix_x4(uint32_t (&d)[4], uint32_t shared) {
     static uint32_t rows[32][32];
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     rows[warp][lane] = shared;
     __syncwarp();
+    if (lane == 0) count_conflicts(rows[warp]);
     for (uint32_t m = 0; m < 4; ++m) memcpy(&d[m], pointer(rows[warp][8 * m + lane / 4]) + 4 * (lane % 4), 4);
     __syncwarp();
 }
@@ -171,6 +217,7 @@ inline void fence_mbarrier_init() {}
 inline void mbarrier_arrive(uint32_t at) {
     Barrier& b = barrier_at(at);
     if (--b.pending == 0) b.pending = b.count, b.phase ^= 1;
+    maybe_late();
 }
 inline bool mbarrier_test(uint32_t at, uint32_t parity) {
     if (barrier_at(at).phase == parity) wait_until([at, parity] { return barrier_at(at).phase != parity; });

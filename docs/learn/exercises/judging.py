@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import functools
 import importlib.util
@@ -139,25 +140,32 @@ def apart(run: Callable[[], str], seconds: float = 240) -> str:
     child = os.fork()
     if child == 0:
         faulthandler.disable()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler waits for compiled code to return
         text = "wrong: the judge itself failed"
         try:
             text = run()
         except BaseException as error:
             text += f": {error!r}"
         finally:
-            os.write(into, text.encode())
+            ctypes.CDLL(None).fflush(None)  # what compiled code has printed
+            os.write(into, text.encode(errors="replace")[:60000])  # a pipe takes that much at once
             os._exit(0)
     os.close(into)
-    ready = select.select([out], [], [], seconds)[0]
-    if not ready:
-        os.kill(child, signal.SIGKILL)
-    said = os.read(out, 65536).decode() if ready else ""
-    status = os.waitpid(child, 0)[1]
-    os.close(out)
+    ready = []
+    try:
+        ready = select.select([out], [], [], seconds)[0]
+    finally:  # also after Ctrl-C
+        if not ready:
+            os.kill(child, signal.SIGKILL)
+        said = os.read(out, 65536).decode(errors="replace") if ready else ""
+        status = os.waitpid(child, 0)[1]
+        os.close(out)
     if not ready:
         return f"wrong: no answer within {seconds:g} s: a loop that does not end, or threads that wait for each other"
-    name = signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else ""
-    return said or f"wrong: the kernel ended the process by {name}: it reads or writes far outside of its arrays"
+    if os.WIFSIGNALED(status) and not said:
+        name = signal.Signals(os.WTERMSIG(status)).name
+        return f"wrong: the kernel ended the process by {name}: it reads or writes far outside of its arrays"
+    return said or f"wrong: the kernel ended the process with the status {os.waitstatus_to_exitcode(status)}"
 
 
 def main(names: dict):

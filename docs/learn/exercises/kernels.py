@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import mmap
 import os
 import re
 import shutil
@@ -17,7 +18,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from judging import Unavailable, Wrong, require
+from judging import Unavailable, Wrong, apart, require
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.append(str(ROOT))
@@ -50,7 +51,7 @@ class Kernel:
             raise Unavailable("there is no C compiler")
         path = self.path
         if self.lines is not None and not slow:
-            text, count = HOLE.subn(lambda hole: f"{hole[1]}{self.lines}\n", path.read_text())
+            text, count = HOLE.subn(lambda hole: f"{hole[1]}{self.lines}\n", self.text())
             assert count == 1, f"{path.name} has {count} places for the reader's lines"
             digest = hashlib.sha256(text.encode()).hexdigest()[:16]
             path = Path(os.environ.get(c.CACHE) or ROOT / "build/ladder") / f"{path.stem}_{digest}.c"
@@ -60,12 +61,25 @@ class Kernel:
             f"-I{self.path.parent}",
             f"-I{Path(__file__).parent}",
             f"-I{ROOT / c.HERE}",
+            "-Werror=implicit-function-declaration",
             *(["-DSLOW"] if slow else []),
         )
         try:
             return ctypes.CDLL(str(c.compiled((str(path),), *flags)))
         except ladder_rung.Unavailable as error:
             raise Wrong(f"it does not compile: {str(error).split(': ', 1)[1]}") from None
+        except PermissionError as error:
+            raise Unavailable(f"{error.filename} cannot be written; set {c.CACHE} to a folder that can") from None
+        except OSError as error:  # a function that is declared and nowhere defined
+            raise Wrong(f"it does not compile: {str(error).split(': ', 1)[-1]}") from None
+
+    def text(self) -> str:
+        return self.path.read_text(encoding="utf-8", errors="replace")
+
+    def not_written(self) -> NotImplementedError:
+        return NotImplementedError(
+            f"the lines between #else and #endif of {self.path.name}, in the place of those with `yours`"
+        )
 
     def attention(self, q, k, v, causal: bool, *, slow: bool = False):
         """out and lse, in arrays that held NaN and lie between NaN; raises Wrong if anything else was written."""
@@ -86,11 +100,21 @@ class Kernel:
         pointers = [ctypes.c_void_p(x.ctypes.data) if isinstance(x, np.ndarray) else ctypes.byref(x) for x in arguments]
         code = library.attention_forward(*pointers)
         if code == 77:
-            raise NotImplementedError(f"the lines between #else and #endif of {self.path.name}")
+            raise self.not_written()
         if code == 79:
             item, count = (ctypes.c_int.in_dll(library, name).value for name in ("wrong_item", "wrong_count"))
             raise Wrong(f"item {item} was computed {count} times")
         require(code == 0, f"it {FAULTS.get(code, f'returned {code}')}")
+
+
+def _before_a_page(x: np.ndarray):
+    """A copy that ends where memory begins which nobody may read."""
+    room = -(-x.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    whole = np.frombuffer(mmap.mmap(-1, room + mmap.PAGESIZE), np.uint8)
+    ctypes.CDLL(None).mprotect(ctypes.c_void_p(whole.ctypes.data + room), ctypes.c_size_t(mmap.PAGESIZE), 0)
+    inner = whole[room - x.nbytes : room].view(np.float32).reshape(x.shape)
+    inner[...] = x
+    return inner
 
 
 def _between_nans(x: np.ndarray):
@@ -108,15 +132,17 @@ class CudaKernel(Kernel):
 
     @functools.cache  # noqa: B019
     def library(self, slow: bool = False) -> ctypes.CDLL:
-        text = self.path.read_text()
+        text = self.text()
         if self.lines is None and not slow and "yours: kNotWritten" in text:
-            raise NotImplementedError(f"the lines between #else and #endif of {self.path.name}")
+            raise self.not_written()
         if self.lines is not None:
             text = HOLE.sub(lambda hole: f"{hole[1]}{self.lines}\n", text)
         with tempfile.TemporaryDirectory() as folder:
             source, made = Path(folder) / self.path.name, Path(folder) / "kernel.so"
-            source.write_text(_for_cpu(text) if self.on_cpu() else text)
-            done = subprocess.run(self.command(source, made, slow), capture_output=True, text=True)
+            source.write_text(_for_cpu(text) if self.on_cpu() else text, encoding="utf-8")
+            done = subprocess.run(
+                self.command(source, made, slow), capture_output=True, encoding="utf-8", errors="replace"
+            )
             errors = [line for line in done.stderr.splitlines() if "error" in line]
             require(done.returncode == 0, f"it does not compile: {(errors or [done.stderr])[0].replace(folder, '')}")
             return ctypes.CDLL(str(made))
@@ -151,7 +177,7 @@ class CudaKernel(Kernel):
         return here if here >= self.needs else None
 
     def on_cpu(self) -> bool:
-        return "wgmma.cuh" not in self.path.read_text() and (self.gpu() is None or self.nvcc() is None)
+        return "wgmma.cuh" not in self.text() and (self.gpu() is None or self.nvcc() is None)
 
     @staticmethod
     def nvcc() -> str | None:
@@ -181,10 +207,12 @@ class CudaKernel(Kernel):
         if self.on_cpu():
             self.said = "right, run on the CPU thread by thread. How fast it is can be seen on a GPU alone."
             return
-        best = {True: np.inf, False: np.inf}
+        best, results = {True: np.inf, False: np.inf}, {}
         for _ in range(3):
             for slow in best:
-                best[slow] = min(best[slow], self.run(inputs, shapes, sizes, slow=slow, launches=10)[1])
+                results[slow], took = self.run(inputs, shapes, sizes, slow=slow, launches=10)
+                best[slow] = min(best[slow], took)
+        _same(results)
         ratio = best[True] / best[False]
         self.said = f"{1000 * best[False]:.1f} us, {ratio:.2f} times the slow lines" + (
             f", {moved / best[False] / 1e6:.0f} GB/s" if moved else ""
@@ -273,6 +301,29 @@ def check(kernel: Kernel) -> None:
             batch, rows, keys, heads, heads_k, headdim = sizes
             shape = f"{rows} queries, {keys} keys, {heads}/{heads_k} heads of {headdim}, batch {batch}"
             raise Wrong(f"{name} ({shape}): {error}") from None
+    for name, sizes, causal, kind in CASES:
+        if name in ("one query, one key", "ragged lengths"):  # what is read too far and not used gives no NaN
+            said = apart(lambda sizes=sizes, causal=causal, kind=kind: str(_at_the_end(kernel, sizes, causal, kind)))
+            far = "behind q, k and v it reads memory that is not theirs"
+            require("ended the process by" not in said, f"right, but it reads outside of its arrays. {name}: {far}")
+
+
+def _at_the_end(kernel: Kernel, sizes, causal: bool, kind: str) -> None:
+    arrays = [_before_a_page(x) for x in inputs(*sizes, kind)]
+    arrays += [np.empty(arrays[0].shape, np.float32), np.empty((sizes[0], sizes[3], sizes[1]), np.float32)]
+    kernel.call(False, *arrays, c.Shape(*sizes, causal))
+
+
+def _same(results: dict[bool, list[np.ndarray]]) -> None:
+    """The results of the timed calls, which may be longer than those that are checked: of slow lines, of the reader's."""
+    for number, (want, got) in enumerate(zip(results[True], results[False], strict=True)):
+        off = ~np.isclose(got, want, rtol=1e-3, atol=1e-4)
+        if off.any():
+            at = tuple(int(i) for i in np.argwhere(off)[0])
+            raise Wrong(
+                f"the timed call, output {number}: {int(off.sum())} of {off.size} are wrong, the first at {at}: "
+                f"got {got[at]:.6g}, expected {want[at]:.6g}"
+            )
 
 
 def _compare(what, got, exact, plain, before=""):
@@ -300,24 +351,34 @@ def machine() -> dict[str, float]:
 
 
 def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """That this process may use: a container may have less time than its machine has cores."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return count if quota == "max" else max(1, min(count, int(quota) // int(period)))
+    except (OSError, ValueError):
+        return count
 
 
 def race(kernel: Kernel, sizes, causal: bool, least: float, threads: int = 1, seconds: float = 3.0) -> None:
     """Times the slow lines and the reader's in turns until the reader's are `least` times as fast, or time is up."""
     arrays = [*inputs(*sizes)]
-    arrays += [np.empty(arrays[0].shape, np.float32), np.empty((sizes[0], sizes[3], sizes[1]), np.float32)]
+    made = [np.empty(arrays[0].shape, np.float32), np.empty((sizes[0], sizes[3], sizes[1]), np.float32)]
     shape = c.Shape(*sizes, causal)
     least *= kernel.strict
-    best = {True: np.inf, False: np.inf}
+    best, results = {True: np.inf, False: np.inf}, {}
     end = time.monotonic() + seconds
     turns = 0
     while turns < 3 or (best[True] < least * best[False] and time.monotonic() < end):
         for slow in (True, False):
+            for x in made:
+                x.fill(np.nan)
             start = time.perf_counter()
-            kernel.call(slow, *arrays, shape)
+            kernel.call(slow, *arrays, *made, shape)
             best[slow] = min(best[slow], time.perf_counter() - start)
+            results[slow] = [x.copy() for x in made]
         turns += 1
+    _same(results)
     kernel.said = report(sizes, causal, best[True], best[False], threads)
     ratio = best[True] / best[False]
     said = f"right, but {ratio:.2f} times as fast as the slow lines; {least:g} times is enough\n    {kernel.said}"
