@@ -52,9 +52,7 @@ def compiled(sources: tuple[str, ...], *more: str) -> Path:
 
 def _output(*command: str) -> str:
     try:
-        done = subprocess.run(
-            command, capture_output=True, encoding="utf-8", errors="replace", check=True, timeout=120
-        )
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=True, timeout=120)
         return done.stdout
     except subprocess.CalledProcessError as error:
         said = error.stderr.strip().splitlines() or ["failed"]

@@ -260,7 +260,7 @@ MISTAKES = [
     ("21_broken_kernels", "decode_steps", lambda: ([100, 100, 1000],),
      "decode_steps: the broken kernel is right there"),
     ("21_broken_kernels", "two_halves", lambda: (64, 100, 0, True), "two_halves: the broken kernel is right there"),
-    ("20_phases", "counts", lambda consumers: (1, 1), "producer waits for parity 0 of empty[0]"),
+    ("20_phases", "counts", lambda consumers: (1, 1), "which consumer 0 has not read"),
     ("20_phases", "counts", lambda consumers: (consumers, consumers), "deadlock"),
     ("20_phases", "producer", waits_for_this_lap, "producer waits for parity 0 of empty[0] (phase 0, 1 of 1 arrivals"),
     ("20_phases", "producer", announces_nothing, "before its tile has landed"),
@@ -288,12 +288,12 @@ def test_right_answers_of_another_style_pass():
 
     assert judging.verdict(exercise.judge, {"offset": offset}) == "passed"
 
-    def producer(tiles, slots, full, empty, copy):  # announces first, and waits for the lap's own parity
+    def producer(tiles, slots, full, empty, copy):  # waits for the lap's own parity, and announces last
         for tile in range(tiles):
             lap, slot = divmod(tile, slots)
-            full[slot].arrive(expect=8192)
             yield empty[slot], lap % 2
             copy(tile, slot, full[slot])
+            full[slot].arrive(expect=8192)
 
     def consumer(tiles, slots, full, empty, read):  # says at the start that every slot is free
         for barrier in empty:

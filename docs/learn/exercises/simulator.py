@@ -81,9 +81,7 @@ def run(
     running: list[str] = []  # all but the last are late after an arrival
 
     def can_go_on() -> list[str]:
-        return [
-            name for name, wait in waits.items() if name not in running and (wait is None or wait[0].done(wait[1]))
-        ]
+        return [name for name, wait in waits.items() if name not in running and (wait is None or wait[0].done(wait[1]))]
 
     def land():
         landings.pop(draw.randrange(len(landings)))()
