@@ -41,7 +41,7 @@ struct Refusal {
 };
 struct AlreadyRaised {};  // by a function of tvm-ffi
 
-[[noreturn, gnu::format(printf, 2, 3)]] void refuse(const char* kind, const char* format, ...) {
+[[noreturn]] __attribute__((format(printf, 2, 3))) void refuse(const char* kind, const char* format, ...) {
     Refusal refusal{kind, {}};
     va_list values;
     va_start(values, format);
@@ -63,7 +63,7 @@ void check(fa_status status) {
 
 class Text {  // a short text that grows
 public:
-    [[gnu::format(printf, 2, 3)]] Text& add(const char* format, ...) {
+    __attribute__((format(printf, 2, 3))) Text& add(const char* format, ...) {
         va_list values;
         va_start(values, format);
         const int wanted = std::vsnprintf(text_ + size_, sizeof text_ - size_, format, values);
