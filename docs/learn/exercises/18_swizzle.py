@@ -33,9 +33,7 @@ def judge(offset):
         for row in range(rows):
             for piece in range(pieces):
                 at, call = offset(row, piece, pieces), f"{tile}: offset({row}, {piece}, {pieces})"
-                require(
-                    isinstance(at, Integral) and at % 16 == 0, f"{call} is {at!r}, not a multiple of 16 as an integer"
-                )
+                require(isinstance(at, Integral) and at % 16 == 0, f"{call} is {at!r}, not a whole multiple of 16")
                 require(
                     0 <= at < 16 * rows * pieces,
                     f"{call} is {at}, outside of the {16 * rows * pieces} bytes of the tile",

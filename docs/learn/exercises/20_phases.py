@@ -9,7 +9,8 @@ The producer announces TILE_BYTES at full[slot] and starts copy(tile, slot, full
 lands later, and then reports to the barrier. Every consumer reads every tile, read(slot), and says so at empty[slot].
 
 Write the counts of the two kinds of barrier, the producer, and a consumer. The simulator runs them in every order of
-precedence and in random ones, and finds deadlocks, tiles that are overwritten too early, and reads of tiles that have not landed.
+precedence and in random ones, and finds deadlocks, tiles that are overwritten too early, and reads of tiles that have
+not landed.
 
     python docs/learn/exercises/20_phases.py
 """

@@ -315,7 +315,7 @@ def _at_the_end(kernel: Kernel, sizes, causal: bool, kind: str) -> None:
 
 
 def _same(results: dict[bool, list[np.ndarray]]) -> None:
-    """The results of the timed calls, which may be longer than those that are checked: of slow lines, of the reader's."""
+    """Compares what timed calls returned, of the slow lines and of the reader's: they are longer than checked ones."""
     for number, (want, got) in enumerate(zip(results[True], results[False], strict=True)):
         off = ~np.isclose(got, want, rtol=1e-3, atol=1e-4)
         if off.any():
