@@ -1,6 +1,7 @@
 """The exercises of docs/learn: each judge accepts our solution, refuses mistakes, and names what is not written."""
 
 import os
+import platform
 import re
 import runpy
 import shutil
@@ -566,3 +567,23 @@ def test_an_answer_shows_only_its_own_mistake():
 
 def vars_of(exercise):
     return {name: getattr(exercise, name) for name in exercise.TO_WRITE}
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names processors of x86-64")
+@pytest.mark.parametrize("processor", ["x86-64", "haswell", "skylake-avx512"])
+def test_the_exponential_of_the_solution_becomes_vectors_on_every_processor(processor, monkeypatch, tmp_path):
+    monkeypatch.setenv(kernels.c.CACHE, str(tmp_path))
+    found = []
+
+    def compiled(sources, *flags):
+        target = [flag for flag in kernels.c.FLAGS if flag not in ("-march=native", "-shared")]
+        command = [os.environ.get("CC") or "cc", *target, f"-march={processor}", *flags, "-S", "-o", "-", *sources]
+        found.append(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        raise PermissionError(13, "", "here")
+
+    monkeypatch.setattr(kernels.c, "compiled", compiled)
+    with pytest.raises(judging.Unavailable):
+        kernels.Kernel(FOLDER / "16_exponential.c", (SOLUTIONS / "16_exponential.c").read_text()).library()
+    body = found[0].split("\nexponentials:")[1].split("\t.size\texponentials")[0]
+    assert re.search(r"\tv?mulps\t|\tvf\w*ps\t", body)

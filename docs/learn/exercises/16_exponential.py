@@ -3,7 +3,8 @@
 The slow line calls expf for each score. A loop with a call stays scalar, so the exponentials take longer than both
 products. Write e^x for x <= 0 as arithmetic: x = n ln 2 + r with n whole and |r| <= ln 2 / 2; e^r is a polynomial of
 degree 7, and 2^n is added to the exponent's bits. Below -87 the result is 0, and so it is for a hidden score,
--inf. It may be off by 3 units in the last place. The judge wants the exponentials 3 times as fast as expf.
+-inf. It may be off by 3 units in the last place. The judge wants the exponentials 3 times as fast as expf, or 1.3 times
+where vectors have only 4 numbers.
 
     python docs/learn/exercises/16_exponential.py
 """
@@ -13,7 +14,7 @@ import time
 
 import numpy as np
 from judging import main, require
-from kernels import check, race
+from kernels import check, machine, race
 
 KERNEL = "16_exponential.c"
 
@@ -45,9 +46,10 @@ def judge(kernel):
     ratio = took[True] / took[False]
     race(kernel, (1, 256, 1024, 1, 1, 32), False, 0)
     kernel.said = f"the exponentials alone: {ratio:.1f} times as fast as expf. The kernel: {kernel.said}"
+    least = 3 if machine()["vector"] > 16 else 1.3
     require(
-        ratio >= 3 * kernel.strict,
-        f"right, but the exponentials are {ratio:.1f} times as fast as expf; 3 times is enough",
+        ratio >= least * kernel.strict,
+        f"right, but the exponentials are {ratio:.1f} times as fast as expf; {least:g} times is enough",
     )
 
 
