@@ -40,7 +40,6 @@ void Parts::add(const Problem& p, const Segment& segment, Interval keys, int64_t
         if (s.sequence == b && s.round < segment.round) before += s.length();
     part.push_back(made), row.push_back(int32_t(segment.row)), row_in_sequence.push_back(before);
     longest_q = std::max(longest_q, segment.length()), longest_k = std::max(longest_k, count);
-    empty = empty && count == 0;
 }
 
 fa_status Parts::put(Walk& w, const Problem& p) {

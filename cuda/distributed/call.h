@@ -76,7 +76,6 @@ struct Parts {
     std::vector<int32_t> row;              // first row of q of each part; ascending
     std::vector<int64_t> row_in_sequence;  // rows of the same sequence that the rank has before the part: the part's row in bias and mask
     int64_t longest_q = 0, longest_k = 0;
-    bool empty = true;  // no part has a key
     // Writes the tables of the parts to device memory. Must run on the main stream, before `fork`.
     fa_status put(Walk& w, const Problem& p);
     const int32_t* rows_table = nullptr;  // `row`, then the end of the rank's rows
@@ -136,8 +135,8 @@ public:
     fa_status move(const std::vector<Copy>& copies, int32_t after);
     // Makes the copies for work on the i-th stream, which waits for them.
     fa_status fetch(const std::vector<Copy>& copies, int32_t after, int64_t i = 0, Hidden hidden = Hidden::kNot);
-    fa_status arrive(int64_t i = 0) { return runs() ? transport_->arrive(stream(i)) : FA_OK; }
-    fa_status follow(int64_t i = 0) { return runs() ? transport_->follow(stream(i)) : FA_OK; }
+    fa_status arrive() { return runs() ? transport_->arrive(stream()) : FA_OK; }
+    fa_status follow() { return runs() ? transport_->follow(stream()) : FA_OK; }
     fa_status signal(int32_t signal, int64_t i) { return runs() ? transport_->signal(signal, stream(i)) : FA_OK; }
     fa_status fence() { return runs() ? transport_->fence() : FA_OK; }
     // fork: the other streams wait for the caller's stream. join: the caller's stream waits for the others.
