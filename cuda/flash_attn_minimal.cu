@@ -205,7 +205,7 @@ __global__ void __launch_bounds__(kThreads, kChunksV == kFewChunks ? 2 : 1) atte
 #pragma unroll
             for (int x = 0; x < 4; ++x) {
                 const int d = chunk * kTile + 4 * tx + x;
-                if (d < p.headdim_v) out[(4 * ty + r) * p.out.row + d] = from_float<T>(O[chunk][r][x] * end.inverse);
+                if (d < p.headdim_v) out[(4 * ty + r) * p.out.row + d] = from_float<T>(end.output(O[chunk][r][x]));
             }
     }
 }

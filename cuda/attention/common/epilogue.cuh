@@ -13,8 +13,14 @@ namespace fa {
 enum class ScoreUnit { kLog2, kNatural };
 
 struct RowEnd {
-    float inverse;  // out = inverse * sum of P V; 0 for a row without keys
+    float inverse;  // out = inverse * sum of P V; 0 for a row without keys and sink
     float lse;      // log of the sum of exponentials, in the unit of the maximum; -inf for a row without keys and sink
+    bool empty;     // the row has seen no key: out = 0, although the sum of P V may be NaN, from 0 times a NaN that other rows see
+
+    __device__ __forceinline__ float output(float sum) const { return empty ? 0.0f : sum * inverse; }
+    __device__ __forceinline__ float4 output(float4 sum) const {
+        return make_float4(output(sum.x), output(sum.y), output(sum.z), output(sum.w));
+    }
 };
 
 // The sink of a head: a logit in natural units that is added to the denominator only; -inf = no sink.
@@ -26,6 +32,7 @@ template <ScoreUnit kUnit>
 __device__ __forceinline__ RowEnd finish_row(float row_max, float row_sum, float sink = -INFINITY) {
     constexpr bool kNatural = kUnit == ScoreUnit::kNatural;
     const auto exponential = [](float x) { return exp2_approx(kNatural ? x * kLog2e : x); };
+    const bool empty = row_sum == 0.0f;
     float factor = 1.0f;
     if (sink != -INFINITY) {
         const float logit = kNatural ? sink : sink * kLog2e, raised = fmaxf(row_max, logit);
@@ -33,8 +40,8 @@ __device__ __forceinline__ RowEnd finish_row(float row_max, float row_sum, float
         row_sum = row_sum * factor + exponential(logit - raised);
         row_max = raised;
     }
-    if (row_sum == 0.0f) return {0.0f, -INFINITY};
-    return {factor / row_sum, row_max + (kNatural ? __logf(row_sum) : __log2f(row_sum))};
+    if (row_sum == 0.0f) return {0.0f, -INFINITY, empty};
+    return {factor / row_sum, row_max + (kNatural ? __logf(row_sum) : __log2f(row_sum)), empty};
 }
 
 }  // namespace fa

@@ -202,8 +202,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
             const int column = kChunk * chunk + 4 * tx;
             const float(&x)[4] = O[r][chunk];
             if (column < p.headdim_v)
-                *reinterpret_cast<float4*>(out + i * p.out.row + column) =
-                    make_float4(x[0] * end.inverse, x[1] * end.inverse, x[2] * end.inverse, x[3] * end.inverse);
+                *reinterpret_cast<float4*>(out + i * p.out.row + column) = end.output(make_float4(x[0], x[1], x[2], x[3]));
         }
     }
 }

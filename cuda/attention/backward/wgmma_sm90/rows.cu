@@ -132,16 +132,17 @@ __global__ void __launch_bounds__(kThreads, kBeforeBlocks) before_kernel(const _
     if (__syncthreads_or(large)) prepare_large_rows<T, kBlockM>(params);  // rare
 }
 
-// Writes eight columns of dQ, scaled, to 16 bytes of a row.
+// Writes eight columns of dQ, scaled, to 16 bytes of a row; zeros where scale is 0.
 template <typename T>
-__device__ __forceinline__ void store_columns(const RowsParams& params, T* row, const float (&x)[8]) {
+__device__ __forceinline__ void store_columns(const RowsParams& params, T* row, const float (&x)[8], float scale) {
     uint4* place = reinterpret_cast<uint4*>(row);
     uint32_t old[4] = {}, packed[4];
     if (params.b.accumulate) reinterpret_cast<uint4&>(old) = *place;
+    const auto scaled = [&](float sum) { return scale == 0.0f ? 0.0f : sum * scale; };
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
         const float2 before = unpack_16<T>(old[j]);
-        const float low = x[2 * j] * params.b.forward.scale, high = x[2 * j + 1] * params.b.forward.scale;
+        const float low = scaled(x[2 * j]), high = scaled(x[2 * j + 1]);
         packed[j] = params.b.accumulate ? pack_16<T>(before.x + low, before.y + high) : pack_16<T>(low, high);
     }
     *place = make_uint4(packed[0], packed[1], packed[2], packed[3]);
@@ -160,9 +161,13 @@ __global__ void __launch_bounds__(kThreads) after_kernel(const __grid_constant__
     const Range blocks = key_blocks_of(visible_band(p, at.s), at.row0, kBlockM, params.tiles.block_n);
     const bool written = params.tiles.zeroed || blocks.begin < blocks.end;  // else no key block meets the tile, and its gradient is zero
     T* rows = static_cast<T*>(params.b.dq.data) + gradients_of(params.b, at.batch).dq + at.head * params.b.dq.head;
-    const auto store = [&](int row, int column, const float(&x)[8]) {
-        row += at.row0;
-        if (row < at.s.seqlen_q && column < p.headdim) store_columns(params, rows + row * params.b.dq.row + column, x);
+    // The sum of a row without keys may be NaN: 0 times a NaN in V, which other rows see. Its gradient is 0. Its lse is +inf
+    // (before_kernel).
+    const auto store = [&](int r, int column, const float(&x)[8]) {
+        const int row = at.row0 + r;
+        if (row >= at.s.seqlen_q || column >= p.headdim) return;
+        const bool empty = params.tiles.lse[at.tile * kBlockM + quad_order(r)] == INFINITY;
+        store_columns(params, rows + row * params.b.dq.row + column, x, empty ? 0.0f : p.scale);
     };
     const int first = blockIdx.x % kBlocks * kPiecesOfBlock, t = threadIdx.x;
     if constexpr (kColumns == 64) {

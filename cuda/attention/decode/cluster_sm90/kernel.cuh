@@ -92,8 +92,7 @@ __device__ __forceinline__ void finish_results(const ClusterParams& params, cons
         const RowEnd end = finish_row<ScoreUnit::kLog2>(sum.row_max, sum.row_sum, sink_of(p.sinks, head));
         if (p.lse && column == 0) p.lse[(int64_t(b) * p.nheads + head) * p.seqlen_q + i] = end.lse * kLn2;
         uint16_t* const out = static_cast<uint16_t*>(p.out.data) + b * p.out.batch + i * p.out.row + head * p.out.head + column;
-        o.x *= end.inverse, o.y *= end.inverse, o.z *= end.inverse, o.w *= end.inverse;
-        *reinterpret_cast<uint2*>(out) = pack_row(o, !params.bfloat16);
+        *reinterpret_cast<uint2*>(out) = pack_row(end.output(o), !params.bfloat16);
     }
 }
 

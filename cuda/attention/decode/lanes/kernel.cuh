@@ -94,7 +94,7 @@ __device__ __forceinline__ void store_row(const LaneParams& p, const LaneUnit& u
     const bool whole = !d || slot < 0;
     const int i = lane_query(p, unit.row0 + r), head = lane_head(p, unit.head_k, unit.row0 + r, i);
     const RowEnd end = finish_row<ScoreUnit::kLog2>(result.row_max, result.row_sum, whole ? sink_of(p.sinks, head) : -INFINITY);
-    const float4 x = make_float4(result.o.x * end.inverse, result.o.y * end.inverse, result.o.z * end.inverse, result.o.w * end.inverse);
+    const float4 x = end.output(result.o);
     if (!whole) {
         const int64_t at = int64_t(slot) * p.tile_rows + r;
         if (c == 0) d->partial_lse[at] = end.lse;

@@ -97,7 +97,7 @@ __device__ __forceinline__ void store_row(const DecodeParams& d, const RingSmem<
             const float w = weight[source];
             x.x += w * y.x, x.y += w * y.y, x.z += w * y.z, x.w += w * y.w;
         }
-        x.x *= end.inverse, x.y *= end.inverse, x.z *= end.inverse, x.w *= end.inverse;
+        x = end.output(x);
         if (!whole) *reinterpret_cast<float4*>(partial + column) = x;
         else *reinterpret_cast<uint2*>(out + column) = pack_row(x, p.dtype == DType::kFloat16);
     }

@@ -410,15 +410,17 @@ __device__ __forceinline__ void finish_rows(const AttentionParams& p, const Fp8W
             const RowEnd end = finish_row<ScoreUnit::kLog2>(row_max[r], quad_sum(row_sum[r]));
             if (me.quad() == 0 && i < w.seqlen_q) p.lse[lse_row + i] = end.lse * kLn2;
         }
-        const float inverse = out.sum[r] == 0.0f ? 0.0f : w.v_descale / out.sum[r];
+        const bool empty = out.sum[r] == 0.0f;  // zeros, although 0 x V may be NaN
+        const float inverse = w.v_descale / out.sum[r];
+        const auto value = [&](float sum) { return empty ? 0.0f : sum * inverse; };
         // Of the sixteen head dims of column groups 2 j and 2 j + 1, the lane has 4 quad .. 4 quad + 3. Even lanes complete their four to
         // eight with those of their neighbour; odd lanes do so for the next sixteen.
         uint16_t* row = rows + i * p.out.row;
 #pragma unroll
         for (int j = 0; j < fp8_plan(kId).headdim / 16; j += 2) {
             const float* x = out.o + 8 * j + 2 * r;
-            const uint32_t a0 = pack(x[0] * inverse, x[4] * inverse), a1 = pack(x[1] * inverse, x[5] * inverse);
-            const uint32_t b0 = pack(x[8] * inverse, x[12] * inverse), b1 = pack(x[9] * inverse, x[13] * inverse);
+            const uint32_t a0 = pack(value(x[0]), value(x[4])), a1 = pack(value(x[1]), value(x[5]));
+            const uint32_t b0 = pack(value(x[8]), value(x[12])), b1 = pack(value(x[9]), value(x[13]));
             const uint32_t got0 = __shfl_xor_sync(~0u, odd ? a0 : b0, 1), got1 = __shfl_xor_sync(~0u, odd ? a1 : b1, 1);
             const int column = 16 * (j + odd) + 4 * (me.quad() & 2);
             if (i < w.seqlen_q && column < p.headdim_v)

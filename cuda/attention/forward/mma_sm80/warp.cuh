@@ -454,20 +454,20 @@ struct ForwardWarp {
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
             const int i = end_row + 16 * (r / 2) + mma_row(last_lane, r % 2 * 2);
-            const RowEnd end = finish_row<kGeneral ? ScoreUnit::kNatural : ScoreUnit::kLog2>(row_max[r], quad_sum(row_sum[r]), sink);
+            RowEnd end = finish_row<kGeneral ? ScoreUnit::kNatural : ScoreUnit::kLog2>(row_max[r], quad_sum(row_sum[r]), sink);
             if (p.lse && last_lane % 4 == 0 && i < done_s.seqlen_q && part == 0)
                 p.lse[lse_offset(p, done_s, done.head) + i] = kGeneral ? end.lse : end.lse * kLn2;
-            const float inverse = kGeneral && p.dropout_threshold ? end.inverse * p.dropout_scale : end.inverse;
-            store_row(O, r, inverse, last_lane, part, out + i * p.out.row, i < done_s.seqlen_q);
+            if (kGeneral && p.dropout_threshold) end.inverse *= p.dropout_scale;
+            store_row(O, r, end, last_lane, part, out + i * p.out.row, i < done_s.seqlen_q);
         }
     }
     // Stores row r of this thread's quad, if there is one in the sequence.
-    __device__ __forceinline__ void store_row(const Output& O, int r, float inverse, int lane, int part, T* row, bool exists) const {
+    __device__ __forceinline__ void store_row(const Output& O, int r, const RowEnd& end, int lane, int part, T* row, bool exists) const {
 #pragma unroll
         for (int n = 0; n < kTilesV; n += 4) {  // a lane has eight neighbouring columns of every four tiles
             constexpr int kPieces = int(sizeof(T)) / 2, kPieceColumns = 8 / kPieces;
             uint32_t word[kPieces][4];
-            const auto value = [&](int x, int e) { return O[r / 2][n + x][r % 2 * 2 + e] * inverse; };
+            const auto value = [&](int x, int e) { return end.output(O[r / 2][n + x][r % 2 * 2 + e]); };
 #pragma unroll
             for (int x = 0; x < 4; ++x) {
                 if constexpr (sizeof(T) == 2) word[0][x] = pack_16<T>(value(x, 0), value(x, 1));

@@ -256,7 +256,7 @@ __device__ __forceinline__ void finish_rows(const AttentionParams& p, const Forw
                                    : finish_row<ScoreUnit::kLog2>(rows.row_max[r], row_sum, sink);
         if (p.lse && me.quad() == 0 && i < w.seqlen_q) p.lse[lse_row + i] = natural ? end.lse : end.lse * kLn2;
         const float inverse = kWgmmaPlan<kId>.general && p.dropout_threshold ? end.inverse * p.dropout_scale : end.inverse;
-        store_row(out + i * p.out.row, O, r, inverse, row_sum == 0.0f, i < w.seqlen_q, p.headdim_v, me.quad());
+        store_row(out + i * p.out.row, O, r, inverse, end.empty, i < w.seqlen_q, p.headdim_v, me.quad());
     }
 }
 

@@ -138,15 +138,13 @@ __device__ __forceinline__ void finish_rows(const AttentionParams& p, const Spli
 #pragma unroll
             for (int x = 0; x < kOutputs / 4; ++x) {
                 const float* pair = O + 4 * x + 2 * r;
-                if (8 * x < p.headdim_v)
-                    *reinterpret_cast<float2*>(to + 8 * x) =
-                        row_sum == 0.0f ? make_float2(0, 0) : make_float2(pair[0] * end.inverse, pair[1] * end.inverse);
+                if (8 * x < p.headdim_v) *reinterpret_cast<float2*>(to + 8 * x) = make_float2(end.output(pair[0]), end.output(pair[1]));
             }
             continue;
         }
         if (p.lse && me.quad() == 0 && exists) p.lse[(int64_t(w.batch) * p.nheads + head) * p.seqlen_q + query] = end.lse * kLn2;
         T* out = static_cast<T*>(p.out.data) + w.batch * p.out.batch + query * p.out.row + head * p.out.head;
-        store_row(out, O, r, end.inverse, row_sum == 0.0f, exists, p.headdim_v, me.quad());
+        store_row(out, O, r, end.inverse, end.empty, exists, p.headdim_v, me.quad());
     }
 }
 
