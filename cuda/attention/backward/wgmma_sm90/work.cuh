@@ -33,6 +33,15 @@ struct alignas(16) BackwardWork {
     int mask_place;  // places before this one have rows that do not see all of the keys; keys past the end count as unseen
 };
 
+// What softcap multiplies by. An instruction takes these from the kernel's arguments, so they need no registers.
+struct SoftcapFactors {
+    float argument;  // 2 log2(e) scale / softcap: turns products into exponents of 2 for tanh
+    float exponent;  // softcap log2(e): turns tanh into exponents of 2
+    float inverse;   // 1 / exponent
+    float bits;      // inverse / 2^15
+    float offset;    // softcap_slope in options.cuh
+};
+
 struct BackwardSchedule {
     QueryTiles tiles;
     int n_blocks;       // key blocks of a sequence (dense)
@@ -41,6 +50,7 @@ struct BackwardSchedule {
     bool in_order;      // deterministic: blocks add to every query tile in the order of their keys
     int blocks;         // blocks of 128 keys; the thread blocks of the grid take them in turn
     int q_loads, k_loads, v_loads, dout_loads;  // boxes of a tile
+    SoftcapFactors softcap;
 };
 
 // The first lane's value, in all lanes that still run. The shuffle tells the compiler that it is uniform.
