@@ -211,11 +211,4 @@ __device__ __forceinline__ float exp2_approx(float x) {
     return y;
 }
 
-// rcp.approx.ftz: 1 / x to 1 ulp; 1 / inf = 0, NaN stays NaN.
-__device__ __forceinline__ float rcp_approx(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
-    return y;
-}
-
 }  // namespace fa

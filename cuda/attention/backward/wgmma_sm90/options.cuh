@@ -9,11 +9,10 @@
 //     softcap       S becomes tanh. Its derivative is found again from P and lse, without registers or shared memory for it.
 #pragma once
 
-#include <climits>
-
 #include "attention/backward/wgmma_sm90/work.cuh"
 #include "attention/common/large_rows.cuh"
 #include "common/constants.h"
+#include "device/approximate.cuh"
 #include "device/mma.cuh"
 #include "device/wgmma.cuh"
 
@@ -21,10 +20,6 @@ namespace fa {
 
 // ---- windows ----
 
-// Places from this one on have rows whose window begins after the first of the keys.
-__device__ __forceinline__ int left_place_of(const AttentionParams& p, const BackwardWork& w, int block_m) {
-    return p.window_left < 0 ? INT_MAX : max(w.key0 - w.left + 1, 0) / block_m * w.width;
-}
 // Sets pairs before the left edge to -inf. `key` and `query` belong to element 0.
 template <int kCount>
 __device__ __forceinline__ void mask_left_edge(float (&S)[kCount], const BackwardWork& w, int key, int query) {
@@ -98,12 +93,14 @@ __device__ __forceinline__ void add_large_alibi(float (&S)[kCount], const AlibiT
 
 // ---- softcap ----
 
-// The bits of a float, read as an integer, are 2^23 (log2 + 127), except that the mantissa lies on a line: this log2 is up to 0.086 too
-// small. kMiddle makes that 0.043 either way. The upper bits of P below the exponent of 2^23 make a float of the integer.
+// Beside bfloat16, log2 P comes without the special function unit, which the exponentials keep busy. The bits of a float, read as an
+// integer, are 2^23 (log2 + 127), except that log2(1 + m) of the mantissa is replaced by m: up to 0.086 too small. kMiddle makes that 0.043
+// either way.
 constexpr float kMiddle = 0.043f;
 inline SoftcapFactors softcap_factors(const AttentionParams& p) {
     const float exponent = p.softcap * kLog2e, inverse = 1.0f / exponent;
-    return {2 * kLog2e * p.scale / p.softcap, exponent, inverse, inverse * 0x1p-15f, (kMiddle - 383.0f) * inverse};
+    const float offset = p.dtype == DType::kFloat16 ? 0.0f : (kMiddle - 383.0f) * inverse;
+    return {2 * kLog2e * p.scale / p.softcap, exponent, inverse, inverse * 0x1p-15f, offset};
 }
 // S becomes tanh(S scale / softcap).
 template <int kCount>
@@ -112,9 +109,14 @@ __device__ __forceinline__ void cap_scores(float (&S)[kCount], const SoftcapFact
     for (int i = 0; i < kCount; ++i) S[i] = fmaf(-2.0f, rcp_approx(1.0f + exp2_approx(S[i] * factors.argument)), 1.0f);
 }
 // 1 - t^2, where t = tanh(score / softcap) = (log2 P + lse) inverse. row = lse inverse + offset. P = 0 gives anything from 0 to 1.
+template <typename T>
 __device__ __forceinline__ float softcap_slope(float P, float row, const SoftcapFactors& factors) {
-    const float bits = __uint_as_float(__byte_perm(__float_as_uint(P), 0x4Bu, 0x4321));  // 2^23 + bits / 2^8
-    const float t = fmaf(bits, factors.bits, row);
+    float t;
+    if constexpr (std::is_same_v<T, __half>) {
+        t = fmaf(log2_approx(P), factors.inverse, row);
+    } else {  // the upper bits of P below the exponent of 2^23: a float of the integer 2^23 + bits / 2^8
+        t = fmaf(__uint_as_float(__byte_perm(__float_as_uint(P), 0x4Bu, 0x4321)), factors.bits, row);
+    }
     return __saturatef(fmaf(-t, t, 1.0f));
 }
 // dS = P (dP - delta) (1 - t^2) for queries 16 i .. 16 i + 15, packed as A operand.
@@ -127,7 +129,8 @@ __device__ __forceinline__ void capped_gradients(uint32_t (&dS)[4], const uint32
     for (int x = 0; x < 4; ++x) {
         const float2 p = unpack_16<T>(P[x]);
         const float low = p.x * (dP[2 * x] - (x < 2 ? delta.x : delta.z)), high = p.y * (dP[2 * x + 1] - (x < 2 ? delta.y : delta.w));
-        dS[x] = pack_16<T>(low * softcap_slope(p.x, rows[x / 2 * 2], factors), high * softcap_slope(p.y, rows[x / 2 * 2 + 1], factors));
+        dS[x] =
+            pack_16<T>(low * softcap_slope<T>(p.x, rows[x / 2 * 2], factors), high * softcap_slope<T>(p.y, rows[x / 2 * 2 + 1], factors));
     }
 }
 

@@ -95,14 +95,15 @@ FA_HOST_DEVICE bool backward_masks_keys(const AttentionParams& p) {
     return p.mask.data && p.mask.row == 0 && (p.mask.head == 0 || p.group == 1);
 }
 // Whether the plans with options serve the call.
-//     softcap    the derivative needs t = tanh(score / softcap), which is found again from P, to 0.03 / softcap (softcap_slope). Scores and
-//                lse stay below kLargeLse (attention/common/large_rows.cuh), unless a sink is above: then P is 0.
-//     ALiBi      is added to products, as slope / softmax_scale
+//     softcap    The derivative needs t = tanh(score / softcap), which is found again from P, in bfloat16 to 0.03 / softcap
+//                (softcap_slope). Scores and lse stay below kLargeLse (attention/common/large_rows.cuh), unless a sink lies above:
+//                then P is 0.
+//     ALiBi      It is added to products, as slope / softmax_scale.
 inline bool backward_serves_options(const AttentionParams& p) {
     AttentionParams rest = p;
     rest.softcap = 0, rest.alibi_slopes = nullptr;
     if (backward_masks_keys(p)) rest.mask.data = nullptr;
-    const bool softcap = p.softcap == 0 || (p.softcap >= 20 && p.softcap <= 2000 && !p.alibi_slopes);
+    const bool softcap = p.softcap == 0 || (p.softcap >= 30 && p.softcap <= 2000 && !p.alibi_slopes);
     return softcap && !rest.general_scores() && p.scale > (p.alibi_slopes ? 1e-6f : 0.0f);
 }
 

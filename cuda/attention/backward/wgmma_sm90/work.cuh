@@ -1,6 +1,8 @@
 // wgmma_sm90/work.cuh: the work of a block of the Hopper backward: which keys it owns, which query tiles it walks over, and in which order.
 #pragma once
 
+#include <climits>
+
 #include "attention/backward/wgmma_sm90/tiles.h"
 #include "attention/common/params.h"
 #include "device/mma.cuh"
@@ -62,6 +64,11 @@ __device__ __forceinline__ X uniform(X x) {
 FA_HOST_DEVICE int next_step(int step, int first, int end) { return step + 1 == end ? first : step + 1; }
 // In order, places go down; otherwise they go up. `wrap` tells which.
 FA_HOST_DEVICE int next_place(int place, int last, int wrap) { return place == last ? wrap : wrap > last ? place - 1 : place + 1; }
+
+// Places from this one on have rows whose window begins after the first of the keys.
+FA_HOST_DEVICE int left_place_of(const AttentionParams& p, const BackwardWork& w, int block_m) {
+    return p.window_left < 0 ? INT_MAX : max(w.key0 - w.left + 1, 0) / block_m * w.width;
+}
 
 // A step of a walk: a query tile of a head of the group.
 struct Visited {
