@@ -121,12 +121,13 @@ __device__ __forceinline__ float alibi_product(float product, float slope, int d
 template <int kCount>
 __device__ __forceinline__ void change_products(const AttentionParams& p, const FragmentPlace& at, float (&S)[kCount]) {
     const float slope = p.alibi_slopes ? alibi_of_products(p, at.batch, at.head) : 0.0f;
-    const uint8_t* attend = static_cast<const uint8_t*>(p.mask.data) + at.batch * p.mask.batch + at.head * p.mask.head;
+    const uint8_t* attend = static_cast<const uint8_t*>(p.mask.data);
+    const int64_t base = at.batch * p.mask.batch + at.head * p.mask.head;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
         const int query = at.row + i / 2 % 2 * 8, key = at.key + i / 4 * 8 + i % 2;
         if (p.alibi_slopes) S[i] = alibi_product(S[i], slope, query + at.shift - key);
-        if (p.mask.data && query < at.seqlen_q && key < at.seqlen_k && !attend[query * p.mask.row + key]) S[i] = -INFINITY;
+        if (p.mask.data && query < at.seqlen_q && key < at.seqlen_k && !attend[base + query * p.mask.row + key]) S[i] = -INFINITY;
     }
 }
 

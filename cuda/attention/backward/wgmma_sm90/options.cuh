@@ -1,6 +1,6 @@
-// wgmma_sm90/options.cuh: the options that the plans with options of the Hopper backward serve, on a thread's fragment of the transposed S
-// (layout: wgmma_sm90/fragments.cuh). S changes in place, before the exponential, so P is also the factor of dP - delta in dS, and products
-// and tiles are those of the bare plans.
+// wgmma_sm90/options.cuh: the options of the Hopper backward's plans with options, on a thread's fragment of the transposed S (layout:
+// wgmma_sm90/fragments.cuh). S changes in place, before the exponential. Except under softcap, P is then also the factor of dP - delta in
+// dS. Tiles and products are those of the bare plans.
 //     window        the left edge is compared only in tiles that it cuts
 //     mask of keys  nothing is compared. Hidden rows of K and V are zeroed, so a hidden key adds nothing to dQ if its dS is finite. P of a
 //                   hidden key may be anything. Its dS, packed, is cleared in every tile, and its dK and dV once, before they are stored.
@@ -56,7 +56,7 @@ __device__ __forceinline__ void clear_hidden(float (&d)[kCount], uint32_t hidden
     for (int i = 0; i < kCount; ++i)
         if (hidden >> i / 2 % 2 * 8 & 1) d[i] = 0.0f;
 }
-// The same for packed pairs of queries, whatever they hold.
+// Clears them in packed pairs of queries, even where they hold NaN.
 __device__ __forceinline__ void clear_hidden(uint32_t (&pairs)[4], uint32_t hidden) {
 #pragma unroll
     for (int x = 0; x < 4; ++x) pairs[x] &= (hidden >> x % 2 * 8 & 1) - 1;
@@ -83,7 +83,7 @@ __device__ __forceinline__ void add_alibi(float (&S)[kCount], const AlibiTile& t
         for (int i = 0; i < kCount; ++i) S[i] += distance(i);
     }
 }
-// The same with the rounding of find_large_rows.
+// Subtracts it with the rounding of find_large_rows.
 template <int kCount>
 __device__ __forceinline__ void add_large_alibi(float (&S)[kCount], const AlibiTile& tile, int key, int query) {
     const int distance = tile.row0 + query - key;
@@ -93,7 +93,7 @@ __device__ __forceinline__ void add_large_alibi(float (&S)[kCount], const AlibiT
 
 // ---- softcap ----
 
-// Beside bfloat16, log2 P comes without the special function unit, which the exponentials keep busy. The bits of a float, read as an
+// For bfloat16, log2 P comes without the special function unit, which the exponentials keep busy. The bits of a float, read as an
 // integer, are 2^23 (log2 + 127), except that log2(1 + m) of the mantissa is replaced by m: up to 0.086 too small. kMiddle makes that 0.043
 // either way.
 constexpr float kMiddle = 0.043f;
