@@ -109,6 +109,7 @@ struct MainWarpgroup {
         multiply_s(s, slot0, keys);
         if (!kGeneral) read_lse(lse, slot0);
         wgmma_wait<0>(s);
+        if constexpr (kOptions) change_scores(w, s, slot0, place, mask_place, left_place, 0);
 #pragma unroll 1
         for (uint32_t it = it0; it < it0 + tiles; ++it) {  // S of this tile is complete, nothing is in flight
             const uint32_t slot = it % kStages, phase = it / kStages & 1, ds_slot = it & 1;
@@ -122,7 +123,7 @@ struct MainWarpgroup {
             }
             // No branch from here to dP, so that ptxas starts dP under the exponentials: that is worth several per cent.
             if constexpr (kGeneral) general_p(w, s, prob, slot, it - it0);
-            else plain_p(w, s, prob, lse, slot, place, mask_place, left_place, it - it0);
+            else plain_p(w, s, prob, lse, slot, place, mask_place, it - it0);
             mbarrier_wait(dout_full + 8 * slot, phase);
             multiply_dp(dp, slot, keys);
             if (kBlockM == 64) multiply_dv(dv, prob, slot, it == it0);
@@ -146,7 +147,13 @@ struct MainWarpgroup {
             release(dout_empty, slot);
             multiply_dk(dk, slot, ds_slot, it == it0);
             if (!kGeneral) read_lse(lse, next_slot);
-            wgmma_wait<0>(dk, s);
+            if constexpr (kOptions) {  // under dK
+                wgmma_wait<1>(s);
+                if (it + 1 < it0 + tiles) change_scores(w, s, next_slot, next, mask_place, left_place, it + 1 - it0);
+                wgmma_wait<0>(dk);
+            } else {
+                wgmma_wait<0>(dk, s);
+            }
             release(q_empty, slot);
             place = next;
         }
@@ -224,22 +231,25 @@ struct MainWarpgroup {
         main_warpgroup_sync(wg);
     }
     __device__ __forceinline__ void plain_p(const BackwardWork& w, Scores& s, Fragment& prob, const Statistics& lse, uint32_t slot,
-                                            int place, int mask_place, int left_place, uint32_t walked) const {
-        if constexpr (kSoftcap) cap_scores(s, schedule.softcap);
-        if (place < mask_place) {
-            const int ln = opaque(lane);
-            mask_fragment(s, w, first_key(w, ln), place / w.width * kBlockM + ln % 4 * 2);
-            if (!kSoftcap && some_large(schedule.tiles)) {
-                if constexpr (kOptions)
-                    if (p.alibi_slopes) add_large_alibi(s, smem.options.alibi[slot], first_key(w, ln), ln % 4 * 2);
-                adjust_products(s, smem.lse[slot], large_rows_of<kBlockM>(p, schedule.tiles, w, visited(w, int(walked))), ln % 4);
-            }
-        }
-        if constexpr (kOptions) change_scores(w, s, slot, place, left_place);
+                                            int place, int mask_place, uint32_t walked) const {
+        if (!kOptions && place < mask_place) mask_scores(w, s, slot, place, walked);
         probabilities<T>(s, prob, kSoftcap ? schedule.softcap.exponent : scale_log2, lse, smem.lse[slot], quad);
     }
-    // The left edge and ALiBi.
-    __device__ __forceinline__ void change_scores(const BackwardWork& w, Scores& s, uint32_t slot, int place, int left_place) const {
+    // Hides pairs beyond the right edge, and corrects the scores of large rows.
+    __device__ __forceinline__ void mask_scores(const BackwardWork& w, Scores& s, uint32_t slot, int place, uint32_t walked) const {
+        const int ln = opaque(lane);
+        mask_fragment(s, w, first_key(w, ln), place / w.width * kBlockM + ln % 4 * 2);
+        if (!kSoftcap && some_large(schedule.tiles)) {
+            if constexpr (kOptions)
+                if (p.alibi_slopes) add_large_alibi(s, smem.options.alibi[slot], first_key(w, ln), ln % 4 * 2);
+            adjust_products(s, smem.lse[slot], large_rows_of<kBlockM>(p, schedule.tiles, w, visited(w, int(walked))), ln % 4);
+        }
+    }
+    // All options of a tile's scores that change S.
+    __device__ __forceinline__ void change_scores(const BackwardWork& w, Scores& s, uint32_t slot, int place, int mask_place,
+                                                  int left_place, uint32_t walked) const {
+        if constexpr (kSoftcap) cap_scores(s, schedule.softcap);
+        if (place < mask_place) mask_scores(w, s, slot, place, walked);
         if (place >= left_place) {
             const int ln = opaque(lane);
             mask_left_edge(s, w, first_key(w, ln), place / w.width * kBlockM + ln % 4 * 2);
