@@ -130,8 +130,8 @@ struct MainWarpgroup {
             const float4 delta = statistic(smem.delta[slot], quad, 0);
             OptionInputs first{};
             if constexpr (kSoftcap) first.lse = statistic(smem.lse[slot], quad, 0);
-            if constexpr (kOptions) first.hidden = own_hidden(opaque(int(threadIdx.x)) % 32);
             mbarrier_wait(ds_empty + 8 * ds_slot, it >> 1 & 1 ^ 1);
+            if constexpr (kOptions) first.hidden = own_hidden(opaque(int(threadIdx.x)) % 32);
             if (kBlockM == 64) wgmma_wait<1>(dp);
             else wgmma_wait<0>(dp), multiply_dv(dv, prob, slot, it == it0);  // drained alone, dP frees its registers one by one
             if constexpr (kGeneral)
