@@ -414,7 +414,10 @@ SLIPS = [  # exercise, what the solution has, what a reader writes first, what t
 def test_the_judge_refuses_wrong_lines(name, old, new, said, monkeypatch):
     lines = (SOLUTIONS / KERNELS[name]).read_text()
     assert old in lines
-    text = judging.apart(lambda: judged(name, lines.replace(old, new), monkeypatch)[0])
+    for _ in range(3):  # threads that share memory may miss each other on a busy machine
+        text = judging.apart(lambda: judged(name, lines.replace(old, new), monkeypatch)[0])
+        if said in text:
+            break
     assert text.startswith("wrong: ") and said in text
     assert "\n    idea: " in text or "compile" in text
 
