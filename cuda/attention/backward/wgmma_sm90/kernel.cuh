@@ -26,7 +26,8 @@
 // 3 % at seqlen 2048.
 //
 // Plans with options (wgmma_sm90/options.cuh) share this code and its tiles. They are instantiations of their own, because a branch in the
-// loop would cost the bare plans 1 to 3 % (H200). General plans keep P and the factor of dP - delta apart (wgmma_sm90/scores.cuh).
+// loop would cost the bare plans 1 to 3 % (H200). They change S of the next tile while dK is multiplied. General plans keep P and the
+// factor of dP - delta apart (wgmma_sm90/scores.cuh).
 //
 // Bound by shared memory: on an H200 at head dim 128 (seqlen 16384), it is busy 86 % of the time, the tensor cores 77 %. Short sequences
 // are bound by the memory traffic of the kernels before and after, wgmma_sm90/rows.cu.

@@ -147,13 +147,11 @@ struct MainWarpgroup {
             release(dout_empty, slot);
             multiply_dk(dk, slot, ds_slot, it == it0);
             if (!kGeneral) read_lse(lse, next_slot);
-            if constexpr (kOptions) {  // under dK
+            if constexpr (kOptions) {  // while dK is multiplied
                 wgmma_wait<1>(s);
                 if (it + 1 < it0 + tiles) change_scores(w, s, next_slot, next, mask_place, left_place, it + 1 - it0);
-                wgmma_wait<0>(dk);
-            } else {
-                wgmma_wait<0>(dk, s);
             }
+            wgmma_wait<0>(dk, s);
             release(q_empty, slot);
             place = next;
         }
