@@ -130,8 +130,9 @@ struct MainWarpgroup {
             const float4 delta = statistic(smem.delta[slot], quad, 0);
             OptionInputs first{};
             if constexpr (kSoftcap) first.lse = statistic(smem.lse[slot], quad, 0);
+            if constexpr (kSoftcap) first.hidden = own_hidden(opaque(int(threadIdx.x)) % 32);
             mbarrier_wait(ds_empty + 8 * ds_slot, it >> 1 & 1 ^ 1);
-            if constexpr (kOptions) first.hidden = own_hidden(opaque(int(threadIdx.x)) % 32);
+            if constexpr (kOptions && !kSoftcap) first.hidden = own_hidden(opaque(int(threadIdx.x)) % 32);
             if (kBlockM == 64) wgmma_wait<1>(dp);
             else wgmma_wait<0>(dp), multiply_dv(dv, prob, slot, it == it0);  // drained alone, dP frees its registers one by one
             if constexpr (kGeneral)
@@ -269,12 +270,13 @@ struct MainWarpgroup {
         for (int i = 0; i < kBlockM / 16; ++i) {
             uint32_t ds[4];
             const float4 own = delta, lse = next.lse;
-            if (i + 1 < kBlockM / 16) delta = statistic(smem.delta[slot], quad, i + 1);
-            if constexpr (kSoftcap)
-                if (i + 1 < kBlockM / 16) next.lse = statistic(smem.lse[slot], quad, i + 1);
+            if (!kSoftcap && i + 1 < kBlockM / 16) delta = statistic(smem.delta[slot], quad, i + 1);
             if constexpr (kSoftcap) capped_gradients<T>(ds, prob + 4 * i, dp + 8 * i, own, lse, schedule.softcap);
             else score_gradients<T>(ds, prob + 4 * i, dp + 8 * i, own);
             if constexpr (kOptions) clear_hidden(ds, next.hidden);
+            if constexpr (kSoftcap)
+                if (i + 1 < kBlockM / 16)
+                    delta = statistic(smem.delta[slot], quad, i + 1), next.lse = statistic(smem.lse[slot], quad, i + 1);
             stmatrix_x4(smem_ds + ds_slot * kDsBytes + matrix_offset<kBlockN>(ds_row, lane, i), ds);
         }
         fence_proxy_async();

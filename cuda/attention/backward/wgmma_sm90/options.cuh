@@ -100,13 +100,28 @@ constexpr float kMiddle = 0.043f;
 inline SoftcapFactors softcap_factors(const AttentionParams& p) {
     const float exponent = p.softcap * kLog2e, inverse = 1.0f / exponent;
     const float offset = p.dtype == DType::kFloat16 ? 0.0f : (kMiddle - 383.0f) * inverse;
-    return {2 * kLog2e * p.scale / p.softcap, exponent, inverse, inverse * 0x1p-15f, offset};
+    return {p.scale / p.softcap, exponent, inverse, inverse * 0x1p-15f, offset};
 }
-// S becomes tanh(S scale / softcap).
+// tanh x for |x| <= kSmallTanh to 1.2e-6, by multiply-adds alone: a polynomial at the Chebyshev nodes of x^2.
+constexpr float kSmallTanh = 0.6f;
+__device__ __forceinline__ float small_tanh(float x) {
+    const float y = x * x;
+    return x * fmaf(fmaf(fmaf(-0.040959207f, y, 0.13059473f), y, -0.33314261f), y, 0.99999791f);
+}
+// S becomes tanh(S scale / softcap). The special function unit is the bound, so a warp goes without it where all of its scores are small.
+// Called by a whole warp.
 template <int kCount>
 __device__ __forceinline__ void cap_scores(float (&S)[kCount], const SoftcapFactors& factors) {
+    float most = 0;
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) S[i] = fmaf(-2.0f, rcp_approx(1.0f + exp2_approx(S[i] * factors.argument)), 1.0f);
+    for (int i = 0; i < kCount; ++i) S[i] *= factors.argument, most = fmaxf(most, fabsf(S[i]));
+    if (__any_sync(~0u, most > kSmallTanh)) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) S[i] = fmaf(-2.0f, rcp_approx(1.0f + exp2_approx(S[i] * (2 * kLog2e))), 1.0f);
+    } else {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) S[i] = small_tanh(S[i]);
+    }
 }
 // 1 - t^2, where t = tanh(score / softcap) = (log2 P + lse) inverse. row = lse inverse + offset. P = 0 gives anything from 0 to 1.
 template <typename T>

@@ -37,7 +37,7 @@ struct alignas(16) BackwardWork {
 
 // What softcap multiplies by. An instruction takes these from the kernel's arguments, so they need no registers.
 struct SoftcapFactors {
-    float argument;  // 2 log2(e) scale / softcap: turns products into exponents of 2 for tanh
+    float argument;  // scale / softcap: turns products into arguments of tanh
     float exponent;  // softcap log2(e): turns tanh into exponents of 2
     float inverse;   // 1 / exponent
     float bits;      // inverse / 2^15
