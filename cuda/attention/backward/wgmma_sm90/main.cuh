@@ -129,10 +129,9 @@ struct MainWarpgroup {
             if (kBlockM == 64) multiply_dv(dv, prob, slot, it == it0);
             const float4 delta = statistic(smem.delta[slot], quad, 0);
             OptionInputs first{};
-            if constexpr (kSoftcap) first.lse = statistic(smem.lse[slot], quad, 0);
-            if constexpr (kSoftcap) first.hidden = own_hidden(opaque(int(threadIdx.x)) % 32);
+            if constexpr (kSoftcap) first = {statistic(smem.lse[slot], quad, 0), own_hidden(opaque(int(threadIdx.x)) % 32)};
             mbarrier_wait(ds_empty + 8 * ds_slot, it >> 1 & 1 ^ 1);
-            if constexpr (kOptions && !kSoftcap) first.hidden = own_hidden(opaque(int(threadIdx.x)) % 32);
+            if constexpr (kOptions && !kSoftcap) first.hidden = own_hidden(opaque(int(threadIdx.x)) % 32);  // earlier, registers spill
             if (kBlockM == 64) wgmma_wait<1>(dp);
             else wgmma_wait<0>(dp), multiply_dv(dv, prob, slot, it == it0);  // drained alone, dP frees its registers one by one
             if constexpr (kGeneral)
@@ -263,7 +262,8 @@ struct MainWarpgroup {
     // Bits 0 and 8: whether the mask hides the thread's two keys.
     __device__ __forceinline__ uint32_t own_hidden(int ln) const { return smem.options.hidden[4 * wg + warp] >> ln / 4; }
     // Stores dS to its slot. P is unpacked from its 16 bits, because its float registers are needed elsewhere. `delta` and `next.lse`
-    // hold the values for i = 0. Later values are read one step ahead, because a read cannot overtake the store before it.
+    // hold the values for i = 0. Later values are read one step ahead, because a read cannot overtake the store before it. Softcap reads
+    // them as late as that allows, because registers are scarce.
     __device__ __forceinline__ void store_ds(const Scores& dp, const Fragment& prob, uint32_t slot, uint32_t ds_slot, float4 delta,
                                              OptionInputs next) const {
 #pragma unroll
