@@ -28,7 +28,7 @@ MAY_SPILL = {
     r"gradient_kernelI\w+Li256ELi256ELNS_5MmaSmE4E": 8,
     # In the product for dQ: the number of query tiles of the block, read once for each tile.
     r"backward_wgmma_pair_kernelI\w+BackwardPlanIdE8E": 4,
-    # Softcap in the backward pass. Head dim 64: two registers in a step of 2300 instructions; 128, float16: after the loop.
+    # Softcap backward. Head dim 64: two registers in a step of 2300 instructions; 128, float16: after the loop.
     r"backward_wgmma_kernelI\w+BackwardPlanIdE12E": 8,
     r"backward_wgmma_kernelI6__half\w+BackwardPlanIdE13E": 16,
     # float32_sm80: a pointer, outside the loops over columns and keys.
