@@ -1,8 +1,10 @@
 """The backend for vLLM, with vLLM's own classes: a builder and layers on steps made by hand, against float64, and a
 whole engine on the CPU beside vLLM's own backend."""
 
+import copy
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -327,6 +329,13 @@ def test_refusals_name_the_argument():
 def test_register(monkeypatch):
     assert adapter.register() == adapter.register() == "FLASH_ATTN_MINIMAL"
     assert AttentionBackendEnum.FLASH_ATTN_MINIMAL.get_class() is adapter.Backend
+    member = AttentionBackendEnum.FLASH_ATTN_MINIMAL
+    assert copy.deepcopy(pickle.loads(pickle.dumps(member))) is member
+    code = (
+        "import pickle, sys; print(pickle.load(sys.stdin.buffer).get_class().get_name())"  # before plugins are loaded
+    )
+    spawned = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(member), capture_output=True)
+    assert spawned.stdout.split()[-1:] == [b"FLASH_ATTN_MINIMAL"], spawned.stderr.decode()
     own = AttentionBackendEnum.CPU_ATTN.get_path()
     monkeypatch.setenv("FLASH_ATTN_VLLM_OVERRIDE", "CPU_ATTN")
     try:
@@ -340,6 +349,12 @@ def test_register(monkeypatch):
         adapter.register()
 
 
+def test_the_example_runs():
+    said = subprocess.run([sys.executable, ROOT / "examples/vllm_generate.py"], capture_output=True, text=True)
+    assert said.returncode == 0, said.stderr[-3000:]
+    assert said.stdout.count("as transformers generates") == 2
+
+
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="this vLLM has no engine for the CPU")
 def test_an_engine_generates_the_same_as_with_its_own_backend(tmp_path):
     """vLLM finds the library by its entry point. Prompts are cut into chunks, and decodes run beside them."""
@@ -351,7 +366,7 @@ def test_an_engine_generates_the_same_as_with_its_own_backend(tmp_path):
     installed.mkdir(parents=True)
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-attn-minimal\nVersion: 0\n")
     (installed / "entry_points.txt").write_text(f"[{group}]\n{name} = {function}\n")
-    places = [str(tmp_path / "site"), str(ROOT / "python"), os.environ.get("PYTHONPATH", "")]
+    places = [str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places)), "HF_HUB_OFFLINE": "1"}
     environment |= {"FLASH_ATTN_VLLM_OVERRIDE": "CPU_ATTN", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

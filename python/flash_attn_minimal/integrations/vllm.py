@@ -53,11 +53,17 @@ def register() -> str:
     here = f"{__name__}.{Backend.__name__}"
     if NAME not in AttentionBackendEnum.__members__:
         register_backend(NAME, here)
+        # A process that vLLM spawns unpickles its configuration before it loads the plugins.
+        AttentionBackendEnum[NAME].__reduce_ex__ = lambda protocol: (_member, ())
     for name in os.environ.get(OVERRIDE, "").replace(",", " ").split():
         if name not in AttentionBackendEnum.__members__:
             raise BadArgument(f"{OVERRIDE}={name} is no attention backend of vLLM")
         register_backend(AttentionBackendEnum[name], here)
     return NAME
+
+
+def _member() -> AttentionBackendEnum:
+    return AttentionBackendEnum[register()]
 
 
 class Backend(AttentionBackend):
