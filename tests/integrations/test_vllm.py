@@ -20,6 +20,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm", reason="vllm is not installed")
 
 from vllm.config import VllmConfig  # noqa: E402
+from vllm.model_executor.layers.attention.cross_attention import create_cross_attention_backend  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata  # noqa: E402
 from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
@@ -37,7 +38,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 @dataclass
 class Layer:
-    """What the attention of a vLLM layer has, its cache in vLLM's layout, and the keys and values written so far."""
+    """An attention layer of vLLM, its cache in vLLM's layout, and the keys and values written so far."""
 
     impl: adapter.Impl
     builder: adapter.Builder
@@ -68,7 +69,8 @@ class Layer:
     def expected(self, request, q):
         impl = self.impl
         options = {"softmax_scale": impl.scale, "causal": True, "softcap": impl._options["softcap"]}
-        options["window_size"] = impl._options["window_size"]
+        if impl.sliding_window is not None:
+            options["window_size"] = (impl.sliding_window - 1, 0)
         if impl.alibi_slopes is not None:
             options["alibi_slopes"] = impl.alibi_slopes.cpu().numpy()
         if impl.sinks is not None:
@@ -103,23 +105,29 @@ def metadata(table, before, counts, page, padding=0, skipped=0, requests=None):
     ), rows
 
 
-def layer_of(requests, dtype=torch.float32, heads=(4, 2), dim=32, kv="auto", physical="LBNHC", most=300, **options):
+def config_of(tokens):
+    config = VllmConfig()
+    config.scheduler_config.max_num_batched_tokens = tokens
+    return config
+
+
+def layer_of(
+    requests, dtype=torch.float32, heads=(4, 2), dim=32, kv="auto", physical="LBNHC", most=300, buffer=2048, **options
+):
     """A layer whose cache has NaN in it, and a table of the pages of its requests, in no order."""
     pages = requests * -(-most // PAGE)
     quantized = get_kv_quant_mode(kv)
     kind = torch.uint8 if quantized else dtype
     spec = FullAttentionSpec(block_size=PAGE, num_kv_heads=heads[1], head_size=dim, dtype=kind, kv_quant_mode=quantized)
     spec = adapter.Backend.customize_spec(spec)
-    config = VllmConfig()
-    config.scheduler_config.max_num_batched_tokens = 2048
-    builder = adapter.Builder(spec, ["layer"], config, torch.device(DEVICE))
+    builder = adapter.Builder(spec, ["layer"], config_of(buffer), torch.device(DEVICE))
     impl = adapter.Impl(heads[0], dim, dim**-0.5, heads[1], kv_cache_dtype=kv, **options)
     columns = spec.state_content_size_bytes // kind.itemsize
     cache = torch.full((pages, heads[1], PAGE, columns), 255 if quantized else float("nan"), dtype=kind, device=DEVICE)
     if physical == "LBNHC":
         cache = cache.transpose(1, 2).contiguous().transpose(1, 2)
-    one = torch.tensor(0.05, device=DEVICE)
-    scales = SimpleNamespace(_k_scale=one, _v_scale=one, dtype=dtype)
+    scales = SimpleNamespace(_k_scale=torch.tensor(0.05, device=DEVICE), dtype=dtype)
+    scales._v_scale = torch.linspace(0.01, 0.02, heads[1], device=DEVICE)  # of each head
     empty = [torch.zeros(0, heads[1], dim, dtype=torch.float64) for _ in range(requests)]
     table = np.random.default_rng(SEED).permutation(pages).astype(np.int32).reshape(requests, -1)
     return Layer(impl, builder, cache, [*empty], [*empty], scales), table
@@ -181,6 +189,20 @@ def test_8_bit_caches(kv, tolerance):
         before = [a + b for a, b in zip(before, counts, strict=True)]
     difference = max(abs(got - expected).max() for got, expected in pairs)
     assert difference > 1e-4  # it was rounded
+
+
+def test_the_factors_of_an_fp8_cache():
+    """A byte times the factor is the value, as in vLLM's own caches."""
+    layer, table = layer_of(1, kv="fp8")
+    layer.step(table, [0], [3], np.random.default_rng(SEED))
+    place, dim = table[0, 0], 32
+    stored = layer.kv_cache[place, :, :3].view(torch.float8_e4m3fn).transpose(0, 1).double().cpu()
+    factors = [getattr(layer.scales, name).double().cpu() for name in ("_k_scale", "_v_scale")]
+    for part, factor, written in (
+        (stored[..., :dim], factors[0], layer.keys[0]),
+        (stored[..., dim:], factors[1][:, None], layer.values[0]),
+    ):
+        torch.testing.assert_close(part * factor, written, rtol=1 / 16, atol=0.001)
 
 
 def test_padding_writes_nothing():
@@ -251,24 +273,26 @@ def test_encoders_need_no_cache():
 
 
 def test_cross_attention_sees_all_keys_of_an_encoder():
-    """Keys and values of the encoder have slots of their own, and lengths that have nothing to do with the rows."""
-    layer, table = layer_of(2, attn_type=AttentionType.ENCODER_DECODER)
-    rng = np.random.default_rng(SEED)
-    k, v = torch.from_numpy(rng.standard_normal((2, 50, 2, 32))).to(DEVICE, torch.float32)
-    q = torch.from_numpy(rng.standard_normal((9, 4, 32))).to(DEVICE, torch.float32)
-    common, _ = metadata(table, [0, 0], [2, 7], PAGE)
-    written, _ = metadata(table, [0, 0], [20, 30], PAGE)
-    common.causal, common.slot_mapping, common.seq_lens = False, written.slot_mapping, written.seq_lens
-    out = torch.full_like(q, float("nan"))
-    step = layer.builder.build(0, common)
-    layer.impl.forward(layer.scales, q, k, v, layer.kv_cache, step, out)
-    again = torch.full_like(q, float("nan"))
-    layer.impl.forward(layer.scales, q, None, None, layer.kv_cache, step, again)  # later steps bring no keys
-    assert torch.equal(out, again)
-    for rows, keys in ((slice(0, 2), slice(0, 20)), (slice(2, 9), slice(20, 50))):
-        parts = [x[None].double().cpu().numpy() for x in (q[rows], k[keys], v[keys])]
-        expected = standard_attention(*parts, softmax_scale=32**-0.5)[0][0]
-        np.testing.assert_allclose(out[rows].cpu().numpy(), expected, rtol=2e-5, atol=2e-5)
+    """Keys and values of the encoder have slots of their own, which vLLM's builder computes, and more of them than
+    the step has rows. The second step brings no keys."""
+    layer, table = layer_of(2, attn_type=AttentionType.ENCODER_DECODER, buffer=32)
+    cross = create_cross_attention_backend(adapter.Backend)
+    builder = cross.get_builder_cls()(layer.builder.kv_cache_spec, ["layer"], config_of(32), torch.device(DEVICE))
+    rng, encoded = np.random.default_rng(SEED), np.array([200, 290], np.int32)
+    k, v = torch.from_numpy(rng.standard_normal((2, 490, 2, 32))).to(DEVICE, torch.float32)
+    for before, counts, keys in (([0, 0], [2, 300], (k, v)), ([2, 300], [1, 1], (None, None))):
+        q = torch.from_numpy(rng.standard_normal((sum(counts), 4, 32))).to(DEVICE, torch.float32)
+        common, _ = metadata(table, [0, 0], counts, PAGE)
+        common.encoder_seq_lens, common.encoder_seq_lens_cpu = torch.from_numpy(encoded).to(DEVICE), encoded
+        common.seq_lens_cpu_upper_bound = torch.tensor(before) + torch.tensor(counts)
+        out = torch.full_like(q, float("nan"))
+        layer.impl.forward(layer.scales, q, *keys, layer.kv_cache, builder.build(0, common), out)
+        starts = np.cumsum([0, *counts])
+        for request, seen in enumerate((slice(0, 200), slice(200, 490))):
+            rows = slice(starts[request], starts[request + 1])
+            parts = [x[None].double().cpu().numpy() for x in (q[rows], k[seen], v[seen])]
+            expected = standard_attention(*parts, softmax_scale=32**-0.5)[0][0]
+            np.testing.assert_allclose(out[rows].cpu().numpy(), expected, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="declared for the CPU alone")

@@ -32,7 +32,6 @@ from vllm.v1.attention.backend import (
     AttentionType,
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-from vllm.v1.kv_cache_interface import CrossAttentionSpec
 
 from ..attention import flash_attn_varlen_func
 from ..errors import BadArgument, Unsupported
@@ -131,11 +130,21 @@ class Call:
 class Metadata(AttentionMetadata):
     calls: list[Call]
     causal: bool
-    pages: torch.Tensor  # (tokens, 1) int32: where each new key goes
-    rows: torch.Tensor  # (tokens,) int32: the row in its page; -1 for a token of padding
     starts: torch.Tensor  # (requests + 1,) int32 on the device
     tokens: int
     longest: int
+    page_size: int
+    pages: torch.Tensor  # (tokens, 1) int32: where each new key goes
+    rows: torch.Tensor  # (tokens,) int32: the row in its page; -1 for a token of padding
+
+    def _place(self, slots: torch.Tensor) -> None:
+        self.pages, self.rows = self.pages[: len(slots)], self.rows[: len(slots)]
+        if len(self.rows) < len(slots):  # keys of encoders, which are in no graph
+            self.pages, self.rows = self.pages.new_empty(len(slots), 1), self.rows.new_empty(len(slots))
+        self.pages[:, 0] = (slots // self.page_size).clamp_(min=0)
+        self.rows.copy_(torch.where(slots < 0, -1, slots % self.page_size))
+
+    slot_mapping = property(None, _place)  # vLLM's builder for cross attention sets it after `build`
 
 
 class Builder(AttentionMetadataBuilder[Metadata]):
@@ -154,19 +163,20 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         common = common_attn_metadata
         if isinstance(common.causal, torch.Tensor):
             raise Unsupported(f"causal is a Tensor: {NAME} makes the same choice for all requests of a step")
-        causal = common.causal and not isinstance(self.kv_cache_spec, CrossAttentionSpec)
-        slots = common.slot_mapping
-        page_size, tokens = self.kv_cache_spec.block_size, len(slots)
-        pages, rows = self._pages[:tokens], self._rows[:tokens]
-        if len(rows) < tokens:  # the keys of encoders, which are in no graph
-            pages, rows = self._pages.new_empty(tokens, 1), self._rows.new_empty(tokens)
-        pages[:, 0] = (slots // page_size).clamp_(min=0)
-        rows.copy_(torch.where(slots < 0, -1, slots % page_size))
-        calls = self._calls(common, causal)
-        starts = common.query_start_loc[: common.num_reqs + 1]
-        return Metadata(calls, causal, pages, rows, starts, common.num_actual_tokens, common.max_query_len)
+        step = Metadata(
+            calls=self._calls(common),
+            causal=common.causal,
+            starts=common.query_start_loc[: common.num_reqs + 1],
+            tokens=common.num_actual_tokens,
+            longest=common.max_query_len,
+            page_size=self.kv_cache_spec.block_size,
+            pages=self._pages,
+            rows=self._rows,
+        )
+        step.slot_mapping = common.slot_mapping
+        return step
 
-    def _calls(self, common: Any, causal: bool) -> list[Call]:
+    def _calls(self, common: Any) -> list[Call]:
         requests = common.num_reqs
         starts = common.query_start_loc_cpu[: requests + 1].numpy()
         counts = np.diff(starts)
@@ -183,22 +193,21 @@ class Builder(AttentionMetadataBuilder[Metadata]):
             if (rest == rest[0]).all():
                 calls.append(self._equal(common, decodes, requests, first, int(rest[0])))
             else:
-                calls.append(self._tiles(common, decodes, starts[decodes:] - first, first, causal))
+                calls.append(self._tiles(common, decodes, starts[decodes:] - first, first))
         return calls
 
     def _equal(self, common: Any, request: int, end: int, first: int, width: int) -> Call:
         lengths, table = common.seq_lens[request:end], common.block_table_tensor[request:end]
         return Call(first, first + (end - request) * width, (end - request, width), lengths, table)
 
-    def _tiles(self, common: Any, request: int, starts: np.ndarray, first: int, causal: bool) -> Call:
+    def _tiles(self, common: Any, request: int, starts: np.ndarray, first: int) -> Call:
         """starts: (requests + 1,) the first rows of the requests from `request` on, counted from row `first`."""
         counts = np.diff(starts)
         rows = min(TILE_ROWS, int(counts.max()))
         tiles = -(-counts // rows)
         of = np.repeat(np.arange(len(counts)), tiles)  # the request of each tile
         after = (np.cumsum(tiles)[of] - 1 - np.arange(len(of))) * rows  # rows of the request after the tile
-        ends = starts[1:][of] - after
-        gather = np.maximum(ends[:, None] - rows + np.arange(rows), starts[:-1][of][:, None])
+        gather = np.maximum((starts[1:][of] - after)[:, None] - rows + np.arange(rows), 0)
         scatter = np.arange(starts[-1]) + np.repeat(np.cumsum(tiles * rows) - starts[1:], counts)
 
         def on_device(x: np.ndarray) -> torch.Tensor:
@@ -207,7 +216,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
 
         chosen = on_device(of + request)
         lengths = common.seq_lens.index_select(0, chosen)
-        if causal:
+        if common.causal:
             lengths -= on_device(after)
         table = common.block_table_tensor.index_select(0, chosen)
         end = first + int(starts[-1])
