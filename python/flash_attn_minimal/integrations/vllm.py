@@ -23,14 +23,8 @@ import numpy as np
 import torch
 from vllm import envs
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import (
-    AttentionBackend,
-    AttentionCGSupport,
-    AttentionImpl,
-    AttentionMetadata,
-    AttentionMetadataBuilder,
-    AttentionType,
-)
+from vllm.v1.attention import backend as base
+from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from ..attention import flash_attn_varlen_func
@@ -65,22 +59,17 @@ def _member() -> AttentionBackendEnum:
     return AttentionBackendEnum[register()]
 
 
-class Backend(AttentionBackend):
+class Backend(base.AttentionBackend):
     supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes = ["auto", "float16", "bfloat16", *_8_BIT, *_8_BIT_TOKENS]
     forward_includes_kv_cache_update = True
 
-    @staticmethod
-    def get_name() -> str:
-        return NAME
-
-    @staticmethod
-    def get_impl_cls() -> type[Impl]:
-        return Impl
-
-    @staticmethod
-    def get_builder_cls() -> type[Builder]:
-        return Builder
+    get_name = staticmethod(lambda: NAME)
+    get_impl_cls = staticmethod(lambda: Impl)
+    get_builder_cls = staticmethod(lambda: Builder)
+    supports_head_size = classmethod(lambda cls, head_size: 1 <= head_size <= 512)
+    supports_sink = supports_sliding_window = supports_per_head_quant_scales = classmethod(lambda cls: True)
+    supports_device_cpu_query_lens_mismatch = classmethod(lambda cls: False)  # Builder cuts by lengths on the host
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
@@ -88,10 +77,6 @@ class Backend(AttentionBackend):
         if not spec.kv_quant_mode.is_per_token_head or spec.state_content_bytes is not None:
             return spec
         return replace(spec, state_content_bytes=spec.head_size + spec.head_size_v + _FACTORS)
-
-    @classmethod
-    def supports_head_size(cls, head_size: int) -> bool:
-        return 1 <= head_size <= 512
 
     @classmethod
     def supports_combination(cls, head_size, dtype, kv_cache_dtype, *rest: Any) -> str | None:
@@ -102,9 +87,6 @@ class Backend(AttentionBackend):
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
         return attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER, *_ENCODERS)
-
-    supports_sink = supports_sliding_window = supports_per_head_quant_scales = classmethod(lambda cls: True)
-    supports_device_cpu_query_lens_mismatch = classmethod(lambda cls: False)  # Builder cuts by lengths on the host
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
@@ -127,7 +109,7 @@ class Call:
 
 
 @dataclass
-class Metadata(AttentionMetadata):
+class Metadata(base.AttentionMetadata):
     calls: list[Call]
     causal: bool
     starts: torch.Tensor  # (requests + 1,) int32 on the device
@@ -147,8 +129,8 @@ class Metadata(AttentionMetadata):
     slot_mapping = property(None, _place)  # vLLM's builder for cross attention sets it after `build`
 
 
-class Builder(AttentionMetadataBuilder[Metadata]):
-    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+class Builder(base.AttentionMetadataBuilder[Metadata]):
+    _cudagraph_support = base.AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -223,7 +205,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         return Call(first, end, gather.shape, lengths, table, on_device(gather.ravel()), on_device(scatter))
 
 
-class Impl(AttentionImpl[Metadata]):
+class Impl(base.AttentionImpl[Metadata]):
     def __init__(
         self, num_heads, head_size, scale, num_kv_heads=None, alibi_slopes=None, sliding_window=None,
         kv_cache_dtype="auto", logits_soft_cap=None, attn_type=AttentionType.DECODER,
