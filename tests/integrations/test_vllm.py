@@ -20,6 +20,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm", reason="vllm is not installed")
 
 from vllm.config import VllmConfig  # noqa: E402
+from vllm.model_executor.layers.attention.chunked_local_attention import (  # noqa: E402
+    create_chunked_local_attention_backend,
+)
 from vllm.model_executor.layers.attention.cross_attention import create_cross_attention_backend  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata  # noqa: E402
@@ -48,6 +51,7 @@ class Layer:
     keys: list
     values: list
     scales: SimpleNamespace
+    chunk: int = 0
 
     def step(self, table, before, counts, rng, **given):
         """Runs requests with `before` keys and `counts` new rows. Returns their results and those of float64."""
@@ -73,6 +77,7 @@ class Layer:
         options = {"softmax_scale": impl.scale, "causal": True, "softcap": impl._options["softcap"]}
         if impl.sliding_window is not None:
             options["window_size"] = (impl.sliding_window - 1, 0)
+        options["attention_chunk"] = self.chunk
         if impl.alibi_slopes is not None:
             options["alibi_slopes"] = impl.alibi_slopes.cpu().numpy()
         if impl.sinks is not None:
@@ -242,6 +247,18 @@ def test_drafts_are_one_call():
         step = layer.builder.build(0, metadata(table, [33, 2, 50, 9], counts, PAGE)[0])
         assert [call.shape for call in step.calls] == shapes
         close(layer.step(table, [33, 2, 50, 9], counts, rng), 2e-5)
+
+
+def test_local_attention_in_chunks():
+    """Llama 4: vLLM's wrapper makes a request of each chunk that a request's rows touch."""
+    layer, table = layer_of(5)
+    layer.chunk = 32
+    wrapped = create_chunked_local_attention_backend(adapter.Backend, layer.chunk).get_builder_cls()
+    layer.builder = wrapped(layer.builder.kv_cache_spec, ["layer"], config_of(2048), torch.device(DEVICE))
+    rng, before = np.random.default_rng(SEED), [0] * 5
+    for counts in STEPS:
+        close(layer.step(table, before, counts, rng), 2e-5)
+        before = [a + b for a, b in zip(before, counts, strict=True)]
 
 
 def test_an_empty_step():
