@@ -235,11 +235,6 @@ __device__ __forceinline__ uint32_t opaque(uint32_t x) {
     return x;
 }
 
-__device__ __forceinline__ float opaque(float x) {
-    asm volatile("" : "+f"(x));
-    return x;
-}
-
 template <typename T>
 __device__ __forceinline__ const T* opaque(const T* x) {
     asm volatile("" : "+l"(x));

@@ -147,7 +147,7 @@ __device__ __forceinline__ void produce_with_options(const CUtensorMap& map_q, c
     uint32_t count = 0;
     const auto prepare = [&](ForwardWork& w) {
         if (!loads.has_slopes()) return;
-        const float softcap = opaque(p.softcap), unit = softcap != 0 ? softcap : p.scale;
+        const float softcap = __int_as_float(opaque(__float_as_int(p.softcap))), unit = softcap != 0 ? softcap : p.scale;
         smem.keys.slope[&w - smem.work] = __fdividef(p.alibi_slopes[w.batch * p.alibi_batch + w.head], unit);
     };
     const auto load = [&](const ForwardWork& w, uint32_t item) {

@@ -14,6 +14,7 @@
 #include "attention/forward/wgmma_sm90/consume.cuh"
 #include "common/constants.h"
 #include "device/ring.cuh"
+#include "device/tanh.cuh"
 
 namespace fa {
 
