@@ -76,7 +76,8 @@ struct KernelOf {
     Reason<Params> refuses = nullptr;                          // a condition beside the limits
     bool (*fits)(const Params&, const DeviceInfo&) = nullptr;  // its indices, and the blocks of a grid, suffice
     Reason<Params> yields = nullptr;                           // why a later kernel of the table is faster; not asked of a forced kernel
-    size_t (*workspace)(const Params&, const DeviceInfo&) = nullptr;  // bytes
+    size_t (*workspace)(const Params&, const DeviceInfo&) = nullptr;     // bytes
+    const char* (*variant)(const Params&, const DeviceInfo&) = nullptr;  // the name of the plan that it follows, for queries
     // One of the three. `others` launches kernels of another table.
     void (*run)(const Params&) = nullptr;  // on the CPU
     Launch<Params> launch = nullptr;
@@ -97,6 +98,11 @@ Refusal refusal(const Row& kernel, uint32_t call, const Params& params, const De
 template <typename Row, typename Params>
 size_t workspace_of(const Row& kernel, const Params& params, const DeviceInfo& device) {
     return kernel.workspace ? kernel.workspace(params, device) : 0;
+}
+
+template <typename Row, typename Params>
+const char* variant_of(const Row& kernel, const Params& params, const DeviceInfo& device) {
+    return kernel.variant ? kernel.variant(params, device) : "";
 }
 
 // Returns FA_OK or records the error.

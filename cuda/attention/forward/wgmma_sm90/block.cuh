@@ -69,18 +69,16 @@ __device__ __forceinline__ void init_barriers(WgmmaSmem<T, kId>& smem, bool page
     constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
     constexpr int kConsumerArrivals = 4 * kPlan.warpgroups * kWarpArrivals;  // one per warp, after its wgmmas have read the buffer
     const int landings = page_copies ? 4 * kWarpArrivals : 1;                // one per producer warp, or one by the copying thread
+    const int landings_v = zeroing_warps ? zeroing_warps * kWarpArrivals : landings;
     mbarrier_init(shared_address(smem.q_full), 1), mbarrier_init(shared_address(smem.q_empty), kConsumerArrivals);
     for (int i = 0; i < kPlan.stages; ++i) {
         mbarrier_init(shared_address(smem.k_full + i), landings), mbarrier_init(shared_address(smem.k_empty + i), kConsumerArrivals);
-        mbarrier_init(shared_address(smem.v_full + i), landings), mbarrier_init(shared_address(smem.v_empty + i), kConsumerArrivals);
+        mbarrier_init(shared_address(smem.v_full + i), landings_v), mbarrier_init(shared_address(smem.v_empty + i), kConsumerArrivals);
     }
     for (int i = 0; i < WgmmaSmem<T, kId>::kWorkSlots; ++i)
         mbarrier_init(shared_address(smem.work_full + i), 1), mbarrier_init(shared_address(smem.work_empty + i), kConsumerArrivals);
     if constexpr (kPlan.options)
-        for (int i = 0; zeroing_warps && i < kPlan.stages; ++i) {
-            mbarrier_init(shared_address(smem.keys.v_landed + i), 1);
-            mbarrier_init(shared_address(smem.v_full + i), zeroing_warps * kWarpArrivals);
-        }
+        for (int i = 0; i < kPlan.stages; ++i) mbarrier_init(shared_address(smem.keys.v_landed + i), 1);
     fence_mbarrier_init();
 }
 

@@ -13,8 +13,8 @@
 #include "attention/forward/wgmma_sm90/block.cuh"
 #include "attention/forward/wgmma_sm90/consume.cuh"
 #include "common/constants.h"
+#include "device/reciprocal.cuh"
 #include "device/ring.cuh"
-#include "device/tanh.cuh"
 
 namespace fa {
 
@@ -44,6 +44,32 @@ __device__ __forceinline__ void exponentials_with_slope(float (&S)[kCount], floa
     }
 }
 
+// S = tanh(S inverse). As far as the scores of a warp stay below 3/4 of softcap, a polynomial gives tanh to 1.1e-5 of itself. The
+// exponentials' unit, which is as busy as the tensor cores at head dim 64, has nothing to do for it. Two halves, each behind a branch of its
+// own: all elements at once would take too many registers.
+template <int kCount>
+__device__ __forceinline__ void cap(float (&S)[kCount], float inverse) {
+    constexpr int kHalf = kCount / 2;
+#pragma unroll
+    for (int begin = 0; begin < kCount; begin += kHalf) {
+        float greatest[2] = {0.0f, 0.0f};
+#pragma unroll
+        for (int i = begin; i < begin + kHalf; ++i) greatest[i % 2] = fmaxf(greatest[i % 2], fabsf(S[i]));
+        if (__all_sync(~0u, fmaxf(greatest[0], greatest[1]) * inverse < 0.75f)) {
+#pragma unroll
+            for (int i = begin; i < begin + kHalf; ++i) {
+                const float x = S[i] * inverse, square = x * x;
+                S[i] = x * fmaf(square, fmaf(square, fmaf(square, -0.03545279f, 0.12742697f), -0.33269671f), 0.99998898f);
+            }
+        } else {  // 1 - 2 / (1 + e^2x)
+            const float twice = 2.0f * kLog2e * inverse;
+#pragma unroll
+            for (int i = begin; i < begin + kHalf; ++i)
+                S[i] = fmaf(-2.0f, reciprocal_approx(1.0f + exp2_approx(S[i] * twice)), 1.0f);
+        }
+    }
+}
+
 // What the options do to the tiles of one item. Each of them is behind a branch that all lanes of a warp take alike.
 template <typename T, WgmmaPlanId kId>
 struct TileOptions {
@@ -62,9 +88,9 @@ struct TileOptions {
         const Consumer at = me.rare();
         return float(w.row0 + at.row() + w.shift - n * kBlockN - 2 * at.quad());
     }
-    // `before`: the tile before n; kNoTile: n is the first one.
+    // Of tile n, which follows tile `before`. Under a negative slope scores rise with the distance, and every maximum is found.
     __device__ __forceinline__ AlibiSide side(int n, int before) const {
-        if (!p.alibi_slopes || before == kNoTile || slope() < 0) return AlibiSide::kNone;
+        if (!p.alibi_slopes || slope() < 0) return AlibiSide::kNone;
         if (n > before) return AlibiSide::kRight;
         return (n + 1) * kBlockN - 1 <= w.row0 + me.wg * 64 + w.shift ? AlibiSide::kLeft : AlibiSide::kNone;
     }
@@ -74,11 +100,7 @@ struct TileOptions {
     }
     // Applies the options to S of a tile, ALiBi only if `side` is kNone.
     __device__ __forceinline__ void apply(Scores& S, const KeyTile& tile, int n, AlibiSide side) const {
-        if (p.softcap != 0) {
-            const float inverse = __fdividef(p.scale, p.softcap);
-#pragma unroll
-            for (int i = 0; i < kBlockN / 2; ++i) S[i] = tanh_approx(S[i] * inverse);
-        }
+        if (p.softcap != 0) cap(S, __fdividef(p.scale, p.softcap));
         if (p.alibi_slopes && side == AlibiSide::kNone) {
             const float slope = this->slope(), to_key0 = distance(n);
 #pragma unroll

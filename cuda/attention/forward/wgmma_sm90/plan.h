@@ -131,6 +131,29 @@ FA_HOST_DEVICE constexpr WgmmaPlan wgmma_plan(WgmmaPlanId id) {
     }
     return plan;
 }
+// For queries.
+constexpr const char* wgmma_plan_name(WgmmaPlanId id) {
+    switch (id) {
+        case WgmmaPlanId::kD64Short: return "d64_short";
+        case WgmmaPlanId::kD64Long: return "d64_long";
+        case WgmmaPlanId::kD64General: return "d64_general";
+        case WgmmaPlanId::kD96: return "d96";
+        case WgmmaPlanId::kD96General: return "d96_general";
+        case WgmmaPlanId::kD128Short: return "d128_short";
+        case WgmmaPlanId::kD128Middle: return "d128_middle";
+        case WgmmaPlanId::kD128Long: return "d128_long";
+        case WgmmaPlanId::kD128General: return "d128_general";
+        case WgmmaPlanId::kD192V128: return "d192_v128";
+        case WgmmaPlanId::kD192: return "d192";
+        case WgmmaPlanId::kD192General: return "d192_general";
+        case WgmmaPlanId::kD256: return "d256";
+        case WgmmaPlanId::kD256General: return "d256_general";
+        case WgmmaPlanId::kD64Options: return "d64_options";
+        case WgmmaPlanId::kD128Options: return "d128_options";
+        case WgmmaPlanId::kD128MiddleOptions: return "d128_middle_options";
+    }
+    return "";
+}
 // The plan of an instantiation. The experiments (ladder/variants) specialise it for their own ids.
 template <WgmmaPlanId kId>
 inline constexpr WgmmaPlan kWgmmaPlan = wgmma_plan(kId);
