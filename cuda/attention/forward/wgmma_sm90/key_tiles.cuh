@@ -31,9 +31,10 @@ template <typename T, WgmmaPlanId kId>
 struct KeyTileLoads {
     static constexpr int kBlockN = kWgmmaPlan<kId>.block_n, kStages = kWgmmaPlan<kId>.stages;
     static constexpr int kStride = 32 * 16 / kBlockN;  // tiles whose bytes of the mask the lanes read at once, 16 bytes each
-    // The entry of a tile is written before the K two tiles earlier is loaded. Consumers are then done with V of all tiles that lie
-    // kStages + 3 or more before it.
-    static_assert(2 * kStages >= kStages + 3, "the last user of an entry is done before it is written again");
+    // Whether a tile is found before there is room for the K before it, so that the time to read the mask hides. Its entry is free then:
+    // consumers are done with V of all tiles that lie kStages + 3 or more before it, otherwise kStages + 2.
+    static constexpr bool kFindsAhead = kStages >= 3;
+    static_assert(2 * kStages >= kStages + (kFindsAhead ? 3 : 2), "the last user of an entry is done before it is written again");
     using Stages = Ring<kStages>;
     const AttentionParams& p;
     WgmmaSmem<T, kId>& smem;
@@ -115,6 +116,7 @@ struct KeyTileLoads {
     }
     // Loads K of tile number `count`, and finds the next tile of the item, because the consumers must know whether there is one.
     __device__ __forceinline__ int load_k(const ForwardWork& w, int n, uint32_t count) const {
+        if constexpr (!kFindsAhead) Stages(smem.k_full, smem.k_empty, count).wait_empty();
         const int next = find(w, after(w, n), count + 1);
         entry(count).last = next == kNoTile;
         __syncwarp();

@@ -5,7 +5,8 @@
 //
 //     softcap   S = tanh(S scale / softcap), in all tiles; the exponential multiplies by softcap instead of scale
 //     ALiBi     scores fall with the distance from the diagonal. Beside the diagonal the distance is a number of the row plus or minus one
-//               of the key, and one multiply-add in the exponent has both. On the diagonal S -= slope |i + shift - j|
+//               of the key: S += slope j, one operation a score, and the row's number goes to the maximum that the exponentials subtract.
+//               On the diagonal S -= slope |i + shift - j|
 //     mask      -inf where a bit of the tile says so, in cut tiles
 //     edges     -inf, in the tiles that they cross
 #pragma once
@@ -20,33 +21,14 @@ namespace fa {
 
 // How the distance |i + shift - j| depends on key j, for all rows of a warpgroup.
 enum class AlibiSide {
-    kNone,  // no ALiBi, or it is in S already
+    kNone,  // no ALiBi, or falls and rises, or that does not matter because the maximum is found: S gets the whole distance
     kLeft,  // all keys of the tile lie before the diagonal: it falls
     kRight  // all lie behind it: it rises
 };
 
-// As exponentials() in score_fragment.cuh, of scores that lack ALiBi. The distance of row r to the thread's element 0 is distance[r];
-// `slope` is in powers of 2 and negative on the right side.
-template <int kCount>
-__device__ __forceinline__ void exponentials_with_slope(float (&S)[kCount], float scale_log2, const float (&row_max)[2], float slope,
-                                                        const float (&distance)[2], float (&sum)[2]) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const float base = row_max[r] == -INFINITY ? 0.0f : row_max[r], at_key0 = fmaf(-slope, distance[r], -base);
-        float a = 0.0f, b = 0.0f;
-#pragma unroll
-        for (int i = 2 * r; i < kCount; i += 4) {
-            S[i] = exp2_approx(fmaf(S[i], scale_log2, fmaf(slope, float(2 * i - 4 * r), at_key0)));
-            S[i + 1] = exp2_approx(fmaf(S[i + 1], scale_log2, fmaf(slope, float(2 * i - 4 * r + 1), at_key0)));
-            a += S[i], b += S[i + 1];
-        }
-        sum[r] = a + b;
-    }
-}
-
 // S = tanh(S inverse). As far as the scores of a warp stay below 3/4 of softcap, a polynomial gives tanh to 1.1e-5 of itself. The
-// exponentials' unit, which is as busy as the tensor cores at head dim 64, has nothing to do for it. Two halves, each behind a branch of its
-// own: all elements at once would take too many registers.
+// exponentials' unit, which is as busy as the tensor cores at head dim 64, has nothing to do for it. Two halves, each behind a branch of
+// its own: all elements at once would take too many registers.
 template <int kCount>
 __device__ __forceinline__ void cap(float (&S)[kCount], float inverse) {
     constexpr int kHalf = kCount / 2;
@@ -64,8 +46,7 @@ __device__ __forceinline__ void cap(float (&S)[kCount], float inverse) {
         } else {  // 1 - 2 / (1 + e^2x)
             const float twice = 2.0f * kLog2e * inverse;
 #pragma unroll
-            for (int i = begin; i < begin + kHalf; ++i)
-                S[i] = fmaf(-2.0f, reciprocal_approx(1.0f + exp2_approx(S[i] * twice)), 1.0f);
+            for (int i = begin; i < begin + kHalf; ++i) S[i] = fmaf(-2.0f, reciprocal_approx(1.0f + exp2_approx(S[i] * twice)), 1.0f);
         }
     }
 }
@@ -98,13 +79,19 @@ struct TileOptions {
     __device__ __forceinline__ bool is_exact(int n, AlibiSide side) const {
         return n >= masked.right_tile || (p.alibi_slopes && side == AlibiSide::kNone);
     }
-    // Applies the options to S of a tile, ALiBi only if `side` is kNone.
+    // Applies the options to S of a tile. What is left of ALiBi beside the diagonal, take_exponentials() applies.
     __device__ __forceinline__ void apply(Scores& S, const KeyTile& tile, int n, AlibiSide side) const {
         if (p.softcap != 0) cap(S, __fdividef(p.scale, p.softcap));
-        if (p.alibi_slopes && side == AlibiSide::kNone) {
-            const float slope = this->slope(), to_key0 = distance(n);
+        if (p.alibi_slopes) {
+            if (side == AlibiSide::kNone) {
+                const float slope = this->slope(), to_key0 = distance(n);
 #pragma unroll
-            for (int i = 0; i < kBlockN / 2; ++i) S[i] = fmaf(-slope, fabsf(to_key0 + float(i / 2 % 2 * 8 - i / 4 * 8 - i % 2)), S[i]);
+                for (int i = 0; i < kBlockN / 2; ++i) S[i] = fmaf(-slope, fabsf(to_key0 + float(i / 2 % 2 * 8 - i / 4 * 8 - i % 2)), S[i]);
+            } else {
+                const float slope = side == AlibiSide::kLeft ? this->slope() : -this->slope();
+#pragma unroll
+                for (int i = 0; i < kBlockN / 2; ++i) S[i] = fmaf(slope, float(i / 4 * 8 + i % 2), S[i]);
+            }
         }
         if (tile.cut) {
             const uint32_t hidden = tile.hidden[me.rare().quad()];
@@ -117,12 +104,12 @@ struct TileOptions {
     // S becomes P under the current maximum.
     __device__ __forceinline__ void take_exponentials(Scores& S, const Exponent& exponent, const RowStatistics& rows, int n, AlibiSide side,
                                                       float (&sum)[2]) const {
-        if (side == AlibiSide::kNone) {
-            exponentials(S, exponent, rows.row_max, sum);
-        } else {
-            const float slope = this->slope() * exponent.scale, to_key0 = distance(n), distances[2] = {to_key0, to_key0 + 8.0f};
-            exponentials_with_slope(S, exponent.scale, rows.row_max, side == AlibiSide::kLeft ? slope : -slope, distances, sum);
+        float base[2] = {rows.row_max[0], rows.row_max[1]};
+        if (side != AlibiSide::kNone) {
+            const float slope = (side == AlibiSide::kLeft ? this->slope() : -this->slope()) * exponent.scale, to_key0 = distance(n);
+            base[0] = fmaf(slope, to_key0, base[0]), base[1] = fmaf(slope, to_key0 + 8.0f, base[1]);
         }
+        exponentials(S, exponent, base, sum);
     }
     // Whether the tile may have keys that the window hides from all rows of the sequence.
     __device__ __forceinline__ bool has_edge(int n) const { return n >= masked.right_tile || n < masked.left_tile; }

@@ -26,8 +26,11 @@ enum class WgmmaPlanId {
     kD256,
     kD256General,
     kD64Options,
+    kD96Options,
     kD128Options,
-    kD128MiddleOptions
+    kD128MiddleOptions,
+    kD192Options,
+    kD256Options
 };
 
 // How the running row maximum is kept. P = 2^(S - m) gives the right answer for any m as long as nothing overflows, so m need not be the
@@ -60,7 +63,7 @@ struct WgmmaPlan {
     FA_HOST_DEVICE constexpr int block_m() const { return 64 * warpgroups; }
     FA_HOST_DEVICE constexpr bool speculative() const { return maximum != RowMaximum::kLazy; }
     // Lazy plans compute the maximum of every tile, so that max_score costs nothing more; but a tile of a piece is not all of a row.
-    FA_HOST_DEVICE constexpr bool gives_max_score() const { return !pieces && !speculative(); }
+    FA_HOST_DEVICE constexpr bool gives_max_score() const { return !pieces && !options && !speculative(); }
     // Pages copied row by row. With three consumer warpgroups the producer has too few registers for that.
     FA_HOST_DEVICE constexpr bool pages() const { return paged && warpgroups == 2; }
     // Pages copied box by box: the plans that calls with such pages choose.
@@ -80,7 +83,7 @@ struct WgmmaPlan {
 };
 
 FA_HOST_DEVICE constexpr WgmmaPlan with_options(WgmmaPlan plan) {
-    plan.options = true, plan.paged = false;
+    plan.options = true, plan.paged = plan.q_in_registers = false;
     return plan;
 }
 
@@ -125,9 +128,12 @@ FA_HOST_DEVICE constexpr WgmmaPlan wgmma_plan(WgmmaPlanId id) {
         case WgmmaPlanId::kD256: plan.headdim = plan.headdim_v = 256, plan.block_n = 64, plan.ping_pong = true; break;
         case WgmmaPlanId::kD256General: plan.headdim = plan.headdim_v = 256, plan.block_n = 64, plan.general = true; break;
         case WgmmaPlanId::kD64Options: return with_options(wgmma_plan(WgmmaPlanId::kD64Long));
+        case WgmmaPlanId::kD96Options: return with_options(wgmma_plan(WgmmaPlanId::kD96));
         case WgmmaPlanId::kD128Options: return with_options(wgmma_plan(WgmmaPlanId::kD128Long));
         // 128 rows: fewer keys outside a short window, and blocks for more multiprocessors.
         case WgmmaPlanId::kD128MiddleOptions: return with_options(wgmma_plan(WgmmaPlanId::kD128Middle));
+        case WgmmaPlanId::kD192Options: return with_options(wgmma_plan(WgmmaPlanId::kD192));
+        case WgmmaPlanId::kD256Options: return with_options(wgmma_plan(WgmmaPlanId::kD256));
     }
     return plan;
 }
@@ -149,8 +155,11 @@ constexpr const char* wgmma_plan_name(WgmmaPlanId id) {
         case WgmmaPlanId::kD256: return "d256";
         case WgmmaPlanId::kD256General: return "d256_general";
         case WgmmaPlanId::kD64Options: return "d64_options";
+        case WgmmaPlanId::kD96Options: return "d96_options";
         case WgmmaPlanId::kD128Options: return "d128_options";
         case WgmmaPlanId::kD128MiddleOptions: return "d128_middle_options";
+        case WgmmaPlanId::kD192Options: return "d192_options";
+        case WgmmaPlanId::kD256Options: return "d256_options";
     }
     return "";
 }
@@ -198,7 +207,7 @@ inline WgmmaPlanId wgmma_choose(const AttentionParams& p, int multiprocessors) {
         const bool few_tiles = keys <= (causal ? 2048 : 1024);
         return few_tiles || p.max_score || (pages && p.cache.page_size % 8) ? WgmmaPlanId::kD64Short : WgmmaPlanId::kD64Long;
     }
-    if (d <= 96) return general ? WgmmaPlanId::kD96General : WgmmaPlanId::kD96;
+    if (d <= 96) return options ? WgmmaPlanId::kD96Options : general ? WgmmaPlanId::kD96General : WgmmaPlanId::kD96;
     if (d <= 128) {
         if (options) {
             const bool short_window = p.window_left >= 0 && p.window_right >= 0 && int64_t(p.window_left) + p.window_right < 2048;
@@ -213,10 +222,10 @@ inline WgmmaPlanId wgmma_choose(const AttentionParams& p, int multiprocessors) {
         return !aligned || few_tiles ? WgmmaPlanId::kD128Short : WgmmaPlanId::kD128Middle;
     }
     if (d <= 192) {
-        if (general) return WgmmaPlanId::kD192General;
+        if (general) return options ? WgmmaPlanId::kD192Options : WgmmaPlanId::kD192General;
         return p.headdim_v <= 128 ? WgmmaPlanId::kD192V128 : WgmmaPlanId::kD192;
     }
-    return general ? WgmmaPlanId::kD256General : WgmmaPlanId::kD256;
+    return options ? WgmmaPlanId::kD256Options : general ? WgmmaPlanId::kD256General : WgmmaPlanId::kD256;
 }
 
 }  // namespace fa
