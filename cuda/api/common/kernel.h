@@ -76,12 +76,12 @@ struct KernelOf {
     Reason<Params> refuses = nullptr;                          // a condition beside the limits
     bool (*fits)(const Params&, const DeviceInfo&) = nullptr;  // its indices, and the blocks of a grid, suffice
     Reason<Params> yields = nullptr;                           // why a later kernel of the table is faster; not asked of a forced kernel
-    size_t (*workspace)(const Params&, const DeviceInfo&) = nullptr;     // bytes
-    const char* (*variant)(const Params&, const DeviceInfo&) = nullptr;  // the name of the plan that it follows, for queries
+    size_t (*workspace)(const Params&, const DeviceInfo&) = nullptr;  // bytes
     // One of the three. `others` launches kernels of another table.
     void (*run)(const Params&) = nullptr;  // on the CPU
     Launch<Params> launch = nullptr;
     fa_status (*others)(const Params&, const DeviceInfo&, void* stream) = nullptr;
+    const char* (*variant)(const Params&, const DeviceInfo&) = nullptr;  // the name of the plan that it follows, for queries
 
     constexpr bool built() const { return run || launch || others; }
 };
