@@ -62,7 +62,8 @@ struct WgmmaPlan {
 
     FA_HOST_DEVICE constexpr int block_m() const { return 64 * warpgroups; }
     FA_HOST_DEVICE constexpr bool speculative() const { return maximum != RowMaximum::kLazy; }
-    // Lazy plans compute the maximum of every tile, so that max_score costs nothing more; but a tile of a piece is not all of a row.
+    // Lazy plans compute the maximum of every tile, so that max_score costs nothing more; but a tile of a piece is not all of a row. The
+    // loop of plans with options does not keep it.
     FA_HOST_DEVICE constexpr bool gives_max_score() const { return !pieces && !options && !speculative(); }
     // Pages copied row by row. With three consumer warpgroups the producer has too few registers for that.
     FA_HOST_DEVICE constexpr bool pages() const { return paged && warpgroups == 2; }
