@@ -79,7 +79,7 @@ struct TileOptions {
     __device__ __forceinline__ bool is_exact(int n, AlibiSide side) const {
         return n >= masked.right_tile || (p.alibi_slopes && side == AlibiSide::kNone);
     }
-    // Applies the options to S of a tile. What is left of ALiBi beside the diagonal, take_exponentials() applies.
+    // Applies the options to S of a tile; beside the diagonal, a number of the row is left of ALiBi for rows_at().
     __device__ __forceinline__ void apply(Scores& S, const KeyTile& tile, int n, AlibiSide side) const {
         if (p.softcap != 0) cap(S, __fdividef(p.scale, p.softcap));
         if (p.alibi_slopes) {
@@ -101,15 +101,14 @@ struct TileOptions {
         }
         mask_scores<kId>(S, w, masked, n, me);
     }
-    // S becomes P under the current maximum.
-    __device__ __forceinline__ void take_exponentials(Scores& S, const Exponent& exponent, const RowStatistics& rows, int n, AlibiSide side,
-                                                      float (&sum)[2]) const {
-        float base[2] = {rows.row_max[0], rows.row_max[1]};
+    // The state of the rows for tile n as apply() has left it: what is left of ALiBi raises or lowers the maximum.
+    __device__ __forceinline__ RowStatistics rows_at(int n, AlibiSide side, const RowStatistics& rows, const Exponent& exponent) const {
+        RowStatistics here = rows;
         if (side != AlibiSide::kNone) {
             const float slope = (side == AlibiSide::kLeft ? this->slope() : -this->slope()) * exponent.scale, to_key0 = distance(n);
-            base[0] = fmaf(slope, to_key0, base[0]), base[1] = fmaf(slope, to_key0 + 8.0f, base[1]);
+            here.row_max[0] = fmaf(slope, to_key0, rows.row_max[0]), here.row_max[1] = fmaf(slope, to_key0 + 8.0f, rows.row_max[1]);
         }
-        exponentials(S, exponent, base, sum);
+        return here;
     }
     // Whether the tile may have keys that the window hides from all rows of the sequence.
     __device__ __forceinline__ bool has_edge(int n) const { return n >= masked.right_tile || n < masked.left_tile; }
@@ -173,10 +172,11 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, W
             options.apply(S, *tile, n, exact ? AlibiSide::kNone : side);
             if (!exact) {
                 if constexpr (kEarlyPack) wgmma_wait<0>(O);
-                float sum[2];
-                options.take_exponentials(S, exponent, rows, n, side, sum);
-                if constexpr (kEarlyPack) pack_probabilities<T>(P, S);
-                done = accept_sums<T>(sum, rows);
+                RowStatistics here = options.rows_at(n, side, rows, exponent);
+                done = softmax_speculative<T, kId>(S, exponent, here, [&] {
+                    if constexpr (kEarlyPack) pack_probabilities<T>(P, S);
+                });
+                rows.row_sum[0] = here.row_sum[0], rows.row_sum[1] = here.row_sum[1];
                 if (!done) {
                     recompute_scores<T, kId>(S, no_fragment, slab, shared_address(smem.k[k.slot]), me);
                     options.apply(S, *tile, n, AlibiSide::kNone);
