@@ -25,8 +25,7 @@ struct WgmmaItem {
 
 // Plans with options: what the producer tells the other roles about a tile of keys.
 struct alignas(16) KeyTile {
-    // The keys that the mask hides. Bit 2 i + e of word q: key 8 i + 2 q + e, which lanes with quad q have in elements 4 i + e and 4 i + 2
-    // + e.
+    // The keys that the mask hides. Bit 2 i + e of word q: key 8 i + 2 q + e. A lane with quad q has it in elements 4 i + e, 4 i + 2 + e.
     uint32_t hidden[4];
     int n;      // which tile; kNoTile after the last item
     bool cut;   // whether the mask hides any of its keys
