@@ -314,6 +314,7 @@ def _cuda_makers() -> Makers:
         partial(_forward, "float32_sm80", "float32", (3, 300, 330, 4, 2, 128), "", ("key_sums",)),
         partial(_forward, "mma_sm80", half, (3, 300, 330, 4, 2, 128)),
         partial(_forward, "mma_tf32_sm80", "float32", (3, 300, 330, 4, 2, 64), "tf32", allow_tf32=True),
+        partial(_forward, "mma_float32_sm80", "float32", (3, 300, 330, 4, 2, 64)),
         partial(_forward, "wgmma_sm90", half, (20, 300, 330, 4, 2, 128)),
         partial(_forward, "wgmma_sm90", half, (1, 300, 2100, 4, 2, 64)),  # a speculative maximum
         partial(_forward, "mma_sm80", half, (3, 150, 180, 4, 2, 512)),

@@ -28,7 +28,7 @@ TABLES = {
 # it.
 ROWS = {
     "flash_attn_minimal.cu": {"forward": ["minimal"]},
-    "attention/forward/mma_sm80/kernel.cuh": {"forward": ["mma_sm80", "mma_tf32_sm80"]},
+    "attention/forward/mma_sm80/kernel.cuh": {"forward": ["mma_sm80", "mma_tf32_sm80", "mma_float32_sm80"]},
     "attention/forward/fp8_sm90/kernel.cuh": {"forward": ["fp8_sm90", "fp8_fast_sm90"]},
     "attention/decode/lanes/kernel.cuh": {"forward": ["decode_lanes_sm80", "decode_lanes_cluster_sm90"]},
     "attention/decode/combine.cu": {"forward": ["decode_split_sm80", "decode_ring_sm90", "decode_lanes_sm80"]},

@@ -10,6 +10,10 @@
 
 #if FA_WITH_CUDA
 #include "attention/kernels.h"
+namespace fa {
+cudaError_t forward_mma_float32_sm80(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
+cudaError_t forward_wgmma_float32_sm90(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
+}  // namespace fa
 #endif
 
 namespace fa {
@@ -59,6 +63,11 @@ bool has_blocks_for_tiles_of_32(const AttentionParams& p, const DeviceInfo&) {
 }
 const char* takes_no_padding_in_pages(const AttentionParams& p, const DeviceInfo&, char*, size_t) {
     return p.cache.leftpad && p.cache.block_table ? "cache_leftpad is set: it takes none with pages" : nullptr;
+}
+// Which calls split products serve faster than the CUDA cores.
+constexpr bool kSplitProductsAreFaster = false;
+const char* split_products_yield(const AttentionParams&, const DeviceInfo&, char*, size_t) {
+    return kSplitProductsAreFaster ? nullptr : "it runs when it is asked for by name";
 }
 const char* needs_shared_memory(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
     const size_t bytes = forward_float32_sm80_shared(p);
@@ -177,6 +186,13 @@ constexpr Kernel kKernels[] = {
                 .needs = kTf32},
      .fits = FA_SM80(has_blocks_for_tiles_of_32),
      .launch = FA_SM80(forward_mma_tf32_sm80)},
+    {.name = "mma_float32_sm80",
+     .summary = "tensor cores (mma.sync): float32 with float32's accuracy, three products of tf32 parts; head dims to 256, every option",
+     .device = FA_CUDA,
+     .limits = {.dtypes = kFloat32, .gpus = kFromSm80, .head_dims = head_dims(1, 256), .takes = kAllFeatures & ~(k8BitCache | kPages)},
+     .fits = FA_SM80(has_blocks_for_tiles_of_32),
+     .yields = FA_SM80(split_products_yield),
+     .launch = FA_SM80(forward_mma_float32_sm80)},
     {.name = "float32_sm80",
      .summary = "CUDA cores: float32 without tf32, head dims to 256, plain, causal and windowed calls",
      .device = FA_CUDA,
