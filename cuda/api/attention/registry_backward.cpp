@@ -7,6 +7,10 @@
 
 #if FA_WITH_CUDA
 #include "attention/kernels.h"
+namespace fa {
+cudaError_t backward_mma_float32_sm80(const BackwardParams& b, const DeviceInfo& device, cudaStream_t stream);
+size_t backward_mma_float32_sm80_workspace(const BackwardParams&, const DeviceInfo&);  // bytes: delta and RowBase
+}  // namespace fa
 #endif
 
 namespace fa {
@@ -41,6 +45,15 @@ bool simple_fits(const BackwardParams& b, const DeviceInfo&) { return backward_s
 bool has_blocks_for_tiles_of_32(const BackwardParams& b, const DeviceInfo&) {
     const AttentionParams& p = b.forward;
     return ceil_div(p.seqlen_q > p.seqlen_k ? p.seqlen_q : p.seqlen_k, 32) * p.nheads * p.batch <= kMostBlocks;
+}
+bool has_blocks_for_halves_of_32(const BackwardParams& b, const DeviceInfo&) {
+    const AttentionParams& p = b.forward;
+    return 2 * ceil_div(p.seqlen_q > p.seqlen_k ? p.seqlen_q : p.seqlen_k, 32) * p.nheads * p.batch <= kMostBlocks;
+}
+// Which calls split products serve faster than the CUDA cores.
+constexpr bool kSplitProductsAreFaster = false;
+const char* split_products_yield(const BackwardParams&, const DeviceInfo&, char*, size_t) {
+    return kSplitProductsAreFaster ? nullptr : "it runs when it is asked for by name";
 }
 bool has_indices_for_chunks(const BackwardParams& b, const DeviceInfo&) {
     constexpr int kMost = 1 << 30;  // whole chunks of rows and keys still have 32-bit indices
@@ -107,6 +120,14 @@ constexpr BackwardKernel kKernels[] = {
      .fits = FA_SM80(has_indices_for_chunks),
      .workspace = FA_SM80(backward_mma_wide_sm80_workspace),
      .launch = FA_SM80(backward_mma_wide_sm80)},
+    {.name = "mma_float32_sm80",
+     .summary = "tensor cores (mma.sync): float32 with float32's accuracy, three products of tf32 parts; head dims to 256, every option",
+     .device = FA_CUDA,
+     .limits = {.dtypes = kFloat32, .gpus = kFromSm80, .head_dims = head_dims(1, 256)},
+     .fits = FA_SM80(has_blocks_for_halves_of_32),
+     .yields = FA_SM80(split_products_yield),
+     .workspace = FA_SM80(backward_mma_float32_sm80_workspace),
+     .launch = FA_SM80(backward_mma_float32_sm80)},
     {.name = "simple",
      .summary = "CUDA cores, no atomics: any head dim, dtype, mask and option; deterministic",
      .device = FA_CUDA,
