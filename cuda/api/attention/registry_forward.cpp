@@ -13,6 +13,7 @@
 namespace fa {
 cudaError_t forward_mma_float32_sm80(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
 cudaError_t forward_wgmma_float32_sm90(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
+size_t forward_wgmma_float32_sm90_workspace(const AttentionParams&, const DeviceInfo&);  // bytes: the parts of q, k and v
 }  // namespace fa
 #endif
 
@@ -92,6 +93,14 @@ const char* wgmma_yields(const AttentionParams& p, const DeviceInfo& device, cha
         return say(text, size, "seqlen_q=%d, seqlen_k=%d: mma_sm80 is faster for short sequences", p.seqlen_q, p.seqlen_k);
 #endif
     return nullptr;
+}
+bool has_blocks_for_parts(const AttentionParams& p, const DeviceInfo&) {
+    return p.batch * (ceil_div(p.seqlen_q, 32) * p.nheads + ceil_div(p.seqlen_k, 64) * p.nheads_k) <= kMostBlocks;
+}
+// Which calls float16 parts serve faster than the CUDA cores.
+constexpr bool kFloat16PartsAreFaster = false;
+const char* split_products_yield_on_hopper(const AttentionParams&, const DeviceInfo&, char*, size_t) {
+    return kFloat16PartsAreFaster ? nullptr : "it runs when it is asked for by name";
 }
 const char* wide_yields(const AttentionParams& p, const DeviceInfo&, char* text, size_t size) {
     if (p.headdim > kWgmmaMaxHeadDim || p.headdim_v > kWgmmaMaxHeadDim) return nullptr;
@@ -186,6 +195,18 @@ constexpr Kernel kKernels[] = {
                 .needs = kTf32},
      .fits = FA_SM80(has_blocks_for_tiles_of_32),
      .launch = FA_SM80(forward_mma_tf32_sm80)},
+    {.name = "wgmma_float32_sm90",
+     .summary = "Hopper: float32 with float32's accuracy, wgmma on float16 parts; head dims to 128, plain, causal and windowed calls",
+     .device = FA_CUDA,
+     .limits = {.dtypes = kFloat32,
+                .gpus = kHopper,
+                .head_dims = head_dims(4, 128),
+                .takes = kHints | kKeySums | kLeftEdge | kSinks,
+                .memory = Memory::kWideRows},
+     .fits = FA_SM90(has_blocks_for_parts),
+     .yields = FA_SM90(split_products_yield_on_hopper),
+     .workspace = FA_SM90(forward_wgmma_float32_sm90_workspace),
+     .launch = FA_SM90(forward_wgmma_float32_sm90)},
     {.name = "mma_float32_sm80",
      .summary = "tensor cores (mma.sync): float32 with float32's accuracy, three products of tf32 parts; head dims to 256, every option",
      .device = FA_CUDA,

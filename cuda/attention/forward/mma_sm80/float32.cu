@@ -10,8 +10,13 @@
 
 namespace fa {
 
+cudaError_t forward_mma_float32_sm80_if(const int* wanted, const AttentionParams& p, const DeviceInfo& device, cudaStream_t stream) {
+    AttentionParams params = p;
+    params.workspace = const_cast<int*>(wanted);  // nullptr: the kernel always runs. It has no other use for a workspace
+    return launch<SplitFloat>(params, device.multiprocessors, device.shared_memory, stream);
+}
 cudaError_t forward_mma_float32_sm80(const AttentionParams& p, const DeviceInfo& device, cudaStream_t stream) {
-    return launch<SplitFloat>(p, device.multiprocessors, device.shared_memory, stream);
+    return forward_mma_float32_sm80_if(nullptr, p, device, stream);
 }
 
 }  // namespace fa

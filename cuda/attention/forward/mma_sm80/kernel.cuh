@@ -52,6 +52,10 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
     }
 #endif
     using Warp = ForwardWarp<T, kD, kDv, kSm, kOptions, kKeyRows>;
+    if constexpr (Warp::kSplit) {  // a word in the workspace may say that another kernel has served the call
+        const int* const wanted = static_cast<const int*>(params.attention.workspace);
+        if (wanted && *wanted == 0) return;
+    }
     extern __shared__ __align__(128) unsigned char shared[];
     auto& smem = *reinterpret_cast<typename Warp::SharedMemory*>(shared);
     const Work work = Warp::work_at(params, blockIdx.x);

@@ -1,0 +1,439 @@
+// wgmma_float32_sm90.cu: float32 attention with float32's accuracy on Hopper's tensor cores, in float16 parts.
+//
+// A first kernel scales Q, K and V by powers of 2, so that the largest numbers of a row of Q, or of a tile of K or V, lie just below 2^15,
+// and writes each as two float16 numbers of 11 bits, high + low. A product is then low high' + high low' + high high', as in
+// device/split_tf32.cuh, at twice the rate of tf32; P is split in registers. The second kernel is FlashAttention with wgmma:
+//   - a producer thread copies tiles of both parts, which lie in the workspace in the order of shared memory, one bulk copy each;
+//   - two warpgroups of 64 rows multiply. While one computes its softmax, the tensor cores work for the other;
+//   - each chain of products adds up 64 columns or 64 keys, small products first, in an accumulator of its own: tensor cores truncate.
+//     Float32 multiply-adds, which also undo the scale of a tile of V, join the chains.
+//
+// Float16 has 5 bits of exponent. Numbers below 2^-16 of the largest lose bits. Where that could be seen (a row whose mean is 2^13 times
+// smaller than the tile's largest number), and for infinity and NaN, the first kernel sets a word, and mma_float32_sm80 serves the call:
+// it is always launched, and returns at once if the word is 0.
+//
+// Shared memory (SplitSmem)     Q 2 x 64 x d | K stages x 128 x d | V stages x 128 x d; two parts each
+// Bound by the tensor cores: six products.
+#include "attention/common/epilogue.cuh"
+#include "attention/common/mask.h"
+#include "attention/common/score_fragment.cuh"
+#include "attention/common/tiles_mma_sm80.h"
+#include "attention/kernels.h"
+#include "common/constants.h"
+#include "device/launch.h"
+#include "device/mma.cuh"
+#include "device/ptx.cuh"
+#include "device/ring.cuh"
+#include "device/wgmma.cuh"
+
+#include <cfloat>
+
+namespace fa {
+
+cudaError_t forward_mma_float32_sm80_if(const int* wanted, const AttentionParams& p, const DeviceInfo& device, cudaStream_t stream);
+
+namespace {
+
+constexpr int kWarpgroups = 2, kWarpgroupRows = 64, kBlockM = kWarpgroups * kWarpgroupRows, kBlockN = 128;
+constexpr int kThreads = 128 * (kWarpgroups + 1);
+constexpr int kChain = 4;                // steps of 16 that a chain of products adds up
+constexpr float kTop = 11, kRise = 4;    // P is 2^11 at the maximum that is subtracted, and at most 2^15
+constexpr int kLargestExponent = 15;     // scaled numbers are below 2^15
+constexpr float kPreciseMean = 0x1p-13f;  // the least mean of a row, of the largest number
+constexpr float kLeast = 0x1p-60f, kMost = 0x1p60f;
+
+// ---- the parts ----
+
+// A tensor, and where its parts go: for each tile of a head, the high parts and then the low parts, in the order of shared memory.
+struct SplitTensor {
+    const float* data;
+    int64_t batch, head, row;  // strides
+    int heads, rows, columns, tiles;
+    __half* parts;
+    float* scales;  // of Q one for each row, of K and V one for each tile
+};
+struct SplitParams {
+    SplitTensor q, k, v;
+    int blocks_q, blocks_k;
+    int* out_of_range;
+};
+
+constexpr int kSplitThreads = 256;
+
+// 2^-x and 2^x bring `largest` to 2^14 .. 2^15 and back.
+struct Scale {
+    float down, up;
+};
+__device__ __forceinline__ Scale scale_of(float largest) {
+    const int exponent = largest > 0 ? int(__float_as_uint(largest) >> 23) - 126 - kLargestExponent : 0;
+    return {__uint_as_float(uint32_t(127 - exponent) << 23), __uint_as_float(uint32_t(127 + exponent) << 23)};
+}
+
+// kRowScales: each row has a scale (Q). kColumns: columns are tested, too (V).
+template <int kD, int kRows, bool kRowScales, bool kTestsColumns>
+__device__ __forceinline__ void split_tile(const SplitTensor& t, int index, int* out_of_range, float* shared) {
+    constexpr int kLanes = kD / 4, kRowsAtOnce = kSplitThreads / kLanes, kPasses = kRows / kRowsAtOnce;
+    const int tile = index % t.tiles, head = index / t.tiles % t.heads, b = index / t.tiles / t.heads;
+    const int column = threadIdx.x % kLanes * 4, first = threadIdx.x / kLanes;
+    const float* const from = t.data + b * t.batch + head * t.head + column;
+    float4 x[kPasses];
+    float most[kPasses], sum[kPasses], tile_most = 0;
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+        const int row = tile * kRows + first + i * kRowsAtOnce;
+        x[i] = row < t.rows && column < t.columns ? *reinterpret_cast<const float4*>(from + row * t.row) : float4{};
+        const float a = fabsf(x[i].x), b2 = fabsf(x[i].y), c = fabsf(x[i].z), d = fabsf(x[i].w);
+        most[i] = fmaxf(fmaxf(a, b2), fmaxf(c, d)), sum[i] = (a + b2) + (c + d);
+#pragma unroll
+        for (int lane = kLanes / 2; lane > 0; lane /= 2) {
+            most[i] = fmaxf(most[i], __shfl_xor_sync(~0u, most[i], lane));
+            sum[i] += __shfl_xor_sync(~0u, sum[i], lane);
+        }
+        tile_most = fmaxf(tile_most, most[i]);
+    }
+    if (!kRowScales) {
+        float* const column_sums = shared + kSplitThreads / 32;
+        tile_most = fmaxf(tile_most, __shfl_xor_sync(~0u, tile_most, 16));
+        if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = tile_most;
+        if (kTestsColumns && threadIdx.x < kD) column_sums[threadIdx.x] = 0;
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < kSplitThreads / 32; ++i) tile_most = fmaxf(tile_most, shared[i]);
+        if (kTestsColumns) {
+            float own[4] = {};
+#pragma unroll
+            for (int i = 0; i < kPasses; ++i) own[0] += fabsf(x[i].x), own[1] += fabsf(x[i].y), own[2] += fabsf(x[i].z), own[3] += fabsf(x[i].w);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) atomicAdd(column_sums + column + e, own[e]);
+            __syncthreads();
+            const float mean = column_sums[threadIdx.x % kD] / float(min(kRows, t.rows - tile * kRows));
+            if (mean != 0 && !(mean >= kPreciseMean * tile_most)) *out_of_range = 1;
+        }
+        if (threadIdx.x == 0) t.scales[index] = scale_of(tile_most).up;
+    }
+    unsigned char* const high = reinterpret_cast<unsigned char*>(t.parts + int64_t(index) * (2 * kRows * kD));
+    bool precise = true;
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+        const int row = first + i * kRowsAtOnce;
+        const float largest = kRowScales ? most[i] : tile_most;
+        const bool fits = largest > kLeast && largest < kMost && sum[i] >= kPreciseMean * largest * float(t.columns) && sum[i] < INFINITY;
+        precise &= sum[i] == 0 || fits;
+        const Scale scale = scale_of(largest);
+        if (kRowScales && column == 0) t.scales[int64_t(index) * kRows + row] = scale.up;
+        const float y[4] = {x[i].x * scale.down, x[i].y * scale.down, x[i].z * scale.down, x[i].w * scale.down};
+        uint32_t word[2][2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            word[0][e] = pack_16<__half>(y[2 * e], y[2 * e + 1]);
+            const float2 rounded = unpack_16<__half>(word[0][e]);
+            word[1][e] = pack_16<__half>(y[2 * e] - rounded.x, y[2 * e + 1] - rounded.y);
+        }
+        const uint32_t place = swizzled_offset(kRows, row, column / 8) + column % 8 * 2;
+#pragma unroll
+        for (int part = 0; part < 2; ++part)
+            *reinterpret_cast<uint2*>(high + part * (kRows * kD * 2) + place) = make_uint2(word[part][0], word[part][1]);
+    }
+    if (!precise) *out_of_range = 1;
+}
+
+template <int kD>
+__global__ void __launch_bounds__(kSplitThreads) split_kernel(const __grid_constant__ SplitParams params) {
+    __shared__ float shared[kSplitThreads / 32 + kD];
+    int index = blockIdx.x;
+    if (index < params.blocks_q) return split_tile<kD, kWarpgroupRows, true, false>(params.q, index, params.out_of_range, shared);
+    index -= params.blocks_q;
+    if (index < params.blocks_k) return split_tile<kD, kBlockN, false, false>(params.k, index, params.out_of_range, shared);
+    split_tile<kD, kBlockN, false, true>(params.v, index - params.blocks_k, params.out_of_range, shared);
+}
+
+// ---- attention ----
+
+template <int kD>
+struct alignas(1024) SplitSmem {
+    static constexpr int kStages = kD <= 64 ? 2 : 1;
+    __half q[kWarpgroups][2][kWarpgroupRows * kD];
+    __half k[kStages][2][kBlockN * kD];
+    __half v[kStages][2][kBlockN * kD];
+    uint64_t q_full[1], k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
+};
+
+struct WgmmaFloat32Params {
+    AttentionParams attention;
+    SplitTensor q, k, v;
+    int tiles;    // of kBlockM rows
+    int section;  // heads whose K and V share L2, tiles_mma_sm80.h
+    const int* out_of_range;
+};
+
+struct Work {
+    int b, head, row0;
+    Sequence s;
+    int first_tile, last_tile;  // of keys
+};
+// Blocks start in order of their index: section by section and, in a section, the last rows of every head first, which see the most keys.
+__device__ __forceinline__ Work work_of(const WgmmaFloat32Params& params, int block) {
+    const AttentionParams& p = params.attention;
+    const int before = block / (params.section * params.tiles) * params.section, index = block - before * params.tiles;
+    const int heads = min(params.section, p.nheads * p.batch - before), at = before + index % heads;
+    Work w;
+    w.b = at / p.nheads, w.head = at % p.nheads, w.row0 = (params.tiles - 1 - index / heads) * kBlockM;
+    w.s = sequence_of(p, w.b);
+    const int begin = key_range(p, w.s, w.row0).begin, end = key_range(p, w.s, min(w.row0 + kBlockM, w.s.seqlen_q) - 1).end;
+    w.first_tile = begin / kBlockN, w.last_tile = end > begin ? (end - 1) / kBlockN : w.first_tile - 1;
+    return w;
+}
+
+template <int kD>
+__device__ __forceinline__ void produce(const WgmmaFloat32Params& params, SplitSmem<kD>& smem, const Work& w) {
+    constexpr int kStages = SplitSmem<kD>::kStages;
+    constexpr uint32_t kBytesQ = sizeof smem.q[0], kBytesK = sizeof smem.k[0];
+    const AttentionParams& p = params.attention;
+    const int64_t head_q = int64_t(w.b) * p.nheads + w.head, head_k = int64_t(w.b) * p.nheads_k + w.head / p.group;
+    const __half* const q = params.q.parts + (head_q * params.q.tiles + w.row0 / kWarpgroupRows) * (2 * kWarpgroupRows * kD);
+    const __half* const k = params.k.parts + head_k * params.k.tiles * (2 * kBlockN * kD);
+    const __half* const v = params.v.parts + head_k * params.v.tiles * (2 * kBlockN * kD);
+    const uint32_t q_full = shared_address(smem.q_full);
+    mbarrier_arrive_expect_tx(q_full, kWarpgroups * kBytesQ);
+    bulk_load(shared_address(smem.q), q, kWarpgroups * kBytesQ, q_full);
+    Ring<kStages> ring_k(smem.k_full, smem.k_empty), ring_v(smem.v_full, smem.v_empty);
+#pragma unroll 1
+    for (int n = w.last_tile; n >= w.first_tile; --n) {
+        const auto load = [&](Ring<kStages>& ring, const auto& to, const __half* from) {
+            ring.wait_empty();
+            mbarrier_arrive_expect_tx(ring.full_barrier(), kBytesK);
+            bulk_load(shared_address(to[ring.slot]), from + int64_t(n) * (2 * kBlockN * kD), kBytesK, ring.full_barrier());
+            ring.next();
+        };
+        load(ring_k, smem.k, k);
+        load(ring_v, smem.v, v);
+    }
+}
+
+// C = A B over kSteps steps of 16 from `first` on, in parts: small products first. Descriptors of the high parts; those of the low parts are
+// to_low_a and to_low_b further.
+template <int kSteps, int kCount>
+__device__ __forceinline__ void multiply_scores(float (&C)[kCount], uint64_t q, uint64_t k, uint64_t to_low_q, uint64_t to_low_k,
+                                                int first) {
+#pragma unroll
+    for (int x = 0; x < 3; ++x)
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) {
+            const uint64_t a = q + (x == 0 ? to_low_q : 0) + descriptor_k_step(first + i, kWarpgroupRows);
+            const uint64_t b = k + (x == 1 ? to_low_k : 0) + descriptor_k_step(first + i, kBlockN);
+            if (x == 0 && i == 0) wgmma_ss_first<__half, kBlockN>(C, a, b);
+            else wgmma_ss<__half, kBlockN>(C, a, b, 1);
+        }
+}
+
+template <int kD>
+__device__ __forceinline__ void consume(const WgmmaFloat32Params& params, SplitSmem<kD>& smem, const Work& w, int wg) {
+    constexpr int kStages = SplitSmem<kD>::kStages, kScores = kBlockN / 2, kOutputs = kD / 2;
+    constexpr uint32_t kChunkN = kBlockN * kChunkRowBytes;
+    const AttentionParams& p = params.attention;
+    const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0), quad = lane % 4;
+    const int row = w.row0 + wg * kWarpgroupRows + warp * 16 + lane / 4;  // and row + 8
+    const uint64_t q = wgmma_descriptor(shared_address(smem.q[wg][0]), kWarpgroupRows * kChunkRowBytes);
+    const uint64_t k0 = wgmma_descriptor(shared_address(smem.k[0][0]), kChunkN), v0 = wgmma_descriptor(shared_address(smem.v[0][0]), kChunkN);
+    constexpr uint64_t kLowQ = descriptor_step(sizeof smem.q[0][0]), kLowK = descriptor_step(sizeof smem.k[0][0]);
+    const int64_t head_k = int64_t(w.b) * p.nheads_k + w.head / p.group;
+    const float* const k_scales = params.k.scales + head_k * params.k.tiles;
+    const float* const v_scales = params.v.scales + head_k * params.v.tiles;
+    float q_scale[2], row_max[2] = {-FLT_MAX, -FLT_MAX}, row_sum[2] = {};
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int64_t place = (int64_t(w.b) * p.nheads + w.head) * params.q.tiles * kWarpgroupRows + row + 8 * r;
+        q_scale[r] = params.q.scales[place] * (p.scale * kLog2e);
+    }
+    // Keys that every row of the warpgroup sees.
+    const int wg_row0 = w.row0 + wg * kWarpgroupRows, wg_last = min(wg_row0 + kWarpgroupRows, w.s.seqlen_q) - 1;
+    const int every_begin = wg_row0 < w.s.seqlen_q ? key_range(p, w.s, wg_last).begin : 0;
+    const int every_end = wg_row0 < w.s.seqlen_q ? key_range(p, w.s, wg_row0).end : 0;
+
+    float O[kOutputs] = {};
+    Ring<kStages> k(smem.k_full, smem.k_empty), v(smem.v_full, smem.v_empty);
+    mbarrier_wait(shared_address(smem.q_full), 0);
+#pragma unroll 1
+    for (int n = w.last_tile; n >= w.first_tile; --n) {
+        const float k_scale = k_scales[n], v_scale = v_scales[n];
+        // ---- S = Q K^T ----
+        float S[kScores];
+        k.wait_full();
+        const uint64_t desc_k = k0 + k.slot * descriptor_step(sizeof smem.k[0]), desc_v = v0 + v.slot * descriptor_step(sizeof smem.v[0]);
+        wgmma_fence();
+        multiply_scores<kChain>(S, q, desc_k, kLowQ, kLowK, 0);
+        if constexpr (kD > 64) {
+            float T[kScores];
+            multiply_scores<kChain>(T, q, desc_k, kLowQ, kLowK, kChain);
+            wgmma_commit();
+            wgmma_wait<0>(S, T);
+            k.release(lane);
+#pragma unroll
+            for (int i = 0; i < kScores; ++i) S[i] += T[i];
+        } else {
+            wgmma_commit();
+            wgmma_wait<0>(S);
+            k.release(lane);
+        }
+        // ---- softmax ----
+        if (n * kBlockN < every_begin || (n + 1) * kBlockN > every_end) {
+            const int key = n * kBlockN + 2 * quad, here = opaque(row);
+            const KeyRange a = key_range(p, w.s, here), b = key_range(p, w.s, here + 8);
+            mask_right(S, a.end - 1 - key, b.end - 1 - key);
+            mask_left(S, a.begin - key, b.begin - key);
+        }
+        const float scale[2] = {q_scale[0] * k_scale, q_scale[1] * k_scale};
+        float tile_max[2];
+        tile_maximum(S, tile_max);
+        bool moved = false;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            tile_max[r] = fmaxf(row_max[r], fmaf(tile_max[r], scale[r], -kTop));
+            moved |= tile_max[r] - row_max[r] > kRise;
+        }
+        if (__any_sync(~0u, moved)) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const float factor = exp2_approx(row_max[r] - tile_max[r]);
+                row_max[r] = tile_max[r], row_sum[r] *= factor;
+#pragma unroll
+                for (int i = 2 * r; i < kOutputs; i += 4) O[i] *= factor, O[i + 1] *= factor;
+            }
+        }
+        uint32_t high[kScores / 2], low[kScores / 2];
+#pragma unroll
+        for (int i = 0; i < kScores; i += 2) {
+            const int r = i / 2 % 2;
+            const float a = exp2_approx(fmaf(S[i], scale[r], -row_max[r])), b = exp2_approx(fmaf(S[i + 1], scale[r], -row_max[r]));
+            row_sum[r] += a + b;
+            high[i / 2] = pack_16<__half>(a, b);
+            const float2 rounded = unpack_16<__half>(high[i / 2]);
+            low[i / 2] = pack_16<__half>(a - rounded.x, b - rounded.y);
+        }
+        // ---- O += P V ----
+        v.wait_full();
+#pragma unroll
+        for (int first = 0; first < kBlockN / 16; first += kChain) {
+            float T[kOutputs];
+            wgmma_fence();
+#pragma unroll
+            for (int x = 0; x < 3; ++x)
+#pragma unroll
+                for (int i = first; i < first + kChain; ++i)
+                    wgmma_rs<__half, kD, 1>(T, (x == 0 ? low : high) + 4 * i, desc_v + (x == 1 ? kLowK : 0) + descriptor_row_step(i),
+                                            x != 0 || i != first);
+            wgmma_commit();
+            wgmma_wait<0>(T);
+            if (first + kChain == kBlockN / 16) v.release(lane);
+#pragma unroll
+            for (int i = 0; i < kOutputs; ++i) O[i] = fmaf(T[i], v_scale, O[i]);
+        }
+    }
+
+    // ---- out = O / row_sum ----
+    const float sink = sink_of(p.sinks, w.head);
+    float* const out = static_cast<float*>(p.out.data) + w.s.out + w.head * p.out.head;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int i = row + 8 * r;
+        const RowEnd end = finish_row<ScoreUnit::kLog2>(row_max[r], quad_sum(row_sum[r]), sink);
+        if (i >= w.s.seqlen_q) continue;
+        if (p.lse && quad == 0) p.lse[lse_offset(p, w.s, w.head) + i] = end.lse * kLn2;
+#pragma unroll
+        for (int x = 2 * r; x < kOutputs; x += 4) {
+            const int column = x / 4 * 8 + 2 * quad;
+            if (column < p.headdim_v)
+                *reinterpret_cast<float2*>(out + i * p.out.row + column) = make_float2(end.output(O[x]), end.output(O[x + 1]));
+        }
+    }
+}
+
+template <int kD>
+__global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_constant__ WgmmaFloat32Params params) {
+    if (*params.out_of_range) return;
+    extern __shared__ __align__(1024) unsigned char shared[];
+    auto& smem = *reinterpret_cast<SplitSmem<kD>*>(shared);
+    const Work w = work_of(params, blockIdx.x);
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    if (threadIdx.x == 0) {
+        mbarrier_init(shared_address(smem.q_full), 1);
+        for (int i = 0; i < SplitSmem<kD>::kStages; ++i) {
+            mbarrier_init(shared_address(smem.k_full + i), 1), mbarrier_init(shared_address(smem.v_full + i), 1);
+            mbarrier_init(shared_address(smem.k_empty + i), 4 * kWarpgroups * kWarpArrivals);
+            mbarrier_init(shared_address(smem.v_empty + i), 4 * kWarpgroups * kWarpArrivals);
+        }
+        fence_mbarrier_init();
+    }
+    __syncthreads();
+    if (warpgroup == 0) {
+        setmaxnreg_dec<24>();
+        if (threadIdx.x == 0) produce(params, smem, w);
+        return;
+    }
+    setmaxnreg_inc<240>();
+    consume(params, smem, w, warpgroup - 1);
+}
+
+// ---- launch ----
+
+int bucket(const AttentionParams& p) { return p.headdim <= 64 && p.headdim_v <= 64 ? 64 : 128; }
+
+// Divides the workspace, which begins at `base`, and returns its bytes.
+size_t divide(const AttentionParams& p, unsigned char* base, SplitParams* to) {
+    const int64_t d = bucket(p), heads_q = int64_t(p.nheads) * p.batch, heads_k = int64_t(p.nheads_k) * p.batch;
+    const int64_t tiles_q = (p.seqlen_q + kBlockM - 1) / kBlockM * kWarpgroups, tiles_k = (p.seqlen_k + kBlockN - 1) / kBlockN;
+    size_t used = 0;
+    const auto take = [&](int64_t bytes) {
+        unsigned char* const at = base + used;
+        used += (size_t(bytes) + 1023) / 1024 * 1024;
+        return at;
+    };
+    to->out_of_range = reinterpret_cast<int*>(take(sizeof(int)));
+    to->q.scales = reinterpret_cast<float*>(take(heads_q * tiles_q * kWarpgroupRows * 4));
+    to->k.scales = reinterpret_cast<float*>(take(heads_k * tiles_k * 4)), to->v.scales = reinterpret_cast<float*>(take(heads_k * tiles_k * 4));
+    to->q.parts = reinterpret_cast<__half*>(take(heads_q * tiles_q * kWarpgroupRows * d * 4));
+    to->k.parts = reinterpret_cast<__half*>(take(heads_k * tiles_k * kBlockN * d * 4));
+    to->v.parts = reinterpret_cast<__half*>(take(heads_k * tiles_k * kBlockN * d * 4));
+    to->q.tiles = int(tiles_q), to->k.tiles = to->v.tiles = int(tiles_k);
+    to->blocks_q = int(heads_q * tiles_q), to->blocks_k = int(heads_k * tiles_k);
+    return used;
+}
+
+template <int kD>
+cudaError_t launch(const SplitParams& split, const WgmmaFloat32Params& params, cudaStream_t stream) {
+    const AttentionParams& p = params.attention;
+    if (const cudaError_t error = cudaMemsetAsync(split.out_of_range, 0, sizeof(int), stream)) return cudaGetLastError(), error;
+    if (const cudaError_t error =
+            launch_kernel(split_kernel<kD>, unsigned(split.blocks_q + 2 * split.blocks_k), kSplitThreads, 0, stream, split))
+        return error;
+    return launch_kernel(attention_kernel<kD>, unsigned(int64_t(params.tiles) * p.nheads * p.batch), kThreads, sizeof(SplitSmem<kD>), stream,
+                         params);
+}
+
+}  // namespace
+
+cudaError_t forward_wgmma_float32_sm90(const AttentionParams& p, const DeviceInfo& device, cudaStream_t stream);
+size_t forward_wgmma_float32_sm90_workspace(const AttentionParams& p, const DeviceInfo&) {
+    SplitParams split{};
+    return divide(p, nullptr, &split) + 1024;
+}
+
+cudaError_t forward_wgmma_float32_sm90(const AttentionParams& p, const DeviceInfo& device, cudaStream_t stream) {
+    if (p.batch == 0 || p.seqlen_q == 0) return cudaSuccess;
+    SplitParams split{};
+    divide(p, static_cast<unsigned char*>(align_up(p.workspace, 1024)), &split);
+    const auto view = [&](SplitTensor& t, const TensorView& x, int heads, int rows, int columns) {
+        t.data = static_cast<const float*>(x.data), t.batch = x.batch, t.head = x.head, t.row = x.row;
+        t.heads = heads, t.rows = rows, t.columns = columns;
+    };
+    view(split.q, p.q, p.nheads, p.seqlen_q, p.headdim);
+    view(split.k, p.k, p.nheads_k, p.seqlen_k, p.headdim), view(split.v, p.v, p.nheads_k, p.seqlen_k, p.headdim_v);
+    const int tiles = (p.seqlen_q + kBlockM - 1) / kBlockM;
+    const int64_t section = heads_per_section(p.seqlen_k, 8 * int64_t(bucket(p)), p.group), heads = int64_t(p.nheads) * p.batch;
+    const WgmmaFloat32Params params{p, split.q, split.k, split.v, tiles, int(section < heads ? section : heads), split.out_of_range};
+    const cudaError_t error = bucket(p) == 64 ? launch<64>(split, params, stream) : launch<128>(split, params, stream);
+    if (error != cudaSuccess) return error;
+    return forward_mma_float32_sm80_if(split.out_of_range, p, device, stream);
+}
+
+}  // namespace fa
