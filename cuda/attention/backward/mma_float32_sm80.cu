@@ -30,8 +30,8 @@
 namespace fa {
 namespace {
 
-enum class Own { kKeys, kQueries };        // what a block owns; it walks over the other
-enum class Scores { kPlain, kGeneral };    // kGeneral: every option, and rows of any alignment
+enum class Own { kKeys, kQueries };      // what a block owns; it walks over the other
+enum class Scores { kPlain, kGeneral };  // kGeneral: every option, and rows of any alignment
 
 struct GradientTile {
     int warps;   // of 16 own rows
@@ -44,9 +44,9 @@ struct GradientTile {
 enum class Size { kLarge, kSmall };
 constexpr GradientTile gradient_tile(int d, Own own, Size size) {
     const int parts = own == Own::kKeys && d > 128 ? 2 : 1;
-    if (d <= 64) return {4, 32, 2, 3, parts};  // 65 KB
-    if (d <= 96) return {4, 32, 1, 2, parts};  // 73 KB
-    if (d <= 128) return {4, 32, 1, 2, parts};  // 97 KB
+    if (d <= 64) return {4, 32, 2, 3, parts};               // 65 KB
+    if (d <= 96) return {4, 32, 1, 2, parts};               // 73 KB
+    if (d <= 128) return {4, 32, 1, 2, parts};              // 97 KB
     if (size == Size::kLarge) return {4, 32, 1, 1, parts};  // 145, 193 KB
     return {2, 16, 1, 1, parts};                            // 73, 97 KB
 }
@@ -56,7 +56,8 @@ inline constexpr GradientTile kGradientTile = gradient_tile(kD, kOwn, kSize);
 
 struct GradientParams {
     BackwardParams backward;
-    int tiles;                                         // of own rows, of the longest sequence
+    const int* wanted;  // nullptr, or a word that is 0 if another kernel has served the call
+    int tiles;          // of own rows, of the longest sequence
     bool aligned_q, aligned_k, aligned_v, aligned_dout, aligned_dq, aligned_dk, aligned_dv;
 };
 
@@ -74,7 +75,7 @@ struct GradientSmem {
     alignas(128) float own_b[16 * kTile.warps * kD];
     alignas(128) float walked_a[kTile.stages][kTile.walked * kD];
     alignas(128) float walked_b[kTile.stages][kTile.walked * kD];
-    Query query[kTile.stages * kTile.walked > 16 * kTile.warps ? kTile.stages * kTile.walked : 16 * kTile.warps];
+    Query query[kTile.stages * kTile.walked > 16 * kTile.warps ? kTile.stages* kTile.walked : 16 * kTile.warps];
     BlockState state;
     int used[kTile.walked];  // own queries, with a mask or bias: does some row of this block have a nonzero dS for this key?
 };
@@ -110,10 +111,11 @@ __device__ __forceinline__ void multiply_rows(float (&S)[1][kTiles][4], uint32_t
     }
 }
 
-// acc += weights walked, for `rows` walked rows and the accumulator's columns. `walked`: this lane's address for load_two_rows, at the first
-// of these columns. Column 4 g + t of 32 is column g of tile t.
+// acc += weights walked, for `rows` walked rows and the accumulator's columns. `walked`: this lane's address for load_two_rows, at the
+// first of these columns. Column 4 g + t of 32 is column g of tile t.
 template <SplitRange kRange, int kD, int kTiles, int kColumnTiles>
-__device__ __forceinline__ void add_rows(float (&acc)[1][kColumnTiles][4], const float (&weights)[1][kTiles][4], uint32_t walked, int rows) {
+__device__ __forceinline__ void add_rows(float (&acc)[1][kColumnTiles][4], const float (&weights)[1][kTiles][4], uint32_t walked,
+                                         int rows) {
     using Tile = SharedTile<float, kD>;
     constexpr int kAtOnce = kRange == SplitRange::kUsual ? 4 : 1;
 #pragma unroll
@@ -313,10 +315,12 @@ struct GradientBlock {
 
     __device__ __forceinline__ Side keys(const TensorView& t, int columns, bool aligned) const {
         const int64_t first = &t == &p.k ? at.s.k : at.s.v;
-        return {static_cast<const float*>(t.data) + first + (kOwnsKeys ? at.head : at.head / p.group) * t.head, t.head, t.row, columns, aligned};
+        return {static_cast<const float*>(t.data) + first + (kOwnsKeys ? at.head : at.head / p.group) * t.head, t.head, t.row, columns,
+                aligned};
     }
     __device__ __forceinline__ Side queries(const TensorView& t, int64_t first, int columns, bool aligned) const {
-        return {static_cast<const float*>(t.data) + first + (kOwnsKeys ? at.head * p.group : at.head) * t.head, t.head, t.row, columns, aligned};
+        return {static_cast<const float*>(t.data) + first + (kOwnsKeys ? at.head * p.group : at.head) * t.head, t.head, t.row, columns,
+                aligned};
     }
     __device__ __forceinline__ Side side_q() const { return queries(p.q, at.s.q, p.headdim, params.aligned_q); }
     __device__ __forceinline__ Side side_dout() const {
@@ -430,6 +434,7 @@ struct GradientBlock {
 template <int kD, Own kOwn, Size kSize, Scores kScores>
 __global__ void __launch_bounds__(kGradientTile<kD, kOwn, kSize>.warps * 32, kGradientTile<kD, kOwn, kSize>.blocks_per_sm)
     gradient_kernel(const __grid_constant__ GradientParams params) {
+    if (params.wanted && *params.wanted == 0) return;
     using Block = GradientBlock<kD, kOwn, kSize, kScores>;
     extern __shared__ __align__(128) unsigned char shared[];
     auto& smem = *reinterpret_cast<typename Block::Smem*>(shared);
@@ -478,12 +483,12 @@ cudaError_t launch(GradientParams& params, bool plain, size_t shared_memory, cud
 
 }  // namespace
 
-cudaError_t backward_mma_float32_sm80(const BackwardParams& b, const DeviceInfo& device, cudaStream_t stream);
 size_t backward_mma_float32_sm80_workspace(const BackwardParams& b, const DeviceInfo&) { return rows_of_call_bytes(b.forward); }
 
-cudaError_t backward_mma_float32_sm80(const BackwardParams& b, const DeviceInfo& device, cudaStream_t stream) {
+// With `wanted`, delta and the RowBase of the rows are there already.
+cudaError_t backward_mma_float32_sm80_if(const int* wanted, const BackwardParams& b, const DeviceInfo& device, cudaStream_t stream) {
     GradientParams params{};
-    params.backward = b;
+    params.backward = b, params.wanted = wanted;
     params.backward.forward.workspace = align_up(b.forward.workspace, alignof(float2));
     const AttentionParams& p = params.backward.forward;
     const auto aligned = [&](const TensorView& t, int heads, int columns) { return aligned_rows<float>(p, t, heads, columns); };
@@ -493,10 +498,14 @@ cudaError_t backward_mma_float32_sm80(const BackwardParams& b, const DeviceInfo&
     params.aligned_dk = aligned(b.dk, p.nheads_k, p.headdim), params.aligned_dv = aligned(b.dv, p.nheads_k, p.headdim_v);
     const bool plain = !p.general_scores() && params.aligned_q && params.aligned_k && params.aligned_v && params.aligned_dout;
     const RowsOfCall rows = rows_of_call(p);
-    if (const cudaError_t error = backward_delta(params.backward, rows.delta, rows.bases, stream)) return error;
-    return with_backward_bucket(p.headdim, p.headdim_v, [&](auto d, auto) {
-        return launch<decltype(d)::value>(params, plain, device.shared_memory, stream);
-    });
+    if (!wanted)
+        if (const cudaError_t error = backward_delta(params.backward, rows.delta, rows.bases, stream)) return error;
+    return with_backward_bucket(p.headdim, p.headdim_v,
+                                [&](auto d, auto) { return launch<decltype(d)::value>(params, plain, device.shared_memory, stream); });
+}
+
+cudaError_t backward_mma_float32_sm80(const BackwardParams& b, const DeviceInfo& device, cudaStream_t stream) {
+    return backward_mma_float32_sm80_if(nullptr, b, device, stream);
 }
 
 }  // namespace fa

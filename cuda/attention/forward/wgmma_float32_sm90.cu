@@ -15,6 +15,7 @@
 // Shared memory (SplitSmem)     Q 2 x 64 x d | K stages x 128 x d | V stages x 128 x d; two parts each
 // Bound by the tensor cores: six products.
 #include "attention/common/epilogue.cuh"
+#include "attention/common/float16_parts.cuh"
 #include "attention/common/mask.h"
 #include "attention/common/score_fragment.cuh"
 #include "attention/common/tiles_mma_sm80.h"
@@ -26,8 +27,6 @@
 #include "device/ring.cuh"
 #include "device/wgmma.cuh"
 
-#include <cfloat>
-
 namespace fa {
 
 cudaError_t forward_mma_float32_sm80_if(const int* wanted, const AttentionParams& p, const DeviceInfo& device, cudaStream_t stream);
@@ -36,106 +35,16 @@ namespace {
 
 constexpr int kWarpgroups = 2, kWarpgroupRows = 64, kBlockM = kWarpgroups * kWarpgroupRows, kBlockN = 128;
 constexpr int kThreads = 128 * (kWarpgroups + 1);
-constexpr int kChain = 4;                // steps of 16 that a chain of products adds up
-constexpr float kTop = 11, kRise = 4;    // P is 2^11 at the maximum that is subtracted, and at most 2^15
-constexpr int kLargestExponent = 15;     // scaled numbers are below 2^15
-constexpr float kPreciseMean = 0x1p-13f;  // the least mean of a row, of the largest number
-constexpr float kLeast = 0x1p-60f, kMost = 0x1p60f;
+constexpr int kChain = 4;              // steps of 16 that a chain of products adds up
+constexpr float kTop = 11, kRise = 4;  // P is 2^11 at the maximum that is subtracted, and at most 2^15
 
 // ---- the parts ----
 
-// A tensor, and where its parts go: for each tile of a head, the high parts and then the low parts, in the order of shared memory.
-struct SplitTensor {
-    const float* data;
-    int64_t batch, head, row;  // strides
-    int heads, rows, columns, tiles;
-    __half* parts;
-    float* scales;  // of Q one for each row, of K and V one for each tile
-};
 struct SplitParams {
     SplitTensor q, k, v;
     int blocks_q, blocks_k;
     int* out_of_range;
 };
-
-constexpr int kSplitThreads = 256;
-
-// 2^-x and 2^x bring `largest` to 2^14 .. 2^15 and back.
-struct Scale {
-    float down, up;
-};
-__device__ __forceinline__ Scale scale_of(float largest) {
-    const int exponent = largest > 0 ? int(__float_as_uint(largest) >> 23) - 126 - kLargestExponent : 0;
-    return {__uint_as_float(uint32_t(127 - exponent) << 23), __uint_as_float(uint32_t(127 + exponent) << 23)};
-}
-
-// kRowScales: each row has a scale (Q). kColumns: columns are tested, too (V).
-template <int kD, int kRows, bool kRowScales, bool kTestsColumns>
-__device__ __forceinline__ void split_tile(const SplitTensor& t, int index, int* out_of_range, float* shared) {
-    constexpr int kLanes = kD / 4, kRowsAtOnce = kSplitThreads / kLanes, kPasses = kRows / kRowsAtOnce;
-    const int tile = index % t.tiles, head = index / t.tiles % t.heads, b = index / t.tiles / t.heads;
-    const int column = threadIdx.x % kLanes * 4, first = threadIdx.x / kLanes;
-    const float* const from = t.data + b * t.batch + head * t.head + column;
-    float4 x[kPasses];
-    float most[kPasses], sum[kPasses], tile_most = 0;
-#pragma unroll
-    for (int i = 0; i < kPasses; ++i) {
-        const int row = tile * kRows + first + i * kRowsAtOnce;
-        x[i] = row < t.rows && column < t.columns ? *reinterpret_cast<const float4*>(from + row * t.row) : float4{};
-        const float a = fabsf(x[i].x), b2 = fabsf(x[i].y), c = fabsf(x[i].z), d = fabsf(x[i].w);
-        most[i] = fmaxf(fmaxf(a, b2), fmaxf(c, d)), sum[i] = (a + b2) + (c + d);
-#pragma unroll
-        for (int lane = kLanes / 2; lane > 0; lane /= 2) {
-            most[i] = fmaxf(most[i], __shfl_xor_sync(~0u, most[i], lane));
-            sum[i] += __shfl_xor_sync(~0u, sum[i], lane);
-        }
-        tile_most = fmaxf(tile_most, most[i]);
-    }
-    if (!kRowScales) {
-        float* const column_sums = shared + kSplitThreads / 32;
-        tile_most = fmaxf(tile_most, __shfl_xor_sync(~0u, tile_most, 16));
-        if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = tile_most;
-        if (kTestsColumns && threadIdx.x < kD) column_sums[threadIdx.x] = 0;
-        __syncthreads();
-#pragma unroll
-        for (int i = 0; i < kSplitThreads / 32; ++i) tile_most = fmaxf(tile_most, shared[i]);
-        if (kTestsColumns) {
-            float own[4] = {};
-#pragma unroll
-            for (int i = 0; i < kPasses; ++i) own[0] += fabsf(x[i].x), own[1] += fabsf(x[i].y), own[2] += fabsf(x[i].z), own[3] += fabsf(x[i].w);
-#pragma unroll
-            for (int e = 0; e < 4; ++e) atomicAdd(column_sums + column + e, own[e]);
-            __syncthreads();
-            const float mean = column_sums[threadIdx.x % kD] / float(min(kRows, t.rows - tile * kRows));
-            if (mean != 0 && !(mean >= kPreciseMean * tile_most)) *out_of_range = 1;
-        }
-        if (threadIdx.x == 0) t.scales[index] = scale_of(tile_most).up;
-    }
-    unsigned char* const high = reinterpret_cast<unsigned char*>(t.parts + int64_t(index) * (2 * kRows * kD));
-    bool precise = true;
-#pragma unroll
-    for (int i = 0; i < kPasses; ++i) {
-        const int row = first + i * kRowsAtOnce;
-        const float largest = kRowScales ? most[i] : tile_most;
-        const bool fits = largest > kLeast && largest < kMost && sum[i] >= kPreciseMean * largest * float(t.columns) && sum[i] < INFINITY;
-        precise &= sum[i] == 0 || fits;
-        const Scale scale = scale_of(largest);
-        if (kRowScales && column == 0) t.scales[int64_t(index) * kRows + row] = scale.up;
-        const float y[4] = {x[i].x * scale.down, x[i].y * scale.down, x[i].z * scale.down, x[i].w * scale.down};
-        uint32_t word[2][2];
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-            word[0][e] = pack_16<__half>(y[2 * e], y[2 * e + 1]);
-            const float2 rounded = unpack_16<__half>(word[0][e]);
-            word[1][e] = pack_16<__half>(y[2 * e] - rounded.x, y[2 * e + 1] - rounded.y);
-        }
-        const uint32_t place = swizzled_offset(kRows, row, column / 8) + column % 8 * 2;
-#pragma unroll
-        for (int part = 0; part < 2; ++part)
-            *reinterpret_cast<uint2*>(high + part * (kRows * kD * 2) + place) = make_uint2(word[part][0], word[part][1]);
-    }
-    if (!precise) *out_of_range = 1;
-}
 
 template <int kD>
 __global__ void __launch_bounds__(kSplitThreads) split_kernel(const __grid_constant__ SplitParams params) {
@@ -210,8 +119,8 @@ __device__ __forceinline__ void produce(const WgmmaFloat32Params& params, SplitS
     }
 }
 
-// C = A B over kSteps steps of 16 from `first` on, in parts: small products first. Descriptors of the high parts; those of the low parts are
-// to_low_a and to_low_b further.
+// C = A B over kSteps steps of 16 from `first` on, in parts: small products first. Descriptors of the high parts; those of the low parts
+// are to_low_a and to_low_b further.
 template <int kSteps, int kCount>
 __device__ __forceinline__ void multiply_scores(float (&C)[kCount], uint64_t q, uint64_t k, uint64_t to_low_q, uint64_t to_low_k,
                                                 int first) {
@@ -234,7 +143,8 @@ __device__ __forceinline__ void consume(const WgmmaFloat32Params& params, SplitS
     const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0), quad = lane % 4;
     const int row = w.row0 + wg * kWarpgroupRows + warp * 16 + lane / 4;  // and row + 8
     const uint64_t q = wgmma_descriptor(shared_address(smem.q[wg][0]), kWarpgroupRows * kChunkRowBytes);
-    const uint64_t k0 = wgmma_descriptor(shared_address(smem.k[0][0]), kChunkN), v0 = wgmma_descriptor(shared_address(smem.v[0][0]), kChunkN);
+    const uint64_t k0 = wgmma_descriptor(shared_address(smem.k[0][0]), kChunkN),
+                   v0 = wgmma_descriptor(shared_address(smem.v[0][0]), kChunkN);
     constexpr uint64_t kLowQ = descriptor_step(sizeof smem.q[0][0]), kLowK = descriptor_step(sizeof smem.k[0][0]);
     const int64_t head_k = int64_t(w.b) * p.nheads_k + w.head / p.group;
     const float* const k_scales = params.k.scales + head_k * params.k.tiles;
@@ -390,7 +300,8 @@ size_t divide(const AttentionParams& p, unsigned char* base, SplitParams* to) {
     };
     to->out_of_range = reinterpret_cast<int*>(take(sizeof(int)));
     to->q.scales = reinterpret_cast<float*>(take(heads_q * tiles_q * kWarpgroupRows * 4));
-    to->k.scales = reinterpret_cast<float*>(take(heads_k * tiles_k * 4)), to->v.scales = reinterpret_cast<float*>(take(heads_k * tiles_k * 4));
+    to->k.scales = reinterpret_cast<float*>(take(heads_k * tiles_k * 4)),
+    to->v.scales = reinterpret_cast<float*>(take(heads_k * tiles_k * 4));
     to->q.parts = reinterpret_cast<__half*>(take(heads_q * tiles_q * kWarpgroupRows * d * 4));
     to->k.parts = reinterpret_cast<__half*>(take(heads_k * tiles_k * kBlockN * d * 4));
     to->v.parts = reinterpret_cast<__half*>(take(heads_k * tiles_k * kBlockN * d * 4));
@@ -406,8 +317,8 @@ cudaError_t launch(const SplitParams& split, const WgmmaFloat32Params& params, c
     if (const cudaError_t error =
             launch_kernel(split_kernel<kD>, unsigned(split.blocks_q + 2 * split.blocks_k), kSplitThreads, 0, stream, split))
         return error;
-    return launch_kernel(attention_kernel<kD>, unsigned(int64_t(params.tiles) * p.nheads * p.batch), kThreads, sizeof(SplitSmem<kD>), stream,
-                         params);
+    return launch_kernel(attention_kernel<kD>, unsigned(int64_t(params.tiles) * p.nheads * p.batch), kThreads, sizeof(SplitSmem<kD>),
+                         stream, params);
 }
 
 }  // namespace

@@ -1,0 +1,107 @@
+// float16_parts.cuh: float32 tensors as two float16 numbers each, high + low, scaled by powers of 2: what wgmma_float32_sm90 multiplies
+// (docs/float32.md). Tiles lie in the workspace in the order of shared memory.
+#pragma once
+
+#include <cfloat>
+
+#include "attention/common/params.h"
+#include "device/mma.cuh"
+#include "device/wgmma.cuh"
+
+namespace fa {
+namespace {
+
+constexpr int kLargestExponent = 15;      // scaled numbers are below 2^15
+constexpr float kPreciseMean = 0x1p-13f;  // the least mean of a row, of the largest number
+constexpr float kLeast = 0x1p-60f, kMost = 0x1p60f;
+
+// A tensor, and where its parts go: for each tile of a head, the high parts and then the low parts, in the order of shared memory.
+struct SplitTensor {
+    const float* data;
+    int64_t batch, head, row;  // strides
+    int heads, rows, columns, tiles;
+    __half* parts;
+    float* scales;  // of Q one for each row, of K and V one for each tile
+};
+constexpr int kSplitThreads = 256;
+
+// 2^-x and 2^x bring `largest` to 2^14 .. 2^15 and back.
+struct Scale {
+    float down, up;
+};
+__device__ __forceinline__ Scale scale_of(float largest) {
+    const int exponent = largest > 0 ? int(__float_as_uint(largest) >> 23) - 126 - kLargestExponent : 0;
+    return {__uint_as_float(uint32_t(127 - exponent) << 23), __uint_as_float(uint32_t(127 + exponent) << 23)};
+}
+
+// kRowScales: each row has a scale (Q). kColumns: columns are tested, too (V).
+template <int kD, int kRows, bool kRowScales, bool kTestsColumns>
+__device__ __forceinline__ void split_tile(const SplitTensor& t, int index, int* out_of_range, float* shared) {
+    constexpr int kLanes = kD / 4, kRowsAtOnce = kSplitThreads / kLanes, kPasses = kRows / kRowsAtOnce;
+    const int tile = index % t.tiles, head = index / t.tiles % t.heads, b = index / t.tiles / t.heads;
+    const int column = threadIdx.x % kLanes * 4, first = threadIdx.x / kLanes;
+    const float* const from = t.data + b * t.batch + head * t.head + column;
+    float4 x[kPasses];
+    float most[kPasses], sum[kPasses], tile_most = 0;
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+        const int row = tile * kRows + first + i * kRowsAtOnce;
+        x[i] = row < t.rows && column < t.columns ? *reinterpret_cast<const float4*>(from + row * t.row) : float4{};
+        const float a = fabsf(x[i].x), b2 = fabsf(x[i].y), c = fabsf(x[i].z), d = fabsf(x[i].w);
+        most[i] = fmaxf(fmaxf(a, b2), fmaxf(c, d)), sum[i] = (a + b2) + (c + d);
+#pragma unroll
+        for (int lane = kLanes / 2; lane > 0; lane /= 2) {
+            most[i] = fmaxf(most[i], __shfl_xor_sync(~0u, most[i], lane));
+            sum[i] += __shfl_xor_sync(~0u, sum[i], lane);
+        }
+        tile_most = fmaxf(tile_most, most[i]);
+    }
+    if (!kRowScales) {
+        float* const column_sums = shared + kSplitThreads / 32;
+        tile_most = fmaxf(tile_most, __shfl_xor_sync(~0u, tile_most, 16));
+        if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = tile_most;
+        if (kTestsColumns && threadIdx.x < kD) column_sums[threadIdx.x] = 0;
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < kSplitThreads / 32; ++i) tile_most = fmaxf(tile_most, shared[i]);
+        if (kTestsColumns) {
+            float own[4] = {};
+#pragma unroll
+            for (int i = 0; i < kPasses; ++i)
+                own[0] += fabsf(x[i].x), own[1] += fabsf(x[i].y), own[2] += fabsf(x[i].z), own[3] += fabsf(x[i].w);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) atomicAdd(column_sums + column + e, own[e]);
+            __syncthreads();
+            const float mean = column_sums[threadIdx.x % kD] / float(min(kRows, t.rows - tile * kRows));
+            if (mean != 0 && !(mean >= kPreciseMean * tile_most)) *out_of_range = 1;
+        }
+        if (threadIdx.x == 0) t.scales[index] = scale_of(tile_most).up;
+    }
+    unsigned char* const high = reinterpret_cast<unsigned char*>(t.parts + int64_t(index) * (2 * kRows * kD));
+    bool precise = true;
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+        const int row = first + i * kRowsAtOnce;
+        const float largest = kRowScales ? most[i] : tile_most;
+        const bool fits = largest > kLeast && largest < kMost && sum[i] >= kPreciseMean * largest * float(t.columns) && sum[i] < INFINITY;
+        precise &= sum[i] == 0 || fits;
+        const Scale scale = scale_of(largest);
+        if (kRowScales && column == 0) t.scales[int64_t(index) * kRows + row] = scale.up;
+        const float y[4] = {x[i].x * scale.down, x[i].y * scale.down, x[i].z * scale.down, x[i].w * scale.down};
+        uint32_t word[2][2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            word[0][e] = pack_16<__half>(y[2 * e], y[2 * e + 1]);
+            const float2 rounded = unpack_16<__half>(word[0][e]);
+            word[1][e] = pack_16<__half>(y[2 * e] - rounded.x, y[2 * e + 1] - rounded.y);
+        }
+        const uint32_t place = swizzled_offset(kRows, row, column / 8) + column % 8 * 2;
+#pragma unroll
+        for (int part = 0; part < 2; ++part)
+            *reinterpret_cast<uint2*>(high + part * (kRows * kD * 2) + place) = make_uint2(word[part][0], word[part][1]);
+    }
+    if (!precise) *out_of_range = 1;
+}
+
+}  // namespace
+}  // namespace fa
