@@ -92,4 +92,14 @@ __device__ __forceinline__ SplitParts<kRange, 4> split_accumulator(const float (
     return parts;
 }
 
+// lse with float32's rounding: log(row_sum e^(row_max unit) + e^sink). sink = -inf: none.
+__device__ __forceinline__ float natural_lse(float row_max, float unit, float row_sum, float sink) {
+    if (sink != -INFINITY) {
+        const float max = row_max * unit, raised = fmaxf(max, sink);
+        row_sum = row_sum * expf(max - raised) + expf(sink - raised);
+        row_max = raised, unit = 1;
+    }
+    return row_sum == 0 ? -INFINITY : fmaf(row_max, unit, logf(row_sum));
+}
+
 }  // namespace fa

@@ -95,7 +95,7 @@ const char* wgmma_yields(const AttentionParams& p, const DeviceInfo& device, cha
     return nullptr;
 }
 bool has_blocks_for_parts(const AttentionParams& p, const DeviceInfo&) {
-    return p.batch * (ceil_div(p.seqlen_q, 32) * p.nheads + ceil_div(p.seqlen_k, 64) * p.nheads_k) <= kMostBlocks;
+    return p.batch * (ceil_div(p.seqlen_q, 32) * p.nheads + ceil_div(p.seqlen_k, 16) * p.nheads_k) <= kMostBlocks;
 }
 // Which calls float16 parts serve faster than the CUDA cores.
 constexpr bool kFloat16PartsAreFaster = false;
@@ -196,11 +196,11 @@ constexpr Kernel kKernels[] = {
      .fits = FA_SM80(has_blocks_for_tiles_of_32),
      .launch = FA_SM80(forward_mma_tf32_sm80)},
     {.name = "wgmma_float32_sm90",
-     .summary = "Hopper: float32 with float32's accuracy, wgmma on float16 parts; head dims to 128, plain, causal and windowed calls",
+     .summary = "Hopper: float32 with float32's accuracy, wgmma on float16 parts; head dims to 256, plain, causal and windowed calls",
      .device = FA_CUDA,
      .limits = {.dtypes = kFloat32,
                 .gpus = kHopper,
-                .head_dims = head_dims(4, 128),
+                .head_dims = head_dims(4, 256),
                 .takes = kHints | kKeySums | kLeftEdge | kSinks,
                 .memory = Memory::kWideRows},
      .fits = FA_SM90(has_blocks_for_parts),

@@ -12,7 +12,7 @@
 // smaller than the tile's largest number), and for infinity and NaN, the first kernel sets a word, and mma_float32_sm80 serves the call:
 // it is always launched, and returns at once if the word is 0.
 //
-// Shared memory (SplitSmem)     Q 2 x 64 x d | K stages x 128 x d | V stages x 128 x d; two parts each
+// Shared memory (SplitSmem)     Q 2 x 64 x d | K stages x block_n x d | V stages x block_n x d; two parts each
 // Bound by the tensor cores: six products.
 #include "attention/common/epilogue.cuh"
 #include "attention/common/float16_parts.cuh"
@@ -25,6 +25,7 @@
 #include "device/mma.cuh"
 #include "device/ptx.cuh"
 #include "device/ring.cuh"
+#include "device/split_tf32.cuh"
 #include "device/wgmma.cuh"
 
 namespace fa {
@@ -33,7 +34,8 @@ cudaError_t forward_mma_float32_sm80_if(const int* wanted, const AttentionParams
 
 namespace {
 
-constexpr int kWarpgroups = 2, kWarpgroupRows = 64, kBlockM = kWarpgroups * kWarpgroupRows, kBlockN = 128;
+constexpr int kWarpgroups = 2, kWarpgroupRows = 64, kBlockM = kWarpgroups * kWarpgroupRows;
+constexpr int block_n(int d) { return d <= 128 ? 128 : d <= 192 ? 64 : 32; }  // keys of a tile
 constexpr int kThreads = 128 * (kWarpgroups + 1);
 constexpr int kChain = 4;              // steps of 16 that a chain of products adds up
 constexpr float kTop = 11, kRise = 4;  // P is 2^11 at the maximum that is subtracted, and at most 2^15
@@ -52,15 +54,15 @@ __global__ void __launch_bounds__(kSplitThreads) split_kernel(const __grid_const
     int index = blockIdx.x;
     if (index < params.blocks_q) return split_tile<kD, kWarpgroupRows, true, false>(params.q, index, params.out_of_range, shared);
     index -= params.blocks_q;
-    if (index < params.blocks_k) return split_tile<kD, kBlockN, false, false>(params.k, index, params.out_of_range, shared);
-    split_tile<kD, kBlockN, false, true>(params.v, index - params.blocks_k, params.out_of_range, shared);
+    if (index < params.blocks_k) return split_tile<kD, block_n(kD), false, false>(params.k, index, params.out_of_range, shared);
+    split_tile<kD, block_n(kD), false, true>(params.v, index - params.blocks_k, params.out_of_range, shared);
 }
 
 // ---- attention ----
 
 template <int kD>
 struct alignas(1024) SplitSmem {
-    static constexpr int kStages = kD <= 64 ? 2 : 1;
+    static constexpr int kStages = kD <= 64 ? 2 : 1, kBlockN = block_n(kD);
     __half q[kWarpgroups][2][kWarpgroupRows * kD];
     __half k[kStages][2][kBlockN * kD];
     __half v[kStages][2][kBlockN * kD];
@@ -81,6 +83,7 @@ struct Work {
     int first_tile, last_tile;  // of keys
 };
 // Blocks start in order of their index: section by section and, in a section, the last rows of every head first, which see the most keys.
+template <int kBlockN>
 __device__ __forceinline__ Work work_of(const WgmmaFloat32Params& params, int block) {
     const AttentionParams& p = params.attention;
     const int before = block / (params.section * params.tiles) * params.section, index = block - before * params.tiles;
@@ -95,7 +98,7 @@ __device__ __forceinline__ Work work_of(const WgmmaFloat32Params& params, int bl
 
 template <int kD>
 __device__ __forceinline__ void produce(const WgmmaFloat32Params& params, SplitSmem<kD>& smem, const Work& w) {
-    constexpr int kStages = SplitSmem<kD>::kStages;
+    constexpr int kStages = SplitSmem<kD>::kStages, kBlockN = block_n(kD);
     constexpr uint32_t kBytesQ = sizeof smem.q[0], kBytesK = sizeof smem.k[0];
     const AttentionParams& p = params.attention;
     const int64_t head_q = int64_t(w.b) * p.nheads + w.head, head_k = int64_t(w.b) * p.nheads_k + w.head / p.group;
@@ -119,25 +122,74 @@ __device__ __forceinline__ void produce(const WgmmaFloat32Params& params, SplitS
     }
 }
 
-// C = A B over kSteps steps of 16 from `first` on, in parts: small products first. Descriptors of the high parts; those of the low parts
-// are to_low_a and to_low_b further.
-template <int kSteps, int kCount>
-__device__ __forceinline__ void multiply_scores(float (&C)[kCount], uint64_t q, uint64_t k, uint64_t to_low_q, uint64_t to_low_k,
-                                                int first) {
+// C = Q K^T over the 64 columns of a chain, small products first. Descriptors of the high parts; the low parts are to_low_q, to_low_k
+// further.
+template <int kBlockN>
+__device__ __forceinline__ void multiply_scores(float (&C)[kBlockN / 2], uint64_t q, uint64_t k, uint64_t to_low_q, uint64_t to_low_k,
+                                                int chain) {
 #pragma unroll
     for (int x = 0; x < 3; ++x)
 #pragma unroll
-        for (int i = 0; i < kSteps; ++i) {
-            const uint64_t a = q + (x == 0 ? to_low_q : 0) + descriptor_k_step(first + i, kWarpgroupRows);
-            const uint64_t b = k + (x == 1 ? to_low_k : 0) + descriptor_k_step(first + i, kBlockN);
-            if (x == 0 && i == 0) wgmma_ss_first<__half, kBlockN>(C, a, b);
+        for (int i = kChain * chain; i < kChain * (chain + 1); ++i) {
+            const uint64_t a = q + (x == 0 ? to_low_q : 0) + descriptor_k_step(i, kWarpgroupRows);
+            const uint64_t b = k + (x == 1 ? to_low_k : 0) + descriptor_k_step(i, kBlockN);
+            const bool first = x == 0 && i == kChain * chain;
+            if constexpr (kBlockN < 64) wgmma_ss<__half, kBlockN>(C, a, b, !first);
+            else if (first) wgmma_ss_first<__half, kBlockN>(C, a, b);
             else wgmma_ss<__half, kBlockN>(C, a, b, 1);
+        }
+}
+// S = Q K^T; `done` runs when K has been read.
+template <int kD, typename Done>
+__device__ __forceinline__ void multiply_scores(float (&S)[block_n(kD) / 2], uint64_t q, uint64_t k, uint64_t to_low_q, uint64_t to_low_k,
+                                                const Done& done) {
+    constexpr int kBlockN = block_n(kD), kChains = kD / 64;
+    float T[kChains > 1 ? kChains - 1 : 1][kBlockN / 2];
+    wgmma_fence();
+    multiply_scores<kBlockN>(S, q, k, to_low_q, to_low_k, 0);
+#pragma unroll
+    for (int x = 1; x < kChains; ++x) multiply_scores<kBlockN>(T[x - 1], q, k, to_low_q, to_low_k, x);
+    wgmma_commit();
+    wgmma_wait<0>(S);
+    done();
+#pragma unroll
+    for (int x = 1; x < kChains; ++x) {
+        hold(T[x - 1]);
+#pragma unroll
+        for (int i = 0; i < kBlockN / 2; ++i) S[i] += T[x - 1][i];
+    }
+}
+// O += scale P V, in chains of at most 64 keys. Above 128 columns the registers hold chains of 64 columns.
+template <int kD>
+__device__ __forceinline__ void multiply_values(float (&O)[kD / 2], const uint32_t (&high)[block_n(kD) / 4],
+                                                const uint32_t (&low)[block_n(kD) / 4], uint64_t v, uint64_t to_low_v, float scale) {
+    constexpr int kBlockN = block_n(kD), kColumns = kD <= 128 ? kD : 64, kSteps = kBlockN / 16 < kChain ? kBlockN / 16 : kChain;
+#pragma unroll
+    for (int first = 0; first < kBlockN / 16; first += kSteps)
+#pragma unroll
+        for (int part = 0; part < kD / kColumns; ++part) {
+            float T[kColumns / 2];
+            const uint64_t columns = v + descriptor_step(part * kBlockN * kChunkRowBytes);
+            wgmma_fence();
+#pragma unroll
+            for (int x = 0; x < 3; ++x)
+#pragma unroll
+                for (int i = first; i < first + kSteps; ++i)
+                    wgmma_rs<__half, kColumns, 1>(T, (x == 0 ? low : high) + 4 * i,
+                                                  columns + (x == 1 ? to_low_v : 0) + descriptor_row_step(i), x != 0 || i != first);
+            wgmma_commit();
+            wgmma_wait<0>(T);
+#pragma unroll
+            for (int i = 0; i < kColumns / 2; ++i) {
+                float& sum = O[part * kColumns / 2 + i];
+                sum = fmaf(T[i], scale, sum);
+            }
         }
 }
 
 template <int kD>
 __device__ __forceinline__ void consume(const WgmmaFloat32Params& params, SplitSmem<kD>& smem, const Work& w, int wg) {
-    constexpr int kStages = SplitSmem<kD>::kStages, kScores = kBlockN / 2, kOutputs = kD / 2;
+    constexpr int kStages = SplitSmem<kD>::kStages, kBlockN = block_n(kD), kScores = kBlockN / 2, kOutputs = kD / 2;
     constexpr uint32_t kChunkN = kBlockN * kChunkRowBytes;
     const AttentionParams& p = params.attention;
     const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0), quad = lane % 4;
@@ -149,11 +201,12 @@ __device__ __forceinline__ void consume(const WgmmaFloat32Params& params, SplitS
     const int64_t head_k = int64_t(w.b) * p.nheads_k + w.head / p.group;
     const float* const k_scales = params.k.scales + head_k * params.k.tiles;
     const float* const v_scales = params.v.scales + head_k * params.v.tiles;
+    const float scale = p.scale * kLog2e;
     float q_scale[2], row_max[2] = {-FLT_MAX, -FLT_MAX}, row_sum[2] = {};
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int64_t place = (int64_t(w.b) * p.nheads + w.head) * params.q.tiles * kWarpgroupRows + row + 8 * r;
-        q_scale[r] = params.q.scales[place] * (p.scale * kLog2e);
+        q_scale[r] = params.q.scales[place];
     }
     // Keys that every row of the warpgroup sees.
     const int wg_row0 = w.row0 + wg * kWarpgroupRows, wg_last = min(wg_row0 + kWarpgroupRows, w.s.seqlen_q) - 1;
@@ -170,21 +223,7 @@ __device__ __forceinline__ void consume(const WgmmaFloat32Params& params, SplitS
         float S[kScores];
         k.wait_full();
         const uint64_t desc_k = k0 + k.slot * descriptor_step(sizeof smem.k[0]), desc_v = v0 + v.slot * descriptor_step(sizeof smem.v[0]);
-        wgmma_fence();
-        multiply_scores<kChain>(S, q, desc_k, kLowQ, kLowK, 0);
-        if constexpr (kD > 64) {
-            float T[kScores];
-            multiply_scores<kChain>(T, q, desc_k, kLowQ, kLowK, kChain);
-            wgmma_commit();
-            wgmma_wait<0>(S, T);
-            k.release(lane);
-#pragma unroll
-            for (int i = 0; i < kScores; ++i) S[i] += T[i];
-        } else {
-            wgmma_commit();
-            wgmma_wait<0>(S);
-            k.release(lane);
-        }
+        multiply_scores<kD>(S, q, desc_k, kLowQ, kLowK, [&] { k.release(lane); });
         // ---- softmax ----
         if (n * kBlockN < every_begin || (n + 1) * kBlockN > every_end) {
             const int key = n * kBlockN + 2 * quad, here = opaque(row);
@@ -192,29 +231,35 @@ __device__ __forceinline__ void consume(const WgmmaFloat32Params& params, SplitS
             mask_right(S, a.end - 1 - key, b.end - 1 - key);
             mask_left(S, a.begin - key, b.begin - key);
         }
-        const float scale[2] = {q_scale[0] * k_scale, q_scale[1] * k_scale};
-        float tile_max[2];
+        // row_max is a product of q and k; `base` is the same in the unit of this tile's sums.
+        float tile_max[2], base[2], exponent[2];
         tile_maximum(S, tile_max);
         bool moved = false;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            tile_max[r] = fmaxf(row_max[r], fmaf(tile_max[r], scale[r], -kTop));
-            moved |= tile_max[r] - row_max[r] > kRise;
+            tile_max[r] = fmaxf(row_max[r], tile_max[r] * (q_scale[r] * k_scale));
+            moved |= (tile_max[r] - row_max[r]) * scale > kRise;
         }
         if (__any_sync(~0u, moved)) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                const float factor = exp2_approx(row_max[r] - tile_max[r]);
+                const float factor = exp2_approx((row_max[r] - tile_max[r]) * scale);
                 row_max[r] = tile_max[r], row_sum[r] *= factor;
 #pragma unroll
                 for (int i = 2 * r; i < kOutputs; i += 4) O[i] *= factor, O[i + 1] *= factor;
             }
         }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float unit = q_scale[r] * k_scale;
+            base[r] = row_max[r] == -FLT_MAX ? 0.0f : row_max[r] * inverse_of(unit), exponent[r] = unit * scale;
+        }
         uint32_t high[kScores / 2], low[kScores / 2];
 #pragma unroll
         for (int i = 0; i < kScores; i += 2) {
             const int r = i / 2 % 2;
-            const float a = exp2_approx(fmaf(S[i], scale[r], -row_max[r])), b = exp2_approx(fmaf(S[i + 1], scale[r], -row_max[r]));
+            const float a = exp2_approx(fmaf(S[i] - base[r], exponent[r], kTop));
+            const float b = exp2_approx(fmaf(S[i + 1] - base[r], exponent[r], kTop));
             row_sum[r] += a + b;
             high[i / 2] = pack_16<__half>(a, b);
             const float2 rounded = unpack_16<__half>(high[i / 2]);
@@ -222,22 +267,8 @@ __device__ __forceinline__ void consume(const WgmmaFloat32Params& params, SplitS
         }
         // ---- O += P V ----
         v.wait_full();
-#pragma unroll
-        for (int first = 0; first < kBlockN / 16; first += kChain) {
-            float T[kOutputs];
-            wgmma_fence();
-#pragma unroll
-            for (int x = 0; x < 3; ++x)
-#pragma unroll
-                for (int i = first; i < first + kChain; ++i)
-                    wgmma_rs<__half, kD, 1>(T, (x == 0 ? low : high) + 4 * i, desc_v + (x == 1 ? kLowK : 0) + descriptor_row_step(i),
-                                            x != 0 || i != first);
-            wgmma_commit();
-            wgmma_wait<0>(T);
-            if (first + kChain == kBlockN / 16) v.release(lane);
-#pragma unroll
-            for (int i = 0; i < kOutputs; ++i) O[i] = fmaf(T[i], v_scale, O[i]);
-        }
+        multiply_values<kD>(O, high, low, desc_v, kLowK, v_scale);
+        v.release(lane);
     }
 
     // ---- out = O / row_sum ----
@@ -246,9 +277,12 @@ __device__ __forceinline__ void consume(const WgmmaFloat32Params& params, SplitS
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int i = row + 8 * r;
-        const RowEnd end = finish_row<ScoreUnit::kLog2>(row_max[r], quad_sum(row_sum[r]), sink);
+        constexpr float kUnscale = 1.0f / (1 << int(kTop));
+        const float sum = quad_sum(row_sum[r]) * kUnscale;
+        RowEnd end = finish_row<ScoreUnit::kNatural>(row_max[r] * p.scale, sum, sink);
+        end.inverse *= kUnscale;
         if (i >= w.s.seqlen_q) continue;
-        if (p.lse && quad == 0) p.lse[lse_offset(p, w.s, w.head) + i] = end.lse * kLn2;
+        if (p.lse && quad == 0) p.lse[lse_offset(p, w.s, w.head) + i] = natural_lse(row_max[r], p.scale, sum, sink);
 #pragma unroll
         for (int x = 2 * r; x < kOutputs; x += 4) {
             const int column = x / 4 * 8 + 2 * quad;
@@ -261,9 +295,10 @@ __device__ __forceinline__ void consume(const WgmmaFloat32Params& params, SplitS
 template <int kD>
 __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_constant__ WgmmaFloat32Params params) {
     if (*params.out_of_range) return;
+    static_assert(sizeof(SplitSmem<kD>) <= 227 * 1024, "a block of sm_90 has no more");
     extern __shared__ __align__(1024) unsigned char shared[];
     auto& smem = *reinterpret_cast<SplitSmem<kD>*>(shared);
-    const Work w = work_of(params, blockIdx.x);
+    const Work w = work_of<block_n(kD)>(params, blockIdx.x);
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (threadIdx.x == 0) {
         mbarrier_init(shared_address(smem.q_full), 1);
@@ -286,12 +321,16 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
 
 // ---- launch ----
 
-int bucket(const AttentionParams& p) { return p.headdim <= 64 && p.headdim_v <= 64 ? 64 : 128; }
+int bucket(const AttentionParams& p) {
+    const int d = p.headdim > p.headdim_v ? p.headdim : p.headdim_v;
+    return d <= 64 ? 64 : d <= 128 ? 128 : d <= 192 ? 192 : 256;
+}
 
 // Divides the workspace, which begins at `base`, and returns its bytes.
 size_t divide(const AttentionParams& p, unsigned char* base, SplitParams* to) {
     const int64_t d = bucket(p), heads_q = int64_t(p.nheads) * p.batch, heads_k = int64_t(p.nheads_k) * p.batch;
-    const int64_t tiles_q = (p.seqlen_q + kBlockM - 1) / kBlockM * kWarpgroups, tiles_k = (p.seqlen_k + kBlockN - 1) / kBlockN;
+    const int64_t tiles_q = (p.seqlen_q + kBlockM - 1) / kBlockM * kWarpgroups,
+                  tiles_k = (p.seqlen_k + block_n(int(d)) - 1) / block_n(int(d));
     size_t used = 0;
     const auto take = [&](int64_t bytes) {
         unsigned char* const at = base + used;
@@ -303,8 +342,8 @@ size_t divide(const AttentionParams& p, unsigned char* base, SplitParams* to) {
     to->k.scales = reinterpret_cast<float*>(take(heads_k * tiles_k * 4)),
     to->v.scales = reinterpret_cast<float*>(take(heads_k * tiles_k * 4));
     to->q.parts = reinterpret_cast<__half*>(take(heads_q * tiles_q * kWarpgroupRows * d * 4));
-    to->k.parts = reinterpret_cast<__half*>(take(heads_k * tiles_k * kBlockN * d * 4));
-    to->v.parts = reinterpret_cast<__half*>(take(heads_k * tiles_k * kBlockN * d * 4));
+    to->k.parts = reinterpret_cast<__half*>(take(heads_k * tiles_k * block_n(int(d)) * d * 4));
+    to->v.parts = reinterpret_cast<__half*>(take(heads_k * tiles_k * block_n(int(d)) * d * 4));
     to->q.tiles = int(tiles_q), to->k.tiles = to->v.tiles = int(tiles_k);
     to->blocks_q = int(heads_q * tiles_q), to->blocks_k = int(heads_k * tiles_k);
     return used;
@@ -342,7 +381,11 @@ cudaError_t forward_wgmma_float32_sm90(const AttentionParams& p, const DeviceInf
     const int tiles = (p.seqlen_q + kBlockM - 1) / kBlockM;
     const int64_t section = heads_per_section(p.seqlen_k, 8 * int64_t(bucket(p)), p.group), heads = int64_t(p.nheads) * p.batch;
     const WgmmaFloat32Params params{p, split.q, split.k, split.v, tiles, int(section < heads ? section : heads), split.out_of_range};
-    const cudaError_t error = bucket(p) == 64 ? launch<64>(split, params, stream) : launch<128>(split, params, stream);
+    const int d = bucket(p);
+    const cudaError_t error = d == 64    ? launch<64>(split, params, stream)
+                              : d == 128 ? launch<128>(split, params, stream)
+                              : d == 192 ? launch<192>(split, params, stream)
+                                         : launch<256>(split, params, stream);
     if (error != cudaSuccess) return error;
     return forward_mma_float32_sm80_if(split.out_of_range, p, device, stream);
 }

@@ -131,6 +131,7 @@ struct ForwardWarp {
     static constexpr bool kInParts = kD > 256;
     static_assert(!kPaged || sizeof(T) == 2, "pages hold 16-bit values here");
     static constexpr float kThreshold = kGeneral ? kRescaleThreshold * kLn2 : kRescaleThreshold;
+    static constexpr bool kRaw = kSplit && !kGeneral;  // row maxima are products: subtracted before scale, they may be as large as float32
     using SharedMemory = Smem<T, kTileOf<T, kD, kDv, kSm>, kD, kDv>;
     using TileQK = SharedTile<T, kD>;
     using TileV = SharedTile<T, kDv>;
@@ -156,9 +157,9 @@ struct ForwardWarp {
     int first_key, end_key, first_tile, last_tile;
     int lane, warp, warp_row;
     uint32_t q_lane, k_lane, v_lane;  // addresses of this lane's rows
-    // Row maxima are in units of log2, so that scale and subtraction are one multiply-add. General scores are scaled already and stay in
-    // natural units, where a mask written as a bias of -FLT_MAX does not overflow. The maximum of a row that has seen nothing is -FLT_MAX,
-    // not -inf: no difference of maxima is then NaN, and 2^(-inf + FLT_MAX) is zero.
+    // Row maxima are in units of log2, so that scale and subtraction are one multiply-add; of split products they are products. General
+    // scores are scaled already and stay in natural units, where a mask written as a bias of -FLT_MAX does not overflow. The maximum of a
+    // row that has seen nothing is -FLT_MAX, not -inf: no difference of maxima is then NaN, and 2^(-inf + FLT_MAX) is zero.
     float scale;
     bool hides;  // options may hide keys inside the window
     int stage = 0;
@@ -302,7 +303,7 @@ struct ForwardWarp {
             }
             if (kGeneral && hides) zero_unseen_values();
             if (sees) {
-                move_maxima(S, O, row_max, row_sum);
+                move_maxima<kRange>(S, O, row_max, row_sum);
                 if constexpr (kSplit) multiply_split_values<kRange>(S, O, row_max, row_sum, key0);
                 else multiply_values(S, O, row_max, row_sum, key0);
             }
@@ -389,6 +390,7 @@ struct ForwardWarp {
         __syncthreads();
     }
     // The maximum of each row; O and row_sum are rescaled when it has moved far.
+    template <SplitRange kRange = SplitRange::kUsual>
     __device__ __forceinline__ void move_maxima(const Scores& S, Output& O, RowValues& row_max, RowValues& row_sum) const {
         RowValues new_max;
         bool moved = false;
@@ -397,8 +399,8 @@ struct ForwardWarp {
             float x = fmaxf(S[r / 2][0][r % 2 * 2], S[r / 2][0][r % 2 * 2 + 1]);
 #pragma unroll
             for (int n = 1; n < kTilesN; ++n) x = fmaxf(x, fmaxf(S[r / 2][n][r % 2 * 2], S[r / 2][n][r % 2 * 2 + 1]));
-            new_max[r] = fmaxf(row_max[r], kGeneral ? quad_max(x) : quad_max(x) * scale);
-            moved |= new_max[r] - row_max[r] > kThreshold;
+            new_max[r] = fmaxf(row_max[r], kGeneral || kRaw ? quad_max(x) : quad_max(x) * scale);
+            moved |= has_moved<kRange>(new_max[r], row_max[r]);
         }
         if (!kPaged && p.max_score) {  // calls with a cache never want it
             const int thread = opaque(threadIdx.x);
@@ -410,16 +412,24 @@ struct ForwardWarp {
         if (!__any_sync(kFullWarp, moved)) return;
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
-            const float next = new_max[r] - row_max[r] > kThreshold ? new_max[r] : row_max[r];
-            const float factor = exp2_approx(kGeneral ? (row_max[r] - next) * kLog2e : row_max[r] - next);
+            const float next = has_moved<kRange>(new_max[r], row_max[r]) ? new_max[r] : row_max[r];
+            const float factor = exp2_approx(kRaw       ? (row_max[r] - next) * scale
+                                             : kGeneral ? (row_max[r] - next) * kLog2e
+                                                        : row_max[r] - next);
             row_max[r] = next;
             row_sum[r] *= factor;
 #pragma unroll
             for (int n = 0; n < kTilesV; ++n) O[r / 2][n][r % 2 * 2] *= factor, O[r / 2][n][r % 2 * 2 + 1] *= factor;
         }
     }
+    // Under SplitRange::kAny P is at most 1, so that P V overflows only where float32's does.
+    template <SplitRange kRange>
+    __device__ __forceinline__ bool has_moved(float new_max, float row_max) const {
+        if (kRange == SplitRange::kAny) return new_max > row_max;
+        return (kRaw ? (new_max - row_max) * scale : new_max - row_max) > kThreshold;
+    }
     __device__ __forceinline__ float exponential(float score, float max) const {
-        return exp2_approx(kGeneral ? (score - max) * kLog2e : fmaf(score, scale, -max));
+        return exp2_approx(kRaw ? (score - max) * scale : kGeneral ? (score - max) * kLog2e : fmaf(score, scale, -max));
     }
     // Exponentiates this thread's pairs of neighbouring keys [begin, end) of a step.
     __device__ __forceinline__ void exponentials(Scores& S, const RowValues& row_max, RowValues& row_sum, int step, int begin,
@@ -540,14 +550,17 @@ struct ForwardWarp {
                 if (sees && end_row + row < done_s.seqlen_q && last_lane % 4 == 0)
                     score = fmaxf(score, smem.greatest[last_warp * kWarpRows + row]);
             }
-            raise_max_score(p, done.b, done.head, kGeneral ? score : score * kLn2);
+            raise_max_score(p, done.b, done.head, kGeneral ? score : score * (kRaw ? p.scale : kLn2));
         }
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
             const int i = end_row + 16 * (r / 2) + mma_row(last_lane, r % 2 * 2);
-            RowEnd end = finish_row<kGeneral ? ScoreUnit::kNatural : ScoreUnit::kLog2>(row_max[r], quad_sum(row_sum[r]), sink);
+            const float sum = quad_sum(row_sum[r]), max = kRaw ? row_max[r] * p.scale : row_max[r];
+            constexpr ScoreUnit kUnit = kGeneral || kRaw ? ScoreUnit::kNatural : ScoreUnit::kLog2;
+            RowEnd end = finish_row<kUnit>(max, sum, sink);
+            if constexpr (kSplit) end.lse = natural_lse(kRaw ? row_max[r] : max, kRaw ? p.scale : 1.0f, sum, sink);
             if (p.lse && last_lane % 4 == 0 && i < done_s.seqlen_q && part == 0)
-                p.lse[lse_offset(p, done_s, done.head) + i] = kGeneral ? end.lse : end.lse * kLn2;
+                p.lse[lse_offset(p, done_s, done.head) + i] = kUnit == ScoreUnit::kNatural ? end.lse : end.lse * kLn2;
             if (kGeneral && p.dropout_threshold) end.inverse *= p.dropout_scale;
             store_row(O, r, end, last_lane, part, out + i * p.out.row, i < done_s.seqlen_q);
         }
