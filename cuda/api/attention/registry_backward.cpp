@@ -7,6 +7,12 @@
 
 #if FA_WITH_CUDA
 #include "attention/kernels.h"
+namespace fa {
+cudaError_t backward_mma_float32_sm80(const BackwardParams& b, const DeviceInfo& device, cudaStream_t stream);
+size_t backward_mma_float32_sm80_workspace(const BackwardParams&, const DeviceInfo&);  // bytes: delta and RowBase
+cudaError_t backward_wgmma_float32_sm90(const BackwardParams& b, const DeviceInfo& device, cudaStream_t stream);
+size_t backward_wgmma_float32_sm90_workspace(const BackwardParams&, const DeviceInfo&);  // bytes: the same, and the parts of q, k, v, dout
+}  // namespace fa
 #endif
 
 namespace fa {
@@ -42,6 +48,15 @@ bool has_blocks_for_tiles_of_32(const BackwardParams& b, const DeviceInfo&) {
     const AttentionParams& p = b.forward;
     return ceil_div(p.seqlen_q > p.seqlen_k ? p.seqlen_q : p.seqlen_k, 32) * p.nheads * p.batch <= kMostBlocks;
 }
+bool has_blocks_for_halves_of_32(const BackwardParams& b, const DeviceInfo&) {
+    const AttentionParams& p = b.forward;
+    return 2 * ceil_div(p.seqlen_q > p.seqlen_k ? p.seqlen_q : p.seqlen_k, 32) * p.nheads * p.batch <= kMostBlocks;
+}
+// Which calls split products serve faster than the CUDA cores.
+constexpr bool kSplitProductsAreFaster = false;
+const char* split_products_yield(const BackwardParams&, const DeviceInfo&, char*, size_t) {
+    return kSplitProductsAreFaster ? nullptr : "it runs when it is asked for by name";
+}
 bool has_indices_for_chunks(const BackwardParams& b, const DeviceInfo&) {
     constexpr int kMost = 1 << 30;  // whole chunks of rows and keys still have 32-bit indices
     return b.forward.seqlen_q <= kMost && b.forward.seqlen_k <= kMost;
@@ -60,6 +75,15 @@ const char* pair_refuses(const BackwardParams& b, const DeviceInfo& device, char
     if (p.headdim <= 128 && p.headdim_v <= 128)
         return say(text, size, "headdim=%d, headdim_v=%d: wgmma_sm90 serves up to 128", p.headdim, p.headdim_v);
     return needs_queries(b, device, text, size);
+}
+bool has_blocks_for_parts(const BackwardParams& b, const DeviceInfo&) {
+    const AttentionParams& p = b.forward;
+    return 2 * p.batch * (ceil_div(p.seqlen_q + 128, 64) * p.nheads + ceil_div(p.seqlen_k + 128, 64) * p.nheads_k) <= kMostBlocks;
+}
+// Which calls float16 parts serve faster than other kernels.
+constexpr bool kFloat16PartsAreFaster = false;
+const char* float16_parts_yield(const BackwardParams&, const DeviceInfo&, char*, size_t) {
+    return kFloat16PartsAreFaster ? nullptr : "it runs when it is asked for by name";
 }
 bool wgmma_fits(const BackwardParams& b, const DeviceInfo&) {
     const BackwardPlan plan = backward_plan(backward_choose(b.forward));
@@ -107,6 +131,26 @@ constexpr BackwardKernel kKernels[] = {
      .fits = FA_SM80(has_indices_for_chunks),
      .workspace = FA_SM80(backward_mma_wide_sm80_workspace),
      .launch = FA_SM80(backward_mma_wide_sm80)},
+    {.name = "wgmma_float32_sm90",
+     .summary = "Hopper: float32 with float32's accuracy, wgmma on float16 parts; head dims to 128, plain, causal and windowed calls",
+     .device = FA_CUDA,
+     .limits = {.dtypes = kFloat32,
+                .gpus = kHopper,
+                .head_dims = head_dims(4, 128),
+                .takes = kHints | kMaxScore | kKeySums | kLeftEdge | kSinks,
+                .memory = Memory::kWideRows},
+     .fits = FA_SM90(has_blocks_for_parts),
+     .yields = FA_SM90(float16_parts_yield),
+     .workspace = FA_SM90(backward_wgmma_float32_sm90_workspace),
+     .launch = FA_SM90(backward_wgmma_float32_sm90)},
+    {.name = "mma_float32_sm80",
+     .summary = "tensor cores (mma.sync): float32 with float32's accuracy, three products of tf32 parts; head dims to 256, every option",
+     .device = FA_CUDA,
+     .limits = {.dtypes = kFloat32, .gpus = kFromSm80, .head_dims = head_dims(1, 256)},
+     .fits = FA_SM80(has_blocks_for_halves_of_32),
+     .yields = FA_SM80(split_products_yield),
+     .workspace = FA_SM80(backward_mma_float32_sm80_workspace),
+     .launch = FA_SM80(backward_mma_float32_sm80)},
     {.name = "simple",
      .summary = "CUDA cores, no atomics: any head dim, dtype, mask and option; deterministic",
      .device = FA_CUDA,

@@ -10,6 +10,11 @@
 
 #if FA_WITH_CUDA
 #include "attention/kernels.h"
+namespace fa {
+cudaError_t forward_mma_float32_sm80(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
+cudaError_t forward_wgmma_float32_sm90(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
+size_t forward_wgmma_float32_sm90_workspace(const AttentionParams&, const DeviceInfo&);  // bytes: the parts of q, k and v
+}  // namespace fa
 #endif
 
 namespace fa {
@@ -60,6 +65,11 @@ bool has_blocks_for_tiles_of_32(const AttentionParams& p, const DeviceInfo&) {
 const char* takes_no_padding_in_pages(const AttentionParams& p, const DeviceInfo&, char*, size_t) {
     return p.cache.leftpad && p.cache.block_table ? "cache_leftpad is set: it takes none with pages" : nullptr;
 }
+// Which calls split products serve faster than the CUDA cores.
+constexpr bool kSplitProductsAreFaster = false;
+const char* split_products_yield(const AttentionParams&, const DeviceInfo&, char*, size_t) {
+    return kSplitProductsAreFaster ? nullptr : "it runs when it is asked for by name";
+}
 const char* needs_shared_memory(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
     const size_t bytes = forward_float32_sm80_shared(p);
     if (bytes <= device.shared_memory) return nullptr;
@@ -86,6 +96,14 @@ const char* wgmma_yields(const AttentionParams& p, const DeviceInfo& device, cha
 }
 const char* wgmma_variant(const AttentionParams& p, const DeviceInfo& device) {
     return wgmma_plan_name(wgmma_choose(p, device.multiprocessors));
+}
+bool has_blocks_for_parts(const AttentionParams& p, const DeviceInfo&) {
+    return p.batch * (ceil_div(p.seqlen_q, 32) * p.nheads + ceil_div(p.seqlen_k, 16) * p.nheads_k) <= kMostBlocks;
+}
+// Which calls float16 parts serve faster than the CUDA cores.
+constexpr bool kFloat16PartsAreFaster = false;
+const char* split_products_yield_on_hopper(const AttentionParams&, const DeviceInfo&, char*, size_t) {
+    return kFloat16PartsAreFaster ? nullptr : "it runs when it is asked for by name";
 }
 const char* wide_yields(const AttentionParams& p, const DeviceInfo&, char* text, size_t size) {
     if (p.headdim > kWgmmaMaxHeadDim || p.headdim_v > kWgmmaMaxHeadDim) return nullptr;
@@ -181,6 +199,25 @@ constexpr Kernel kKernels[] = {
                 .needs = kTf32},
      .fits = FA_SM80(has_blocks_for_tiles_of_32),
      .launch = FA_SM80(forward_mma_tf32_sm80)},
+    {.name = "wgmma_float32_sm90",
+     .summary = "Hopper: float32 with float32's accuracy, wgmma on float16 parts; head dims to 256, plain, causal and windowed calls",
+     .device = FA_CUDA,
+     .limits = {.dtypes = kFloat32,
+                .gpus = kHopper,
+                .head_dims = head_dims(4, 256),
+                .takes = kHints | kKeySums | kLeftEdge | kSinks,
+                .memory = Memory::kWideRows},
+     .fits = FA_SM90(has_blocks_for_parts),
+     .yields = FA_SM90(split_products_yield_on_hopper),
+     .workspace = FA_SM90(forward_wgmma_float32_sm90_workspace),
+     .launch = FA_SM90(forward_wgmma_float32_sm90)},
+    {.name = "mma_float32_sm80",
+     .summary = "tensor cores (mma.sync): float32 with float32's accuracy, three products of tf32 parts; head dims to 256, every option",
+     .device = FA_CUDA,
+     .limits = {.dtypes = kFloat32, .gpus = kFromSm80, .head_dims = head_dims(1, 256), .takes = kAllFeatures & ~(k8BitCache | kPages)},
+     .fits = FA_SM80(has_blocks_for_tiles_of_32),
+     .yields = FA_SM80(split_products_yield),
+     .launch = FA_SM80(forward_mma_float32_sm80)},
     {.name = "float32_sm80",
      .summary = "CUDA cores: float32 without tf32, head dims to 256, plain, causal and windowed calls",
      .device = FA_CUDA,
