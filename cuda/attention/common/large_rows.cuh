@@ -153,7 +153,11 @@ __device__ __forceinline__ void find_large_rows_inline(const AttentionParams& p,
             mma<T>(terms, A, B[0] & kNoSigns, B[1] & kNoSigns);
         }
         const int key = key0 + 2 * quad;
-        if (natural) transform_fragment<T>(p, FragmentPlace{b, head, row0 + g, key, s.seqlen_q, s.seqlen_k, s.shift}, S);
+        if (natural) {
+            const FragmentPlace at{b, head, row0 + g, key, s.seqlen_q, s.seqlen_k, s.shift};
+            transform_fragment<T>(p, at, S);
+            if (p.intervals.data) hide_by_intervals(p, at, S);
+        }
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
             const int r = e / 2, j = key + e % 2;
