@@ -100,7 +100,9 @@ def test_window(n, left, right):
     check(masks.window(n, left, right), (j >= i - left) & (j <= i + right))
 
 
-@pytest.mark.parametrize("n,first,left,right", [(1, 1, 0, 0), (40, 4, 3, 0), (40, 4, 3, 5), (300, 70, 90, 40), (20, 20, 1, 1), (30, 0, 2, 2)])
+@pytest.mark.parametrize(
+    "n,first,left,right", [(1, 1, 0, 0), (40, 4, 3, 0), (40, 4, 3, 5), (300, 70, 90, 40), (20, 20, 1, 1), (30, 0, 2, 2)]
+)
 def test_global_and_window(n, first, left, right):
     i, j = np.arange(n)[:, None], np.arange(n)
     seen = (j < first) | ((j >= i - left) & (j <= i + right))
@@ -114,7 +116,9 @@ def test_blocks(n, block):
     check(masks.block_causal(n, block), at[:, None] >= at)
     noisy = np.concatenate([np.ones(n, bool), np.zeros(n, bool)])
     at = np.concatenate([at, at])
-    seen = np.where(noisy, noisy[:, None] & (at[:, None] == at), np.where(noisy[:, None], at[:, None] > at, at[:, None] >= at))
+    seen = np.where(
+        noisy, noisy[:, None] & (at[:, None] == at), np.where(noisy[:, None], at[:, None] > at, at[:, None] >= at)
+    )
     check(masks.block_diffusion(n, block), seen)
 
 

@@ -1,5 +1,5 @@
-"""Masks by intervals (startend_row_indices), on every kernel, in both passes, against float64 and against the same mask as
-a dense one."""
+"""Masks by intervals (startend_row_indices), on every kernel, in both passes, against float64 and against the same mask
+as a dense one."""
 
 from __future__ import annotations
 
@@ -180,7 +180,11 @@ def bad(shape, causal=False, dtype=np.int32, heads=(4, 2), **options):
 @pytest.mark.parametrize(
     "shape,causal,text",
     [
-        ((2, 1, 7, 3), False, r"has shape \(2, 1, 7, 3\): expected \(batch, heads, seqlen_k, numbers\) = \(2, 1 or 2 or 4, 7, 1, 2 or 4\)"),
+        (
+            (2, 1, 7, 3),
+            False,
+            r"has shape \(2, 1, 7, 3\): expected \(batch, heads, seqlen_k, numbers\) = \(2, 1 or 2 or 4, 7, 1, 2 or 4\)",
+        ),
         ((2, 3, 7, 2), False, r"has shape \(2, 3, 7, 2\)"),
         ((2, 1, 5, 2), False, r"has shape \(2, 1, 5, 2\)"),
         ((3, 1, 7, 2), False, r"has shape \(3, 1, 7, 2\)"),

@@ -98,8 +98,8 @@ def test_varlen(place):
 @pytest.mark.parametrize("indices_heads", [1, 2, 4])
 def test_shares_of_devices_get_their_own_numbers(indices_heads):
     """The heads' axis of the numbers is cut like that of q or of k."""
-    from flash_attn_minimal.jax._attention import _Passes
     from flash_attn_minimal._core.options import Options
+    from flash_attn_minimal.jax._attention import _Passes
 
     (q, k, v), indices, _ = inputs(lambda x, dtype=None: jnp.asarray(x, dtype), (True, 1, indices_heads))
     given = {"q": q, "k": k, "v": v, "startend_row_indices": indices}
