@@ -266,8 +266,10 @@ def _on(like: Any, numbers: np.ndarray) -> Any:
 
         return torch.from_numpy(numbers).to(like.device)
     if module == "cupy":
+        import cupy
+
         with like.device:
-            return __import__("cupy").asarray(numbers)
+            return cupy.asarray(numbers)
     if module in ("jax", "jaxlib"):
         import jax
 
