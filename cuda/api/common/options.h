@@ -11,9 +11,7 @@ namespace fa {
 
 inline fa_status check_row_indices(const fa_attention_args& a) {
     const fa_row_indices& x = a.startend_row_indices;
-    if (!x.data && (x.heads || x.numbers))
-        return fail(FA_BAD_ARGUMENT, "startend_row_indices.heads=%d, numbers=%d are set but data is NULL", x.heads, x.numbers);
-    if (!x.data) return FA_OK;
+    if (!x.data) return FA_OK;  // off, or an array without elements
     FA_RETURN_IF_ERROR(check_pointer("startend_row_indices", x.data, 4, false));
     if (x.heads != 1 && x.heads != a.nheads_k && x.heads != a.nheads)
         return fail(FA_BAD_ARGUMENT, "startend_row_indices.heads=%d is none of 1, nheads_k=%d, nheads=%d", x.heads, a.nheads_k, a.nheads);
