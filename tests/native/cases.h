@@ -235,8 +235,8 @@ inline std::vector<Case> correctness_cases(uint64_t seed, bool quick) {
         for (const int numbers : {1, 2, 4})
             for (const int of_heads : {0, 1, 2}) {
                 const auto intervals = [=](Case& x) { x.intervals = numbers, x.interval_heads = of_heads; };
-                if (numbers < 4) t.add(format("intervals/causal%d", numbers), c, heads(4, 2), causal, intervals);
-                if (numbers > 1) t.add(format("intervals/full%d", numbers), c, heads(4, 2), intervals);
+                if (numbers < 4) t.add(format("intervals/causal%d/lists%d", numbers, of_heads), c, heads(4, 2), causal, intervals);
+                if (numbers > 1) t.add(format("intervals/full%d/lists%d", numbers, of_heads), c, heads(4, 2), intervals);
             }
         t.add("mask/causal", c, causal, [](Case& c) { c.mask = Mask::kHoles; });
         t.add("empty/no_keys", shape(33, 0, 64, dtype));
