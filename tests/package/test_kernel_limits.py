@@ -47,7 +47,7 @@ RUNGS = (
     "cute_sm90",
 )  # these are there to be read, and to serve what no other kernel takes
 OLD_NAMES = {"mla_sm90": "decode_mla_sm90"}
-TABLES = {"fwd": "forward", "decode": "forward", "bwd": "backward", "w4": "w4_linear"}
+TABLES = {"fwd": "forward", "decode": "forward", "bwd": "backward", "w4": "w4_linear", "matvec": "linear"}
 UNPUBLISHED = {  # a published row takes its kernel off this list
     ("forward", "decode_split_sm80"), ("forward", "decode_lanes_sm80"), ("linear", "linear_small_sm80"),
     ("linear", "linear_mma_sm80"), ("linear", "linear_gemv_sm80"), ("w4_linear", "mma_w4"),
