@@ -63,7 +63,7 @@ def _arguments(parts, positions, mask, predicting, predicted, advantages):
 
 def step(model, arguments) -> tuple[float, list[torch.Tensor], float]:
     """The loss, the gradients of all parameters, and the seconds of the best of three steps."""
-    seconds = []
+    seconds, loss = [], torch.zeros(())
     for _ in range(3):
         model.zero_grad(set_to_none=True)
         started = time.perf_counter()

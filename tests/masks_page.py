@@ -35,7 +35,7 @@ def dense(mask: masks.RowMask) -> np.ndarray:
 
 
 def drawing(code: str) -> str:
-    """Rows from the top, keys from the left: o is a pair that counts. Beside it every tile: # whole, + cut, . skipped."""
+    """Rows from the top, keys from the left: o is a pair that counts. Beside it the tiles: # whole, + cut, . not."""
     seen = dense(eval(code, {"masks": masks}))  # noqa: S307  (a line of the table above)
     tiles = seen.reshape(len(seen) // TILE, TILE, -1, TILE).swapaxes(1, 2).mean((2, 3))
     lines = [f"{'keys':<{2 * len(seen) + 3}}tiles of {TILE} x {TILE}"]
