@@ -158,7 +158,7 @@ struct Panel {
         if (q.bounds && !empty()) apply_intervals();
     }
     // Leaves out the first and last rows and keys that masks by intervals hide altogether.
-    void apply_intervals() {
+    __attribute__((noinline)) void apply_intervals() {
         const HiddenBounds& bounds = q.bounds[panel()];
         while (!empty() && bounds.hides_from_all(q.first + row_begin)) ++row_begin;
         while (!empty() && bounds.hides_from_all(q.first + row_end - 1)) --row_end;

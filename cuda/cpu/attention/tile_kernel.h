@@ -264,7 +264,7 @@ struct Group {
         return seen;
     }
 
-    void intervals(int key, int begin, int end) const {
+    __attribute__((noinline)) void intervals(int key, int begin, int end) const {
         IVec query[kQueryVectors];
         for (int n = 0; n < width; ++n)
             for (int l = 0; l < L; ++l) query[n][l] = row(n * L + l).query;
