@@ -176,8 +176,12 @@ __device__ __forceinline__ void find_large_rows_inline(const AttentionParams& p,
         }
         const int key = key0 + 2 * quad;
         const FragmentPlace at{b, head, row0 + g, key, s.seqlen_q, s.seqlen_k, s.shift};
-        if (natural) transform_fragment<T>(p, at, S);
-        else if (p.alibi_slopes || p.mask.data) change_products(p, at, S);
+        if (natural) {
+            transform_fragment<T>(p, at, S);
+            if (p.intervals.data) hide_by_intervals(p, at, S);
+        } else if (p.alibi_slopes || p.mask.data) {
+            change_products(p, at, S);
+        }
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
             const int r = e / 2, j = key + e % 2;

@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32, kBac
     clear(dK), clear(dV);
 
     if (warp.step.head < warp.end_head) warp.load_first(work, s, keys);
-    if (Warp::kGeneral && (p.mask.data || p.bias.data) && warp.step.head < warp.end_head) warp.zero_hidden_keys(work, s, rows);
+    if (Warp::kGeneral && p.may_hide_keys() && warp.step.head < warp.end_head) warp.zero_hidden_keys(work, s, rows);
     warp.walk(dK, dV);
 
     const BackwardWork done = work_of(params, opaque(blockIdx.x), kBlockN);  // computed again: the loop has no registers for it
