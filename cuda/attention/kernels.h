@@ -33,6 +33,12 @@ cudaError_t forward_mma_sm80_paged(const AttentionParams& params, const DeviceIn
 cudaError_t forward_mma_sm80_wide(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
 cudaError_t forward_mma_tf32_sm80(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
 
+// float32 in split products. With _if, each block ends at once unless *wanted, a word in device memory, says otherwise.
+cudaError_t forward_mma_float32_sm80(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
+cudaError_t forward_mma_float32_sm80_if(const int* wanted, const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
+cudaError_t forward_wgmma_float32_sm90(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
+size_t forward_wgmma_float32_sm90_workspace(const AttentionParams&, const DeviceInfo&);  // bytes: the parts of q, k and v
+
 cudaError_t forward_float32_sm80(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
 size_t forward_float32_sm80_shared(const AttentionParams& params);  // the least bytes that a block needs
 
@@ -85,6 +91,16 @@ size_t backward_wgmma_sm90_workspace(const BackwardParams&, const DeviceInfo&);
 cudaError_t backward_mma_sm80(const BackwardParams& params, const DeviceInfo& device, cudaStream_t stream);
 cudaError_t backward_mma_sm80_fp16(const BackwardParams& params, const DeviceInfo& device, cudaStream_t stream);  // its fp16 half
 size_t backward_mma_sm80_workspace(const BackwardParams&, const DeviceInfo&);  // bytes: float32 sums of dq, lse, delta and RowBase
+
+// float32 in split products. With _if, as above; delta and the RowBase of the rows are then in the workspace already.
+cudaError_t backward_mma_float32_sm80(const BackwardParams& params, const DeviceInfo& device, cudaStream_t stream);
+cudaError_t backward_mma_float32_sm80_if(const int* wanted, const BackwardParams& params, const DeviceInfo& device, cudaStream_t stream);
+size_t backward_mma_float32_sm80_workspace(const BackwardParams&, const DeviceInfo&);  // bytes: delta and RowBase
+cudaError_t backward_wgmma_float32_sm90(const BackwardParams& params, const DeviceInfo& device, cudaStream_t stream);
+cudaError_t backward_wgmma_float32_wide_sm90(const BackwardParams& params, const DeviceInfo& device, cudaStream_t stream);
+// Bytes: delta, RowBase, and the parts of q, k, v and dout.
+size_t backward_wgmma_float32_sm90_workspace(const BackwardParams&, const DeviceInfo&);
+size_t backward_wgmma_float32_wide_sm90_workspace(const BackwardParams&, const DeviceInfo&);
 
 cudaError_t backward_mma_wide_sm80(const BackwardParams& params, const DeviceInfo& device, cudaStream_t stream);
 // Bytes: P and dS of a round, delta, and sums kept between rounds.

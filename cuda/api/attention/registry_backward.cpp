@@ -9,14 +9,6 @@
 
 #if FA_WITH_CUDA
 #include "attention/kernels.h"
-namespace fa {
-cudaError_t backward_mma_float32_sm80(const BackwardParams& b, const DeviceInfo& device, cudaStream_t stream);
-size_t backward_mma_float32_sm80_workspace(const BackwardParams&, const DeviceInfo&);  // bytes: delta and RowBase
-cudaError_t backward_wgmma_float32_sm90(const BackwardParams& b, const DeviceInfo& device, cudaStream_t stream);
-size_t backward_wgmma_float32_sm90_workspace(const BackwardParams&, const DeviceInfo&);  // bytes: the same, and the parts of q, k, v, dout
-cudaError_t backward_wgmma_float32_wide_sm90(const BackwardParams& b, const DeviceInfo& device, cudaStream_t stream);
-size_t backward_wgmma_float32_wide_sm90_workspace(const BackwardParams&, const DeviceInfo&);  // bytes: as above
-}  // namespace fa
 #endif
 
 namespace fa {

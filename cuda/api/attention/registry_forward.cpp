@@ -11,11 +11,6 @@
 
 #if FA_WITH_CUDA
 #include "attention/kernels.h"
-namespace fa {
-cudaError_t forward_mma_float32_sm80(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
-cudaError_t forward_wgmma_float32_sm90(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
-size_t forward_wgmma_float32_sm90_workspace(const AttentionParams&, const DeviceInfo&);  // bytes: the parts of q, k and v
-}  // namespace fa
 #endif
 
 namespace fa {

@@ -24,8 +24,6 @@
 
 namespace fa {
 
-cudaError_t backward_mma_float32_sm80_if(const int* wanted, const BackwardParams& b, const DeviceInfo& device, cudaStream_t stream);
-
 namespace {
 
 constexpr int kWarpgroups = 2, kRows = 64, kOwnRows = kWarpgroups * kRows;
@@ -492,7 +490,6 @@ cudaError_t launch(PartsParams& params, cudaStream_t stream) {
 
 }  // namespace
 
-cudaError_t backward_wgmma_float32_sm90(const BackwardParams& b, const DeviceInfo& device, cudaStream_t stream);
 size_t backward_wgmma_float32_sm90_workspace(const BackwardParams& b, const DeviceInfo&) {
     PartsParams params{};
     return divide(b.forward, nullptr, &params) + 1024;

@@ -22,8 +22,6 @@
 
 namespace fa {
 
-cudaError_t backward_mma_float32_sm80_if(const int* wanted, const BackwardParams& b, const DeviceInfo& device, cudaStream_t stream);
-
 namespace {
 
 constexpr int kD = 256, kOwnRows = 64, kWalked = 32, kConsumerThreads = 256, kBlockThreads = 384;
@@ -417,7 +415,6 @@ cudaError_t launch(const WideParams& params, cudaStream_t stream) {
 
 }  // namespace
 
-cudaError_t backward_wgmma_float32_wide_sm90(const BackwardParams& b, const DeviceInfo& device, cudaStream_t stream);
 size_t backward_wgmma_float32_wide_sm90_workspace(const BackwardParams& b, const DeviceInfo&) {
     WideParams params{};
     return divide(b.forward, nullptr, &params) + 1024;
