@@ -68,6 +68,24 @@ typedef struct fa_score_tensor {
     int64_t row_stride;
 } fa_score_tensor;
 
+/* A mask by intervals: for each key, the rows that do not see it. Key j of a sequence has `numbers` int32_t, contiguous, at
+ *     data[b * batch_stride + h * head_stride + j * key_stride]
+ * Row i does not see the key if
+ *     causal,     1 number:   i >= n[0]
+ *     causal,     2 numbers:  n[0] <= i < n[1]
+ *     not causal, 2 numbers:  i >= n[0]  or  i < n[1]
+ *     not causal, 4 numbers:  n[0] <= i < n[1]  or  n[2] <= i < n[3]
+ * Rows count from the start of their sequence. In a varlen call keys count through all sequences, as rows of k do, and batch_stride is
+ * ignored. Numbers below 0 act as 0, and those above seqlen_q as seqlen_q. They are read on the device. */
+typedef struct fa_row_indices {
+    const int32_t* data; /* NULL = none */
+    int64_t batch_stride;
+    int64_t head_stride;
+    int64_t key_stride;
+    int32_t heads;   /* extent of the head axis: 1, nheads_k or nheads */
+    int32_t numbers; /* 1, 2 or 4 */
+} fa_row_indices;
+
 /* Scale factors of a tensor with 8-bit elements: value = element * factor. Each head of each batch entry (varlen: of each sequence) has
  * one factor, a positive float at data[b * batch_stride + head * head_stride]. Stride 0, the default, broadcasts an axis. */
 typedef struct fa_descale {
@@ -131,9 +149,10 @@ typedef struct fa_attention_args {
     const float* sinks;   /* (nheads) one extra logit in the softmax denominator of every row; lse includes it. NULL = none */
 
     /* ---- masks: which keys a row sees ---- */
-    fa_score_tensor mask; /* uint8, non-zero = attend; data NULL = none */
-    int32_t causal;       /* row i sees j <= i_aligned */
-    int32_t top_left;     /* i_aligned = i + seqlen_k - seqlen_q (0, the default: bottom-right corner) or i (1: top-left) */
+    fa_score_tensor mask;                /* uint8, non-zero = attend; data NULL = none */
+    fa_row_indices startend_row_indices; /* beside causal, window, chunks and mask. Not with parts */
+    int32_t causal;                      /* row i sees j <= i_aligned */
+    int32_t top_left;                    /* i_aligned = i + seqlen_k - seqlen_q (0, the default: bottom-right corner) or i (1: top-left) */
     /* Chunked attention: row i sees only keys of the chunk that contains i_aligned, that is those with
      *     floor(j / attention_chunk) = floor(i_aligned / attention_chunk)
      * Causal and window apply too. Not with parts, whose keys may begin inside a chunk. 0 = off */
@@ -181,6 +200,7 @@ typedef struct fa_attention_plan {
     int32_t reserved;
     size_t workspace_bytes;
     char kernel[32];    /* the kernel that would run; empty when status is not FA_OK */
+    char variant[32];   /* which of the kernel's plans, of tiles and options, it would follow; empty where it does not name them */
     char why_not[1472]; /* "name: reason", one line for each kernel that was passed over before the chosen one */
 } fa_attention_plan;
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from flash_attn_lab import reference
 from flash_attn_lab.fuzz import judge
+from flash_attn_lab.fuzz.arrays import random_intervals
 from flash_attn_lab.fuzz.judge import (
     EPSILON,
     check,
@@ -63,6 +64,7 @@ class Case:
     bias_float32: bool = False
     mask: tuple[bool, ...] | None = None
     mask_rate: float = 0.7
+    intervals: tuple[int, int] | None = None  # heads of startend_row_indices, and numbers for each key
     sinks: bool = False
     dropout_p: float = 0.0
     dlse: bool = False  # the loss of the backward pass depends on lse, too
@@ -110,6 +112,9 @@ def inputs(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, An
         options["bias"] = bias if case.bias_float32 else round_to(bias, case.dtype)
     if case.mask is not None:
         options["mask"] = rng.random(score_shape(case.mask)) < case.mask_rate
+    if case.intervals is not None:
+        shape = (*([] if case.varlen else [batch]), case.intervals[0], lead_k[-1], case.intervals[1])
+        options["startend_row_indices"] = random_intervals(rng, shape, case.seqlen_q)
     if case.sinks:
         options["sinks"] = rng.standard_normal(case.nheads, dtype=np.float32)
     return q, k, v, options

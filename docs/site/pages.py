@@ -36,7 +36,10 @@ CONTENTS = {
     "index": [
         (
             "Use",
-            [f"docs/{name}" for name in ("install", "integrations", "generate", "quantization", "context_parallel")]
+            [
+                f"docs/{name}"
+                for name in ("install", "integrations", "masks", "generate", "quantization", "context_parallel")
+            ]
             + ["examples/*"],
         ),
         ("Reference", ["QUICK_REFERENCE", "docs/contract", "docs/api/index"]),

@@ -37,6 +37,7 @@ class Head:
     slope: float = 0.0
     bias: np.ndarray | None = None  # broadcasts to (seqlen_q, seqlen_k)
     mask: np.ndarray | None = None
+    row_indices: np.ndarray | None = None  # (seqlen_k, 1 | 2 | 4): see dense_from_intervals
     sink: float = -np.inf  # one more logit in the denominator; -inf adds nothing
     dropout: dict[str, Any] = field(default_factory=dict)  # p, seed, offset, batch, head
 
@@ -56,6 +57,8 @@ class Head:
             seen &= j // self.attention_chunk == aligned // self.attention_chunk
         if self.mask is not None:
             seen &= _broadcast(self.mask, self)[rows, columns] != 0
+        if self.row_indices is not None:
+            seen &= dense_from_intervals(self.row_indices[columns], len(self.q), self.causal)[rows]
         if self.bias is not None:
             seen &= _broadcast(self.bias, self)[rows, columns] != -np.inf
         return seen
@@ -87,6 +90,27 @@ class Head:
 
     def _indices(self, rows: slice, columns: slice) -> tuple[np.ndarray, np.ndarray]:
         return np.arange(len(self.q))[rows, None], np.arange(len(self.k))[None, columns]
+
+
+def dense_from_intervals(row_indices, seqlen_q: int, causal: bool) -> np.ndarray:
+    """(..., seqlen_q, seqlen_k) bool, True where row i may look at key j, of startend_row_indices (..., seqlen_k, 1 | 2
+    | 4). The numbers of a key name rows that do not see it (FlashMask, arXiv 2410.01359). Causal itself is not in the
+    result.
+
+    >>> dense_from_intervals([[1], [3]], 3, causal=True).astype(int).tolist()  # the key's rows from n on are hidden
+    [[1, 1], [0, 1], [0, 1]]
+    >>> dense_from_intervals([[3, 0], [3, 1], [2, 0]], 3, causal=False).astype(int).tolist()  # from n0 on; before n1
+    [[1, 0, 1], [1, 1, 1], [1, 1, 0]]
+    """
+    numbers = np.moveaxis(np.asarray(row_indices, np.int64), -1, 0)[..., None, :]  # each (..., 1, seqlen_k)
+    i = np.arange(seqlen_q)[:, None]
+    if len(numbers) not in ((1, 2) if causal else (2, 4)):
+        raise ValueError(f"{len(numbers)} numbers for each key with causal={causal}")
+    if len(numbers) == 1:
+        return i < numbers[0]
+    if len(numbers) == 4:
+        return ~((numbers[0] <= i) & (i < numbers[1]) | (numbers[2] <= i) & (i < numbers[3]))
+    return ~((numbers[0] <= i) & (i < numbers[1]) if causal else (i >= numbers[0]) | (i < numbers[1]))
 
 
 def _broadcast(array: np.ndarray, head: Head) -> np.ndarray:
@@ -331,7 +355,7 @@ def varlen_backward(backward, dout, q, k, v, cu_seqlens_q, cu_seqlens_k, dlse=No
         columns = slice(cu_seqlens_k[b], cu_seqlens_k[b + 1])
         arrays = dout[None, rows], q[None, rows], k[None, columns], v[None, columns]
         own = None if dlse is None else dlse[None, :, rows]
-        one = backward(*arrays, dlse=own, sequence=b, **options)
+        one = backward(*arrays, dlse=own, sequence=b, **_of_keys(options, columns))
         if total is None:
             total = Gradients(*(np.zeros(x.shape) for x in (q, k, v)), one.dbias, one.dsinks)
         else:
@@ -342,6 +366,12 @@ def varlen_backward(backward, dout, q, k, v, cu_seqlens_q, cu_seqlens_k, dlse=No
     return total
 
 
+def _of_keys(options: dict, columns: slice) -> dict:
+    """The options of one sequence of a varlen call: startend_row_indices (heads, total_k, numbers) of its keys."""
+    indices = options.get("startend_row_indices")
+    return options if indices is None else options | {"startend_row_indices": np.asarray(indices)[:, columns]}
+
+
 def varlen(attention, q, k, v, cu_seqlens_q, cu_seqlens_k, **options):
     """Any of the three forward functions over packed sequences: q (total_q, nheads, headdim). Returns out (total_q,
     nheads, headdim_v) and lse (nheads, total_q); rows that belong to no sequence have out = 0, lse = -inf."""
@@ -350,7 +380,8 @@ def varlen(attention, q, k, v, cu_seqlens_q, cu_seqlens_k, **options):
     for b in range(len(cu_seqlens_q) - 1):
         rows = slice(cu_seqlens_q[b], cu_seqlens_q[b + 1])
         columns = slice(cu_seqlens_k[b], cu_seqlens_k[b + 1])
-        o, l = attention(q[None, rows], k[None, columns], v[None, columns], sequence=b, **options)  # noqa: E741
+        own = _of_keys(options, columns)
+        o, l = attention(q[None, rows], k[None, columns], v[None, columns], sequence=b, **own)  # noqa: E741
         out[rows], lse[:, rows] = o[0], l[0]
     return out, lse
 
@@ -361,7 +392,8 @@ def varlen_max_score(q, k, v, cu_seqlens_q, cu_seqlens_k, **options):
     for b in range(len(greatest)):
         rows = slice(cu_seqlens_q[b], cu_seqlens_q[b + 1])
         columns = slice(cu_seqlens_k[b], cu_seqlens_k[b + 1])
-        greatest[b] = max_score(q[None, rows], k[None, columns], v[None, columns], sequence=b, **options)[0]
+        own = _of_keys(options, columns)
+        greatest[b] = max_score(q[None, rows], k[None, columns], v[None, columns], sequence=b, **own)[0]
     return greatest
 
 
@@ -371,7 +403,8 @@ def varlen_key_sums(q, k, v, cu_seqlens_q, cu_seqlens_k, **options):
     for b in range(len(cu_seqlens_q) - 1):
         rows = slice(cu_seqlens_q[b], cu_seqlens_q[b + 1])
         columns = slice(cu_seqlens_k[b], cu_seqlens_k[b + 1])
-        sums[:, columns] = key_sums(q[None, rows], k[None, columns], v[None, columns], sequence=b, **options)[0]
+        own = _of_keys(options, columns)
+        sums[:, columns] = key_sums(q[None, rows], k[None, columns], v[None, columns], sequence=b, **own)[0]
     return sums
 
 
@@ -388,6 +421,7 @@ def heads(
     alibi_slopes=None,
     bias=None,
     mask=None,
+    startend_row_indices=None,
     sinks=None,
     top_left=False,
     attention_chunk=0,
@@ -412,6 +446,12 @@ def heads(
             array = array[h if len(array) > 1 else 0]
             return array[:seqlen_q, :seqlen_k]
 
+        def indices(h, index=index):  # this head's numbers, those of its sequence in a varlen call
+            array = np.asarray(startend_row_indices)
+            if array.ndim == 4:
+                array = array[index if len(array) > 1 else 0]
+            return array[h * len(array) // nheads]
+
         for h in range(nheads):
             yield (
                 b,
@@ -429,6 +469,7 @@ def heads(
                     slope=float(slopes[index if len(slopes) > 1 else 0, h]),
                     bias=None if bias is None else np.asarray(part(bias, h), np.float64),
                     mask=part(mask, h),
+                    row_indices=None if startend_row_indices is None else indices(h),
                     sink=-np.inf if sinks is None else float(sinks[h]),
                     dropout={"p": dropout_p, "seed": dropout_seed, "offset": dropout_offset, "batch": index, "head": h}
                     if dropout_p

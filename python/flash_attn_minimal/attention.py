@@ -169,6 +169,14 @@ def flash_attn_func(
         bias: added to the scores; broadcasts to (batch, nheads, seqlen_q, seqlen_k). Of q's dtype or float32. A last
             axis that is not contiguous, or that has one column for all keys, costs a copy with all columns.
         mask: bool or uint8, non-zero = attend; broadcasts the same way.
+        startend_row_indices: a mask by intervals, int32, (batch, heads, seqlen_k, numbers): for each key the rows that
+            do not see it. heads is 1, nheads_k or nheads, batch may be 1. Row i does not see the key if
+                causal,     1 number:   i >= n[0]
+                causal,     2 numbers:  n[0] <= i < n[1]
+                not causal, 2 numbers:  i >= n[0] or i < n[1]
+                not causal, 4 numbers:  n[0] <= i < n[1] or n[2] <= i < n[3]
+            masks makes those of documents, shared prompts, trees and others. These are FlashMask's (arXiv 2410.01359).
+            Parts that no row sees cost next to nothing where the kernel skips them (docs/masks.md).
         sinks: (nheads,), float32 or 16 bits: one more logit per head in every row's denominator. lse includes it.
         top_left: hang causal and window from the top-left corner instead of the bottom-right one.
         dropout_seed, dropout_offset: 64-bit integers that decide which probabilities are dropped, the same on every
@@ -188,7 +196,7 @@ def flash_attn_func(
         attention_chunk: keys are divided into chunks of this many, and row i sees only the chunk that contains i', in
             addition to causal and window_size; 0 is off. (Llama 4 has such layers.)
 
-    The order is: scale, softcap, ALiBi, bias, mask, causal and window, sinks, dropout.
+    The order is: scale, softcap, ALiBi, bias, masks, causal and window, sinks, dropout.
 
     causal=True with seqlen_q = 2 and seqlen_k = 5, then with seqlen_q = 5 and seqlen_k = 2:
 

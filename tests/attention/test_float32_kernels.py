@@ -1,5 +1,5 @@
-"""float32 on tensor cores (docs/float32.md): the sums that the kernels rely on, in NumPy; the kernels against float64 with the budget of
-float32; infinity and NaN; and who serves what."""
+"""float32 on tensor cores (docs/float32.md): the sums that the kernels rely on, in NumPy; the kernels against float64
+with the budget of float32; infinity and NaN; and who serves what."""
 
 import accuracy
 import numpy as np
@@ -33,7 +33,7 @@ def parts(x, bits, count=2):
 
 
 def multiply(total, a, b, block):
-    """total + a @ b as a tensor core adds: a block of products at a time, aligned to the largest and cut off to float32."""
+    """total + a @ b as a tensor core adds: a block at a time, aligned to the largest, cut off to float32."""
     for i in range(0, a.shape[1], block):
         products = a[:, i : i + block, None] * b[None, i : i + block]
         largest = np.maximum(np.abs(products).max(1), np.abs(total))

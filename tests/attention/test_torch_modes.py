@@ -351,7 +351,7 @@ def test_imported_later_and_without_private_names(missing):
 def test_opcheck(device, name):
     options = options_of(device)[name]
     inputs = [x.requires_grad_() for x in qkv(device)]
-    tensors = [options.get(key) for key in ("bias", "mask", "alibi_slopes", "sinks")]
+    tensors = [options.get(key) for key in _operators.OPTION_ARRAYS]
     rest = (None, None, 0, 0, *_operators.packed(Options(causal=options.get("causal", False))))
     torch.library.opcheck(torch.ops.flash_attn_minimal.attention.default, (*inputs, *tensors, *rest))
     q, k, v = (x.detach() for x in inputs)

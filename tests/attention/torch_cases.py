@@ -32,7 +32,7 @@ def qkv(device, *mapped):
     )
 
 
-def standard(q, k, v, bias=None, mask=None, alibi_slopes=None, sinks=None, causal=False):
+def standard(q, k, v, bias=None, mask=None, alibi_slopes=None, sinks=None, causal=False, startend_row_indices=None):
     """(out, lse) in PyTorch's own operations, in float64."""
     q, k, v = (x.double() for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
@@ -45,6 +45,10 @@ def standard(q, k, v, bias=None, mask=None, alibi_slopes=None, sinks=None, causa
         s = s + bias.double()
     if mask is not None:
         s = s.masked_fill(~mask, -torch.inf)
+    if startend_row_indices is not None:  # not causal, 2 numbers for each key
+        start, end = startend_row_indices.repeat_interleave(q.shape[2] // startend_row_indices.shape[1], 1).unbind(-1)
+        i = torch.arange(s.shape[2], device=q.device)[:, None]
+        s = s.masked_fill((i >= start[..., None, :]) | (i < end[..., None, :]), -torch.inf)
     if causal:
         s = s.masked_fill(columns > rows, -torch.inf)
     if sinks is not None:
@@ -63,6 +67,8 @@ def options_of(device):
     bias, sinks = normal(device, 1, HEADS, ROWS, COLUMNS), normal(device, HEADS)
     mask = (normal(device, BATCH, 1, ROWS, COLUMNS) > -0.5).logical_or(torch.eye(ROWS, COLUMNS, device=device) > 0)
     slopes = torch.linspace(0.1, 0.5, HEADS, device=device)
+    keys = torch.arange(COLUMNS, dtype=torch.int32, device=device)
+    intervals = torch.stack([torch.stack([keys + 2 + head, keys - 3], -1) for head in range(HEADS_K)])[None]
     return {
         "plain": {},
         "causal": {"causal": True},
@@ -72,11 +78,12 @@ def options_of(device):
         "alibi": {"alibi_slopes": slopes},
         "alibi2": {"alibi_slopes": slopes.expand(BATCH, HEADS).contiguous()},
         "sinks": {"sinks": sinks},
+        "intervals": {"startend_row_indices": intervals},
         "all": {"bias": bias, "mask": mask, "alibi_slopes": slopes, "sinks": sinks},
     }
 
 
-OPTIONS = ["plain", "causal", "bias", "row_bias", "mask", "alibi", "alibi2", "sinks", "all"]
+OPTIONS = ["plain", "causal", "bias", "row_bias", "mask", "alibi", "alibi2", "sinks", "intervals", "all"]
 LENGTHS = ([0, 4, 9], [0, 6, 11])
 
 

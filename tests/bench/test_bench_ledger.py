@@ -218,6 +218,12 @@ def test_a_commit_is_compiled_once_with_its_own_script(tmp_path, monkeypatch):
         folder = name.strip() + ("-cpu" if device == "cpu" else "")
         assert library.name == name.strip() and library.file.is_file()
         assert library.python == checkout / "build" / "against" / folder / "source" / "python"
+    exported = checkout / "exported"  # without a repository of its own: the commit around it is not its own
+    for folder in ("build", "python/flash_attn_minimal"):
+        (exported / folder).mkdir(parents=True)
+    (exported / "build/libflash_attn_minimal.so").write_bytes(b"")
+    (exported / "python/flash_attn_minimal/__init__.py").write_text("")
+    assert ledger.found(str(exported)).name == "exported"
     against = checkout / "build" / "against"
     assert (against / library.name / "build.said").read_text() == "build --all-kernels\n"  # the second time it is there
     assert (against / f"{library.name}-cpu" / "build.said").read_text() == "build --cpu-only\n"

@@ -54,6 +54,17 @@ def test_same_bits():
     assert counts[0] > 0 == counts[1]
 
 
+def test_shared_prompt():
+    """A step over a prompt once and one over copies of it have one loss; the script compares the gradients."""
+    for module in ("torch", "rich"):
+        pytest.importorskip(module)
+    said = run("shared_prompt.py", "--prompt", "150", "--answers", "3", "--length", "20")
+    tokens = [int(x) for x in re.findall(r"(\d+) tokens", said)]
+    losses = [float(x) for x in re.findall(r"loss (\S+)", said)]
+    assert tokens[0] == tokens[1] + 2 * 150 and abs(losses[0] - losses[1]) < 1e-5
+    assert "--answers 1 is below 2" in run("shared_prompt.py", "--answers", "1", returns=2)
+
+
 def test_transformers_generate():
     for module in ("torch", "transformers", "flash_attn_minimal.integrations.transformers"):
         pytest.importorskip(module)
@@ -124,7 +135,7 @@ def _on_gpu(framework):
     """Whether the framework finds a GPU; asked in a separate process."""
     code = {
         "jax": "import jax; print(jax.default_backend() == 'gpu')",
-        "numba": "from numba import cuda; print(cuda.is_available())",
+        "numba": "import numba.cuda.cudaimpl; print(numba.cuda.is_available())",  # not every NumPy has what this needs
     }[framework]
     return subprocess.run([sys.executable, "-c", code], text=True, capture_output=True).stdout.strip() == "True"
 

@@ -10,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="4.57", reason="transformers is not installed")
 
+from flash_attn_minimal import masks  # noqa: E402
 from flash_attn_minimal.integrations import transformers as adapter  # noqa: E402
 
 NAME = adapter.register()
@@ -175,6 +176,45 @@ def test_packed_documents_by_lengths(models):
     lengths = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 7, "max_length_k": 7}
     got = ours(ids, position_ids=positions, use_cache=False, **lengths).logits
     close(got, theirs(ids, position_ids=positions, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_a_prompt_shared_by_answers(models, family):
+    """The prompt once, with a mask by intervals, against the prompt before every answer: logits and gradients."""
+    ours, theirs = models(family)
+    if family == "gpt_oss":  # its window counts rows, and the answers are apart from the prompt's rows
+        ours, theirs = (copy.deepcopy(x) for x in (ours, theirs))
+        for model in (ours, theirs):
+            model.config.layer_types = ["full_attention"] * 2
+            for layer in model.model.layers:
+                layer.self_attn.sliding_window, layer.attention_type = None, "full_attention"
+    prompt, answers = tokens(1, 9), [tokens(1, n, seed=n) for n in (4, 7, 1)]
+    lengths = [x.shape[1] for x in answers]
+    positions = torch.tensor(masks.shared_prompt_positions([9], [lengths]), device=DEVICE)[None]
+    indices = masks.shared_prompt([9], [lengths], like=prompt)["startend_row_indices"]
+    once = ours(torch.cat([prompt, *answers], 1), position_ids=positions, startend_row_indices=indices, use_cache=False)
+    got, losses = once.logits[:, 9:].split(lengths, 1), [once.logits[:, 9:].sin().sum(), 0]
+    for answer, logits in zip(answers, got, strict=True):
+        expected = theirs(torch.cat([prompt, answer], 1), use_cache=False).logits[:, 9:]
+        close(logits, expected)
+        losses[1] = losses[1] + expected.sin().sum()
+    same_gradients(ours, theirs, losses)
+
+
+@pytest.mark.parametrize("beside", ["padding", "lengths", "cache"])
+def test_a_mask_by_intervals_decides_alone(models, beside):
+    ours, _ = models("llama")
+    ids = tokens(2 if beside == "padding" else 1, 8)
+    indices = masks.documents([3, 5], like=ids)["startend_row_indices"]
+    starts = torch.tensor([0, 3, 8], dtype=torch.int32, device=DEVICE)
+    more = {
+        "padding": {"attention_mask": padding("left", (8, 6), 8)},
+        "lengths": {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 5, "max_length_k": 5},
+        "cache": {"past_key_values": ours(ids).past_key_values},
+    }[beside]
+    names = {"padding": "attention_mask", "lengths": "cu_seq_lens_q", "cache": "a cache"}
+    with pytest.raises(NotImplementedError, match=f"{names[beside]}.*startend_row_indices|startend_row_indices.*cache"):
+        ours(ids, startend_row_indices=indices, use_cache=beside == "cache", **more)
 
 
 @pytest.mark.parametrize("family", DECODERS)

@@ -96,6 +96,8 @@ public:
     Tensor q, k, v, out;
     std::vector<float> slopes, sinks;
     Scores bias, mask;
+    std::vector<int32_t> intervals;  // (tensors, heads, rows of k, numbers)
+    Buffer intervals_device;
     std::vector<float> q_descale, k_descale, v_descale;  // (batch, heads), when the inputs are float8
     Buffer lse_device, descale_device[3], slopes_device, sinks_device, cu_q_device, cu_k_device;
     int64_t lse_elements = 0;
@@ -151,6 +153,14 @@ public:
         if (c.attention_chunk && std::floor(double(j) / c.attention_chunk) != std::floor(double(aligned) / c.attention_chunk)) return false;
         if (c.has_window && c.window_left >= 0 && j < aligned - c.window_left) return false;
         if (c.has_window && c.window_right >= 0 && j > aligned + c.window_right) return false;
+        if (c.intervals) {
+            const int32_t* n = &intervals[interval_place(s.tensor_batch, head * interval_heads() / c.nheads, s.k_begin + j)];
+            if (c.intervals == 4   ? (n[0] <= i && i < n[1]) || (n[2] <= i && i < n[3])
+                : c.intervals == 1 ? i >= n[0]
+                : c.causal         ? n[0] <= i && i < n[1]
+                                   : i >= n[0] || i < n[1])
+                return false;
+        }
         return mask.host.empty() || mask.host[size_t(mask.at(s.index, head, i, j))];
     }
 
@@ -180,6 +190,11 @@ public:
         a.alibi_slopes = slopes_device.as<float>(), a.alibi_batch_stride = c.alibi == 2 ? c.nheads : 0;
         if (c.bias) a.bias = bias.view(), a.bias_dtype = c.bias_is_fp32 ? FA_FLOAT32 : 0;
         if (c.mask != Mask::kNone) a.mask = mask.view();
+        if (c.intervals) {
+            const int64_t head_stride = k.rows * c.intervals;
+            a.startend_row_indices = {
+                intervals_device.as<int32_t>(), interval_heads() * head_stride, head_stride, c.intervals, interval_heads(), c.intervals};
+        }
         a.sinks = sinks_device.as<float>();
         a.causal = c.causal, a.top_left = c.top_left, a.has_window = c.has_window;
         a.window_left = c.window_left, a.window_right = c.window_right, a.attention_chunk = c.attention_chunk;
@@ -199,6 +214,11 @@ public:
     }
 
 private:
+    int32_t interval_heads() const { return c.interval_heads == 0 ? 1 : c.interval_heads == 1 ? c.nheads_k : c.nheads; }
+    size_t interval_place(int64_t tensor, int64_t head, int64_t key) const {
+        return size_t(((tensor * interval_heads() + head) * k.rows + key) * c.intervals);
+    }
+
     void make_options(Random& random) {
         if (c.dtype == FA_FLOAT8_E4M3)
             for (int i = 0; i < 3; ++i) {
@@ -214,6 +234,17 @@ private:
         if (c.sinks) {
             for (int64_t h = 0; h < c.nheads; ++h) sinks.push_back(c.sinks == 2 && h % 2 ? -INFINITY : float(2 * random.normal()));
             sinks_device = Buffer(device, sinks.data(), sinks.size() * 4);
+        }
+        if (c.intervals) {  // runs of keys with the same numbers, some of which are beyond the rows
+            intervals.resize(size_t(k.batch * interval_heads() * k.rows * c.intervals));
+            const int64_t run = random.integer(1, std::max<int64_t>(k.rows / 2, 1));
+            for (size_t x = 0; x < intervals.size(); ++x)
+                if (const int64_t key = int64_t(x) / c.intervals; key % run && x >= size_t(c.intervals))
+                    intervals[x] = intervals[x - c.intervals];
+                else
+                    intervals[x] =
+                        random.chance(0.1) ? (random.chance(0.5) ? INT32_MIN : INT32_MAX) : int32_t(random.integer(-2, c.seqlen_q + 2));
+            intervals_device = Buffer(device, intervals.data(), intervals.size() * 4);
         }
         const int64_t sq = c.seqlen_q, sk = c.seqlen_k, pad = 5;
         if (c.bias) {

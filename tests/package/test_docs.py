@@ -22,6 +22,7 @@ DOCUMENTS = (
     "docs/generate.md",
     "docs/install.md",
     "docs/integrations.md",
+    "docs/masks.md",
     "docs/performance.md",
     "docs/quantization.md",
     "docs/remembered.md",
@@ -135,7 +136,8 @@ def test_every_function_that_the_quick_reference_recommends_is_there():
     }
     package = ROOT / "python/flash_attn_minimal"
     assert len(names) > 20
-    arguments = {"out", "lse", "q_descale", "k_descale", "v_descale", "score_mod", "mask_mod", "x.transpose"}
+    arguments = {"out", "lse", "q_descale", "k_descale", "v_descale", "startend_row_indices"}
+    arguments |= {"score_mod", "mask_mod", "x.transpose"}
     for name in sorted(names - arguments):
         module, _, member = name.removeprefix("flash_attn_minimal.").rpartition(".")
         folder = package / module.replace(".", "/")

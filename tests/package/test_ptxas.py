@@ -34,6 +34,9 @@ MAY_SPILL = {
     # mma_float32_sm80: up to ten registers in a step of 1500 instructions and more; head dims above 192.
     r"attention_kernelINS_10SplitFloatELi256E": 24,
     r"gradient_kernelILi256E\w+GradientParams": 40,
+    # Softcap backward. Head dim 64: two registers in a step of 2300 instructions; 128, float16: after the loop.
+    r"backward_wgmma_kernelI\w+BackwardPlanIdE12E": 8,
+    r"backward_wgmma_kernelI6__half\w+BackwardPlanIdE13E": 16,
     # float32_sm80: a pointer, outside the loops over columns and keys.
     r"attention_kernelILi256ELi128ELi32EEEvNS0_13Float32Params": 8,
 }

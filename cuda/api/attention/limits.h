@@ -35,7 +35,8 @@ enum Feature : uint32_t {
     kLeftpad = 1 << 17,
     kAnyScale = 1 << 18,
     kNoKeys = 1 << 19,
-    kAllFeatures = (1 << 20) - 1
+    kIntervals = 1 << 20,
+    kAllFeatures = (1 << 21) - 1
 };
 constexpr uint32_t kOnlyOfCaches = kPages | k8BitCache | kTree | kLeftpad;
 constexpr uint32_t kHints = kTf32 | kFastAccum;  // permissions, which a kernel need not use
@@ -52,7 +53,8 @@ inline uint32_t features_of(const AttentionParams& p) {
            when(p.fast_accum, kFastAccum) | when(p.window_left >= 0, kLeftEdge) | when(p.softcap != 0, kSoftcap) |
            when(p.alibi_slopes, kAlibi) | when(p.bias.data, kBias) | when(p.mask.data, kMask) | when(p.sinks, kSinks) |
            when(p.dropout_threshold, kDropout) | when(p.tree.rows, kTree) | when(p.chunk.divisor, kChunk) |
-           when(p.cache.leftpad, kLeftpad) | when(!(p.scale > 0), kAnyScale) | when(has_no_keys(p), kNoKeys);
+           when(p.cache.leftpad, kLeftpad) | when(!(p.scale > 0), kAnyScale) | when(has_no_keys(p), kNoKeys) |
+           when(p.intervals.data, kIntervals);
 }
 inline uint32_t features_of(const BackwardParams& b) { return features_of(b.forward); }
 
@@ -79,8 +81,9 @@ constexpr FeatureText kFeatureTexts[] = {{"max_score", "gives no max_score"},
                                          {"attention_chunk", "takes no attention_chunk"},
                                          {"cache_leftpad", "takes no cache_leftpad"},
                                          {"softmax_scale <= 0", ""},  // the reason quotes it
-                                         {"calls without keys", "there are no keys to load"}};
-static_assert(sizeof kFeatureTexts / sizeof kFeatureTexts[0] == 20 && kAllFeatures == (1 << 20) - 1, "a text for every feature");
+                                         {"calls without keys", "there are no keys to load"},
+                                         {"startend_row_indices", "takes no startend_row_indices"}};
+static_assert(sizeof kFeatureTexts / sizeof kFeatureTexts[0] == 21 && kAllFeatures == (1 << 21) - 1, "a text for every feature");
 
 // Head dims: multiples of `step`, q and k from `least` to `most`, v from `least_v` to `most_v`.
 struct HeadDims {

@@ -90,6 +90,9 @@ const char* wgmma_yields(const AttentionParams& p, const DeviceInfo& device, cha
 #endif
     return nullptr;
 }
+const char* wgmma_variant(const AttentionParams& p, const DeviceInfo& device) {
+    return wgmma_plan_name(wgmma_choose(p, device.multiprocessors));
+}
 bool has_blocks_for_parts(const AttentionParams& p, const DeviceInfo&) {
     return p.batch * (ceil_div(p.seqlen_q, 32) * p.nheads + ceil_div(p.seqlen_k, 16) * p.nheads_k) <= kMostBlocks;
 }
@@ -159,7 +162,8 @@ constexpr Kernel kKernels[] = {
      .fits = FA_SM90(has_items_for_tiles_of_64),
      .yields = FA_SM90(wgmma_yields),
      .workspace = FA_SM90(forward_wgmma_sm90_workspace),
-     .launch = FA_SM90(forward_wgmma_sm90)},
+     .launch = FA_SM90(forward_wgmma_sm90),
+     .variant = FA_SM90(wgmma_variant)},
     {.name = "wgmma_wide_sm90",
      .summary = "Hopper: pairs of blocks that share K and V; float16, bfloat16, head dims to 512, no bias, mask or dropout",
      .device = FA_CUDA,

@@ -14,7 +14,7 @@ namespace fa {
 namespace {
 
 constexpr int32_t kMaxHeadDim = 512;
-constexpr int kMostRead = 20;  // the most arrays that a call reads
+constexpr int kMostRead = 21;  // the most arrays that a call reads
 
 fa_status check_descale(const char* name, const fa_descale& d, bool fp8, bool need) {
     if (!fp8 && d.data) return fail(FA_BAD_ARGUMENT, "%s.data is set, but only dtype=float8_e4m3 has factors", name);
@@ -122,6 +122,14 @@ Regions<kMostRead> inputs_of(const fa_attention_args& a, const Shapes& s) {
     };
     read.add(region("bias", a.bias, a.batch, a.seqlen_q, a.nheads, a.seqlen_k, dtype_size(a.bias_dtype ? a.bias_dtype : a.dtype)));
     read.add(region("mask", a.mask, a.batch, a.seqlen_q, a.nheads, a.seqlen_k, 1));
+    const fa_row_indices& indices = a.startend_row_indices;
+    read.add(Region{"startend_row_indices",
+                    indices.data,
+                    {{"batch", "batch", s.batch, indices.batch_stride},
+                     {"key", "keys", s.rows_k, indices.key_stride},
+                     {"head", "heads", indices.heads, indices.head_stride}},
+                    indices.numbers,
+                    4});
     read.add(Region{"alibi_slopes",
                     a.alibi_slopes,
                     {{"batch", "batch", a.batch, a.alibi_batch_stride}, {"row", "rows", 1, 0}, {"head", "nheads", 1, 0}},
@@ -139,6 +147,14 @@ Regions<kMostRead> inputs_of(const fa_attention_args& a, const Shapes& s) {
 
 DescaleView view(const fa_descale& d) { return {d.data, d.batch_stride, d.head_stride}; }
 ScoreView view(const fa_score_tensor& t) { return {t.data, t.batch_stride, t.head_stride, t.row_stride}; }
+RowIndicesView view(const fa_row_indices& t, const fa_attention_args& a) {
+    if (!t.data) return {};
+    const RowIndicesForm form = t.numbers == 1   ? RowIndicesForm::kFrom
+                                : t.numbers == 4 ? RowIndicesForm::kTwoIntervals
+                                : a.causal       ? RowIndicesForm::kBetween
+                                                 : RowIndicesForm::kOutside;
+    return {t.data, t.batch_stride, t.head_stride, t.key_stride, a.nheads / t.heads, form};
+}
 
 }  // namespace
 
@@ -244,6 +260,7 @@ fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attentio
     p.softcap = a.softcap;
     p.alibi_slopes = a.alibi_slopes, p.alibi_batch = a.alibi_batch_stride;
     p.bias = view(a.bias), p.bias_dtype = DType(bias_dtype), p.mask = view(a.mask);
+    p.intervals = view(a.startend_row_indices, a);
     p.top_left = a.top_left;
     const auto edge = [](int64_t w) { return int32_t(std::min<int64_t>(w, INT32_MAX)); };
     p.window_left = a.has_window ? edge(a.window_left) : -1;

@@ -238,6 +238,8 @@ fa_status validate(const fa_kvcache_args* args, Pointers pointers, fa_attention_
     if (f.cu_seqlens_q) return fail(FA_UNSUPPORTED, "cu_seqlens_q is set: a call with a cache has seqlen_q rows for every sequence");
     if (f.bias.data) return fail(FA_UNSUPPORTED, "bias.data is set: a call with a cache takes no bias");
     if (f.mask.data) return fail(FA_UNSUPPORTED, "mask.data is set: a call with a cache takes no mask");
+    if (f.startend_row_indices.data)
+        return fail(FA_UNSUPPORTED, "startend_row_indices.data is set: a call with a cache takes no startend_row_indices");
     if (f.dropout_p > 0) return fail(FA_UNSUPPORTED, "dropout_p=%g: a call with a cache has no dropout", f.dropout_p);
     if (f.max_score) return fail(FA_UNSUPPORTED, "max_score is set: a call with a cache does not give it");
     if (f.key_sums) return fail(FA_UNSUPPORTED, "key_sums is set: a call with a cache does not give it");

@@ -9,6 +9,21 @@
 
 namespace fa {
 
+inline fa_status check_row_indices(const fa_attention_args& a) {
+    const fa_row_indices& x = a.startend_row_indices;
+    if (!x.data) return FA_OK;  // off, or an array without elements
+    FA_RETURN_IF_ERROR(check_pointer("startend_row_indices", x.data, 4, false));
+    if (x.heads != 1 && x.heads != a.nheads_k && x.heads != a.nheads)
+        return fail(FA_BAD_ARGUMENT, "startend_row_indices.heads=%d is none of 1, nheads_k=%d, nheads=%d", x.heads, a.nheads_k, a.nheads);
+    if (x.numbers != 1 && x.numbers != 2 && x.numbers != 4)
+        return fail(FA_BAD_ARGUMENT, "startend_row_indices.numbers=%d is none of 1, 2, 4", x.numbers);
+    if (x.numbers == 1 && !a.causal) return fail(FA_BAD_ARGUMENT, "startend_row_indices.numbers=1 without causal: it is 2 or 4 there");
+    if (x.numbers == 4 && a.causal) return fail(FA_BAD_ARGUMENT, "startend_row_indices.numbers=4 with causal=1: it is 1 or 2 there");
+    if (a.parts)
+        return fail(FA_UNSUPPORTED, "startend_row_indices.data is set with parts: its rows count from the start of whole sequences");
+    return FA_OK;
+}
+
 inline fa_status check_options(const fa_attention_args& a) {
     if (a.has_softmax_scale != 0) {
         FA_RETURN_IF_ERROR(check_bool("has_softmax_scale", a.has_softmax_scale));
@@ -25,6 +40,7 @@ inline fa_status check_options(const fa_attention_args& a) {
                     dtype_name(a.dtype));
     FA_RETURN_IF_ERROR(check_pointer("bias", a.bias.data, dtype_size(a.bias_dtype ? a.bias_dtype : a.dtype), false));
     FA_RETURN_IF_ERROR(check_pointer("sinks", a.sinks, 4, false));
+    FA_RETURN_IF_ERROR(check_row_indices(a));
     FA_RETURN_IF_ERROR(check_bool("causal", a.causal));
     FA_RETURN_IF_ERROR(check_bool("top_left", a.top_left));
     FA_RETURN_IF_ERROR(check_bool("has_window", a.has_window));

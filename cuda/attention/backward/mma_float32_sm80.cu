@@ -79,7 +79,7 @@ struct GradientSmem {
     alignas(128) float walked_b[kTile.stages][kTile.walked * kD];
     Query query[kTile.stages * kTile.walked > 16 * kTile.row_warps ? kTile.stages* kTile.walked : 16 * kTile.row_warps];
     BlockState state;
-    int used[kTile.walked];  // own queries, with a mask or bias: does some row of this block have a nonzero dS for this key?
+    int used[kTile.walked];  // own queries, where options may hide keys: does some row of this block have a nonzero dS for this key?
 };
 
 template <int kTiles>
@@ -251,6 +251,11 @@ __device__ __forceinline__ void gradients_of_pairs(const AttentionParams& p, con
                 if (!static_cast<const uint8_t*>(p.mask.data)[place]) seen &= ~(1u << i);
             }
         }
+        if (p.intervals.data) {
+#pragma unroll
+            for (int i = 0; i < kCount; ++i)
+                if (seen >> i & 1 && interval_hides(p, at.batch, at.head, query(i), key(i))) seen &= ~(1u << i);
+        }
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
             const Query& row = statistics(i);
@@ -393,7 +398,7 @@ struct GradientBlock {
                 gradients_of_pairs<kGeneral>(
                     p, PairPlace{at.batch, at.head, at.s.shift}, sees_less(query, row0), S, dP, [=](int i) { return row + i / 2 % 2 * 8; },
                     [=](int i) { return key + i / 4 * 8 + i % 2; }, [=](int i) -> const Query& { return query[i / 2 % 2 * 8]; });
-                if (kGeneral && (p.mask.data || p.bias.data)) zero_unused_keys(dP, stage, part_row);
+                if (kGeneral && p.may_hide_keys()) zero_unused_keys(dP, stage, part_row);
             }
             add_rows<kRange, kD>(acc_a, dP, walked_a + rows, at.walk_end - row0);
             if (kStages == 1) __syncthreads();  // nobody reads the walked rows any more

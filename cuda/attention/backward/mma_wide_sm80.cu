@@ -70,14 +70,14 @@ Plan plan_of(const AttentionParams& p) {
     if (plan.chunks_k > 1) plan.sums_q = plan.heads * plan.chunks_q * plan.rows * d;
     if (plan.parts > 1 || plan.chunks_q > 1) plan.sums_kv = plan.heads_k * plan.chunks_k * plan.keys * (d + dv);
     plan.rows_of_call = up(backward_delta_count(p), 32);
-    plan.flags = p.mask.data || p.bias.data;
+    plan.flags = p.may_hide_keys();
     return plan;
 }
 
 struct WideParams {
     BackwardParams backward;
     void *p, *ds;   // [head][row][key] of the round
-    uint8_t* used;  // [head][tile of rows][key]: some row of the tile has a nonzero dS for this key; nullptr = no mask and no bias
+    uint8_t* used;  // [head][tile of rows][key]: some row of the tile has a nonzero dS for this key; nullptr = nothing hides keys
     float *delta, *sums_q, *sums_kv;
     CallStatistics statistics;
     float scale_log2;        // scale x log2(e)

@@ -93,6 +93,25 @@ __device__ __forceinline__ void hide_by_tree(const AttentionParams& p, const Fra
     }
 }
 
+// Sets scores that masks by intervals hide to -inf (mask.h: hidden_rows). Scores of rows past the sequence may get any value.
+template <int kCount>
+__device__ __forceinline__ void hide_by_intervals(const AttentionParams& p, const FragmentPlace& at, float (&S)[kCount]) {
+    const int32_t* numbers = row_indices_of(p, at.batch, at.head) + at.key * p.intervals.key;
+    int keys = at.seqlen_k - at.key;  // keys that exist from `numbers` on
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            if (keys <= e) continue;
+            const HiddenRows hidden = hidden_rows(p, numbers + e * p.intervals.key);
+            if (hidden.hides(at.row)) S[i + e] = -INFINITY;
+            if (hidden.hides(at.row + 8)) S[i + 2 + e] = -INFINITY;
+        }
+        numbers = opaque(numbers + 8 * p.intervals.key);  // as in transform_fragment
+        keys -= 8;
+    }
+}
+
 // Zeroes the dropped probabilities. One Philox call decides eight columns, two for each lane of a quad. So each lane makes the call for one
 // of four neighbouring column groups, and the quad exchanges the words.
 template <int kCount>

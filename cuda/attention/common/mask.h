@@ -49,6 +49,86 @@ FA_HOST_DEVICE bool tree_shows(const AttentionParams& p, const Sequence& s, int3
     return bit < 0 || (p.tree.rows[b * p.tree.batch + i * p.tree.row] >> bit & 1);
 }
 
+// ---- masks by intervals ----
+
+// Always inlined: the CPU's tile kernels, which are compiled for one instruction set each, use these functions, too.
+#if defined(__CUDACC__)
+#define FA_INLINED __host__ __device__ __forceinline__
+#else
+#define FA_INLINED inline __attribute__((always_inline))
+#endif
+
+// The rows that do not see a key: begin[x] .. end[x] - 1 for x = 0 and 1. Either may be empty, with begin[x] >= end[x]. Rows is a number,
+// or a vector with a number for each of several keys.
+template <typename Rows>
+struct HiddenRowsOf {
+    Rows begin[2], end[2];
+    // Whether row i is hidden: a bool, or a mask of lanes where one of the two is a vector.
+    template <typename Row>
+    FA_INLINED auto hides(Row i) const {
+        return ((i >= begin[0]) & (i < end[0])) | ((i >= begin[1]) & (i < end[1]));
+    }
+};
+using HiddenRows = HiddenRowsOf<int32_t>;
+
+// The numbers of key 0 of sequence b, for a query head.
+FA_INLINED const int32_t* row_indices_of(const AttentionParams& p, int32_t b, int32_t head) {
+    const int64_t sequence = p.cu_seqlens_k ? clamp_to(p.cu_seqlens_k[b], 0, p.total_k) * p.intervals.key : b * p.intervals.batch;
+    return p.intervals.data + sequence + head / p.intervals.heads_of_entry * p.intervals.head;
+}
+
+// `of`: the numbers of one key. Rows are only compared, so numbers beyond 0 .. seqlen_q act as the nearer end.
+FA_INLINED HiddenRows hidden_rows(const AttentionParams& p, const int32_t* of) {
+    HiddenRows rows{{of[0], 0}, {INT32_MAX, 0}};
+    if (p.intervals.form == RowIndicesForm::kFrom) return rows;
+    if (p.intervals.form == RowIndicesForm::kOutside) {
+        rows.end[1] = of[1];
+        return rows;
+    }
+    rows.end[0] = of[1];
+    if (p.intervals.form == RowIndicesForm::kTwoIntervals) rows.begin[1] = of[2], rows.end[1] = of[3];
+    return rows;
+}
+
+FA_INLINED bool interval_hides(const AttentionParams& p, int32_t b, int32_t head, int32_t i, int32_t j) {
+    return hidden_rows(p, row_indices_of(p, b, head) + j * p.intervals.key).hides(i);
+}
+
+// What the intervals of a tile of keys leave to a range of rows.
+enum class Seen { kNothing, kSome, kEverything };
+
+// The extremes of the hidden rows of several keys, of each of the two intervals by itself. An empty interval counts as one that begins
+// after all rows and ends before them.
+struct HiddenBounds {
+    int32_t max_begin[2], min_begin[2], max_end[2], min_end[2];
+
+    FA_INLINED void clear() {
+        for (int x = 0; x < 2; ++x) max_begin[x] = max_end[x] = INT32_MIN, min_begin[x] = min_end[x] = INT32_MAX;
+    }
+    FA_INLINED void add(const HiddenRows& rows) {
+        for (int x = 0; x < 2; ++x) {
+            const bool none = rows.begin[x] >= rows.end[x];
+            const int32_t begin = none ? INT32_MAX : rows.begin[x], end = none ? INT32_MIN : rows.end[x];
+            if (begin > max_begin[x]) max_begin[x] = begin;
+            if (begin < min_begin[x]) min_begin[x] = begin;
+            if (end > max_end[x]) max_end[x] = end;
+            if (end < min_end[x]) min_end[x] = end;
+        }
+    }
+    // Whether one of the intervals hides row i from every key. Such rows are max_begin .. min_end - 1.
+    FA_INLINED bool hides_from_all(int32_t i) const {
+        return (max_begin[0] <= i && i < min_end[0]) || (max_begin[1] <= i && i < min_end[1]);
+    }
+    // What rows first .. last see of the keys. kSome where these numbers do not decide.
+    FA_INLINED Seen seen_by(int32_t first, int32_t last) const {
+        for (int x = 0; x < 2; ++x)
+            if (max_begin[x] <= first && last < min_end[x]) return Seen::kNothing;
+        for (int x = 0; x < 2; ++x)
+            if (min_begin[x] <= last && first < max_end[x]) return Seen::kSome;
+        return Seen::kEverything;
+    }
+};
+
 struct QueryRange {
     int32_t begin, end;  // queries begin .. end - 1
 };
@@ -77,7 +157,7 @@ __device__ __forceinline__ float load_as_float(const void* data, int64_t index, 
     return static_cast<const float*>(data)[index];
 }
 
-// The score of a visible pair (i, j), natural units: scale, softcap, ALiBi, bias, mask, tree, in the order of docs/contract.md.
+// The score of a visible pair (i, j), natural units: scale, softcap, ALiBi, bias, mask, intervals, tree, in the order of docs/contract.md.
 __device__ __forceinline__ float transform_score(const AttentionParams& p, const Sequence& s, int32_t b, int32_t head, int32_t i, int32_t j,
                                                  float dot) {
     float score = __fmul_rn(dot, p.scale);  // never fused with what follows: large_rows.cuh needs the same bits in every kernel
@@ -89,6 +169,7 @@ __device__ __forceinline__ float transform_score(const AttentionParams& p, const
     }
     if (p.mask.data && !static_cast<const uint8_t*>(p.mask.data)[b * p.mask.batch + head * p.mask.head + i * p.mask.row + j])
         score = -INFINITY;
+    if (p.intervals.data && interval_hides(p, b, head, i, j)) score = -INFINITY;
     if (p.tree.rows && !tree_shows(p, s, b, i, j)) score = -INFINITY;
     return score;
 }

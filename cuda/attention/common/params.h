@@ -12,6 +12,17 @@ struct ScoreView {
     int64_t batch, head, row;
 };
 
+// What the numbers of a key say: see fa_row_indices in flash_attn.h.
+enum class RowIndicesForm : int32_t { kFrom, kBetween, kOutside, kTwoIntervals };
+
+// startend_row_indices: `data` is int32, (batch, heads, keys, numbers). In a varlen call keys count through all sequences.
+struct RowIndicesView {
+    const int32_t* data;       // nullptr = option off
+    int64_t batch, head, key;  // strides
+    int32_t heads_of_entry;    // query heads that share an entry of the head axis
+    RowIndicesForm form;
+};
+
 struct DescaleView {
     const float* data;
     int64_t batch, head;  // strides
@@ -95,14 +106,19 @@ struct AttentionParams {
 
     DescaleView q_descale, k_descale, v_descale;  // fp8 only; q by query head, k and v by key head
     CacheView cache;
-    float* max_score;  // (batch, nheads); nullptr = not wanted
-    float* key_sums;   // (batch, nheads, seqlen_k), varlen (nheads, total_k); nullptr = not wanted. Needs lse
-    TreeView tree;     // only with a cache, and then without causal and window
+    float* max_score;          // (batch, nheads); nullptr = not wanted
+    float* key_sums;           // (batch, nheads, seqlen_k), varlen (nheads, total_k); nullptr = not wanted. Needs lse
+    TreeView tree;             // only with a cache, and then without causal and window
+    RowIndicesView intervals;  // never with a cache or parts
 
     // Whether scores are more than scale * (q . k) under a window; such calls take the general instantiation of a kernel.
-    FA_HOST_DEVICE bool general_scores() const {
+    FA_HOST_DEVICE bool general_scores() const { return changes_scores() || intervals.data; }
+    // The same without masks by intervals.
+    FA_HOST_DEVICE bool changes_scores() const {
         return softcap != 0 || alibi_slopes || bias.data || mask.data || tree.rows || dropout_threshold;
     }
+    // Whether an option beside causal, window and chunks may hide a key from all rows, in a call without a cache.
+    FA_HOST_DEVICE bool may_hide_keys() const { return mask.data || bias.data || intervals.data; }
     // The batch size and the number of keys by which kernels, tiles and splits may be chosen. With batch_invariant they are constants,
     // because the capacity of a cache, or the width of a block table, follows the longest sequence of a batch.
     static constexpr int32_t kInvariantKeys = 8192;

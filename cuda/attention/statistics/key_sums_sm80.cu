@@ -91,6 +91,19 @@ __device__ __forceinline__ void transform_scores(const AttentionParams& p, const
             if (exists(i, j) && !mask[i * p.mask.row + j]) score = -INFINITY;
         });
     }
+    if (p.intervals.data) {
+        const int32_t* const numbers = row_indices_of(p, b, head) + key * p.intervals.key;
+#pragma unroll
+        for (int x = 0; x < 2 * kMmas; ++x) {
+            if (key + 8 * x >= s.seqlen_k) continue;
+            const HiddenRows hidden = hidden_rows(p, numbers + 8 * x * p.intervals.key);
+#pragma unroll
+            for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+                for (int e = 0; e < 2; ++e)
+                    if (hidden.hides(row + 8 * n + e)) S[x / 2][n][x % 2 * 2 + e] = -INFINITY;
+        }
+    }
 }
 
 template <typename T, int kD, Scores kScores>
@@ -244,8 +257,7 @@ cudaError_t launch_bucket(const AttentionParams& p, cudaStream_t stream) {
     const int64_t heads = int64_t(p.nheads) * p.batch, section = heads_per_section(p.seqlen_q, kD * int64_t(sizeof(T)), 1);
     params.tiles = (p.seqlen_k + kBlockN - 1) / kBlockN;
     params.section = int(section < heads ? section : heads);
-    const bool plain =
-        p.scale > 0 && !(p.softcap != 0 || p.alibi_slopes || p.bias.data || p.mask.data) && params.aligned_q && params.aligned_k;
+    const bool plain = p.scale > 0 && !(p.softcap != 0 || p.alibi_slopes || p.may_hide_keys()) && params.aligned_q && params.aligned_k;
     const auto kernel = plain ? key_sums_kernel<T, kD, Scores::kPlain> : key_sums_kernel<T, kD, Scores::kGeneral>;
     params.statistics.large = static_cast<float2*>(p.workspace);
     params.statistics.lse = reinterpret_cast<float*>(params.statistics.large + row_count(p));

@@ -14,6 +14,7 @@
 
 #include "attention/common/mask.h"
 #include "cpu/attention/backward_tile.h"
+#include "cpu/attention/interval_tiles.h"
 #include "cpu/attention/kernels.h"
 #include "cpu/common/parallel.h"
 
@@ -56,11 +57,18 @@ int useful_threads(const AttentionParams& p, const BackwardTileKernel& kernel) {
     return int(std::clamp(work / per_thread, 1.0, double(p.num_threads)));
 }
 
+// The tiles of keys that a block of queries sees lie in first .. end - 1; they see both of these. `turn` is the tile that adds to dQ next.
+struct BlockOrder {
+    std::atomic<int32_t> turn;
+    int32_t first, end;
+};
+static_assert(sizeof(BlockOrder) == 3 * sizeof(float) && std::is_trivially_destructible_v<BlockOrder>, "lives in the workspace");
+
 struct Layout {
     int64_t ld_k, ld_v, ld_dq;
     int64_t tile, matrix_k, matrix_v, block_k, block_v, panel, thread;  // tile: in keys; all other sizes: floats in a thread's scratch
     int64_t rows, blocks;                                               // query rows and blocks of the whole call
-    int64_t delta, dq, ready, total;                                    // sizes in floats; row_max and log_sum are as large as delta
+    int64_t delta, dq, ready, bounds, total;                            // sizes in floats; row_max and log_sum are as large as delta
     int threads;
     Layout(const BackwardParams& b, const BackwardTileKernel& kernel) {
         const AttentionParams& p = b.forward;
@@ -75,45 +83,62 @@ struct Layout {
         blocks = p.nheads * (p.cu_seqlens_q ? p.total_q / kBlockRows + p.batch : p.batch * blocks_of(p.seqlen_q));
         delta = lines(rows);
         dq = p.seqlen_k > tile ? rows * ld_dq : 0;  // a single tile needs no sum over tiles
-        ready = lines(blocks);
+        ready = lines(blocks * int64_t(sizeof(BlockOrder) / sizeof(float)));
+        bounds = lines(IntervalTiles::size(p, kPanelKeys));
         threads = useful_threads(p, kernel);
-        total = 3 * delta + dq + ready + threads * thread;
+        total = 3 * delta + dq + ready + bounds + threads * thread;
     }
 };
-
-using Turn = std::atomic<int32_t>;
-static_assert(sizeof(Turn) == sizeof(float) && std::is_trivially_destructible_v<Turn>, "lives in the workspace");
 
 struct Backward {
     const BackwardParams& b;
     const AttentionParams& p;
     const BackwardTileKernel& kernel;
     const Layout layout;
-    float *delta, *row_max, *log_sum, *dq_sum, *scratch;
-    Turn* ready;
+    float *const delta, *const row_max, *const log_sum, *const dq_sum;
+    BlockOrder* const ready;
+    const IntervalTiles intervals;  // tiles of kPanelKeys keys
+    float* const scratch;
 
     Backward(const BackwardParams& params, const BackwardTileKernel& tile_kernel)
-        : b(params), p(params.forward), kernel(tile_kernel), layout(params, tile_kernel) {
-        delta = static_cast<float*>(align_up(p.workspace, 64));
-        row_max = delta + layout.delta, log_sum = row_max + layout.delta;
-        dq_sum = log_sum + layout.delta;
-        ready = reinterpret_cast<Turn*>(dq_sum + layout.dq);
-        scratch = dq_sum + layout.dq + layout.ready;
-    }
+        : b(params),
+          p(params.forward),
+          kernel(tile_kernel),
+          layout(params, tile_kernel),
+          delta(static_cast<float*>(align_up(p.workspace, 64))),
+          row_max(delta + layout.delta),
+          log_sum(row_max + layout.delta),
+          dq_sum(log_sum + layout.delta),
+          ready(reinterpret_cast<BlockOrder*>(dq_sum + layout.dq)),
+          intervals(p, kPanelKeys, dq_sum + layout.dq + layout.ready),
+          scratch(dq_sum + layout.dq + layout.ready + layout.bounds) {}
 
     // ---- the blocks of queries ----
 
-    // The turn counter of a block. Sequences of a varlen batch start at any row, so each sequence has room for one extra block.
-    Turn& turn(const Sequence& s, int32_t batch, int32_t head, int32_t block) const {
+    // Sequences of a varlen batch start at any row, so each sequence has room for one extra block.
+    BlockOrder& order_of(const Sequence& s, int32_t batch, int32_t head, int32_t block) const {
         const int64_t in_head = p.cu_seqlens_q ? s.lse / kBlockRows + batch : batch * blocks_of(p.seqlen_q);
         return ready[head * (layout.blocks / p.nheads) + in_head + block];
     }
 
-    // The tiles that some row of the block may see, in the order of their turns.
-    KeyRange tiles_of(const Sequence& s, int32_t block) const {
+    // The range of tiles that some row of the block may see.
+    KeyRange tiles_of(const Sequence& s, int32_t batch, int32_t head, int32_t block) const {
         const int32_t first = block * kBlockRows, last = std::min(first + kBlockRows, s.seqlen_q) - 1;
         const int32_t begin = key_range(p, s, first).begin, end = key_range(p, s, last).end, tile = int32_t(layout.tile);
-        return begin < end ? KeyRange{begin / tile, (end - 1) / tile + 1} : KeyRange{0, 0};
+        KeyRange tiles = begin < end ? KeyRange{begin / tile, (end - 1) / tile + 1} : KeyRange{0, 0};
+        while (tiles.begin < tiles.end && !sees(s, batch, head, block, tiles.begin)) ++tiles.begin;
+        while (tiles.begin < tiles.end && !sees(s, batch, head, block, tiles.end - 1)) --tiles.end;
+        return tiles;
+    }
+    // Whether masks by intervals let some row of the block see some key of the tile.
+    bool sees(const Sequence& s, int32_t batch, int32_t head, int32_t block, int32_t tile) const {
+        const HiddenBounds* const panels = intervals.of(batch, head);
+        if (!panels) return true;
+        const int32_t first = block * kBlockRows, last = std::min(first + kBlockRows, s.seqlen_q) - 1;
+        const int32_t begin = tile * int32_t(layout.tile), end = std::min(begin + int32_t(layout.tile), s.seqlen_k);
+        for (int32_t panel = begin / kPanelKeys; panel * kPanelKeys < end; ++panel)
+            if (panels[panel].seen_by(first, last) != Seen::kNothing) return true;
+        return false;
     }
 
     // Computes delta and the statistics of a block, and gives the first turn to the block's first tile. If the block sees no key, its
@@ -126,11 +151,11 @@ struct Backward {
         const int64_t own = lse_offset(p, s, head) + first;
         kernel.delta(b, s.out + head * p.out.head + first * p.out.row, g.dout + head * b.dout.head + first * b.dout.row, rows, delta + own);
         for (int32_t i = 0; b.dlse && i < rows; ++i) delta[own + i] -= b.dlse[own + i];
-        const KeyRange tiles = tiles_of(s, block);
+        const KeyRange tiles = tiles_of(s, batch, head, block);
         bool any_large = false;
         for (int32_t i = 0; i < rows; ++i) row_max[own + i] = p.lse[own + i], log_sum[own + i] = 0, any_large |= is_large(p.lse[own + i]);
         if (any_large) part_statistics(s, batch, head, block, tiles, at);
-        new (&turn(s, batch, head, block)) Turn(tiles.begin);
+        new (&order_of(s, batch, head, block)) BlockOrder{tiles.begin, tiles.begin, tiles.end};
         if (tiles.begin < tiles.end) return;
         std::fill_n(at, layout.block_k, 0.0f);
         store_dq(g, head, first, rows, at);
@@ -143,6 +168,7 @@ struct Backward {
         std::fill_n(max, kBlockRows, sink), std::fill_n(sum, kBlockRows, sink == -INFINITY ? 0.0f : 1.0f);
         QueryBlock q;
         for (int32_t tile = tiles.begin; tile < tiles.end; ++tile) {
+            if (!sees(s, batch, head, block, tile)) continue;
             KeyTile t = key_tile(s, batch, head / p.group, tile, at);
             kernel.load_keys(t);
             find_rows(t, q, head, block);
@@ -185,19 +211,21 @@ struct Backward {
         q.p = q.dout + layout.block_v, q.ds = q.p + layout.panel;
         q.next = std::max(q.first - kBlockRows, 0), q.next_rows = q.first - q.next;
         q.next_dq = layout.dq ? dq_sum + (offset + q.next) * layout.ld_dq : nullptr, q.next_ld = layout.ld_dq;
+        const HiddenBounds* const panels = intervals.of(t.batch, head);
+        q.bounds = panels ? panels + t.first / kPanelKeys : nullptr;
         for (int32_t i = 0; i < q.rows; ++i) {
             const KeyRange range = key_range(p, t.sequence, q.first + i);
             q.begin[i] = range.begin, q.end[i] = lse[i] == -INFINITY ? range.begin : range.end;
         }
     }
 
-    // Calls body(block, tiles) for each block that sees the tile, the last block first. In this order a causal tile never waits for a tile
-    // that has more work.
+    // Calls body(block, order) for each block of a head that sees the tile, the last block first. In this order a causal tile never waits
+    // for a tile that has more work.
     template <typename Body>
-    void for_blocks(const Sequence& s, int32_t tile, const Body& body) const {
+    void for_blocks(const Sequence& s, int32_t batch, int32_t head, int32_t tile, const Body& body) const {
         for (int32_t block = int32_t(blocks_of(s.seqlen_q)) - 1; block >= 0; --block) {
-            const KeyRange tiles = tiles_of(s, block);
-            if (tile >= tiles.begin && tile < tiles.end) body(block, tiles);
+            BlockOrder& order = order_of(s, batch, head, block);
+            if (tile >= order.first && tile < order.end && sees(s, batch, head, block, tile)) body(block, order);
         }
     }
 
@@ -208,11 +236,11 @@ struct Backward {
         KeyTile t = key_tile(s, batch, head_k, tile, scratch_of(thread));
         kernel.load_keys(t);
         for (int32_t head = head_k * p.group; head < (head_k + 1) * p.group; ++head)
-            for_blocks(s, tile, [&](int32_t block, const KeyRange& tiles) {
+            for_blocks(s, batch, head, tile, [&](int32_t block, BlockOrder& order) {
                 QueryBlock q;
                 find_rows(t, q, head, block);
                 kernel.add_block(t, q);
-                add_dq(t, q, turn(s, batch, head, block), tile, tiles);
+                add_dq(t, q, order, tile, block);
             });
         kernel.store_rows(b.dk, t.gradients.dk + head_k * b.dk.head + t.first * b.dk.row, p.dtype, t.keys, p.headdim, t.dk, t.ld_k, p.scale,
                           b.accumulate);
@@ -221,22 +249,24 @@ struct Backward {
     }
 
     // Waits for this tile's turn, then adds its part of dQ. The previous tile started earlier, so the turn will come.
-    void add_dq(const KeyTile& t, const QueryBlock& q, Turn& turn, int32_t tile, const KeyRange& tiles) const {
-        while (turn.load(std::memory_order_acquire) != tile) std::this_thread::yield();
+    void add_dq(const KeyTile& t, const QueryBlock& q, BlockOrder& order, int32_t tile, int32_t block) const {
+        while (order.turn.load(std::memory_order_acquire) != tile) std::this_thread::yield();
         float* sum = dq_sum + (lse_offset(p, t.sequence, q.head) + q.first) * layout.ld_dq;
-        if (tile == tiles.end - 1) {
-            for (int32_t i = 0; tile > tiles.begin && i < q.rows; ++i)
+        if (tile == order.end - 1) {
+            for (int32_t i = 0; tile > order.first && i < q.rows; ++i)
                 for (int32_t d = 0; d < layout.ld_dq; ++d) q.dq[i * layout.ld_k + d] += sum[i * layout.ld_dq + d];
             store_dq(t.gradients, q.head, q.first, q.rows, q.dq);
             return;
         }
         for (int32_t i = 0; i < q.rows; ++i, sum += layout.ld_dq) {
             const float* const part = q.dq + i * layout.ld_k;
-            if (tile == tiles.begin) std::copy_n(part, layout.ld_dq, sum);
+            if (tile == order.first) std::copy_n(part, layout.ld_dq, sum);
             else
                 for (int32_t d = 0; d < layout.ld_dq; ++d) sum[d] += part[d];
         }
-        turn.store(tile + 1, std::memory_order_release);
+        int32_t next = tile + 1;
+        while (!sees(t.sequence, t.batch, q.head, block, next)) ++next;  // the block sees tile end - 1
+        order.turn.store(next, std::memory_order_release);
     }
 
     // ---- the gradients of bias and sinks ----
@@ -254,7 +284,7 @@ struct Backward {
             for (int32_t head = own_head; head < (g.head ? own_head + 1 : p.nheads); ++head) {
                 KeyTile t = key_tile(s, batch, head / p.group, tile, scratch_of(thread));
                 kernel.load_keys(t);
-                for_blocks(s, tile, [&](int32_t block, const KeyRange&) {
+                for_blocks(s, batch, head, tile, [&](int32_t block, const BlockOrder&) {
                     QueryBlock q;
                     find_rows(t, q, head, block);
                     kernel.add_bias(t, q, dbias + q.first * g.row, g.row);
@@ -281,6 +311,7 @@ struct Backward {
     void run() const {
         const int threads = layout.threads;
         const int64_t blocks = blocks_of(p.seqlen_q), tiles = (p.seqlen_k + layout.tile - 1) / layout.tile;
+        intervals.fill(threads);
         parallel_for(p.batch * p.nheads * blocks, threads, [&](int64_t task, int thread) {
             const int64_t head = task / blocks;
             start_block(int32_t(head / p.nheads), int32_t(head % p.nheads), int32_t(task % blocks), scratch_of(thread));

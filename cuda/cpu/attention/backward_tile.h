@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "attention/common/dropout.h"
+#include "attention/common/mask.h"
 #include "cpu/attention/statistics.h"
 
 namespace fa::cpu {
@@ -34,6 +35,7 @@ struct KeyTile {
 struct QueryBlock {
     int32_t head, first, rows;
     int32_t begin[kBlockRows], end[kBlockRows];  // the keys that causal and window leave to a row; begin >= end if the row sees no key
+    const HiddenBounds* bounds;                  // of masks by intervals, for each panel of the tile; nullptr without intervals
     const float *row_max, *log_sum;              // P = exp(S - row_max - log_sum): see statistics.h
     const float* delta;                          // rowsum(dout * out) - dlse
     float *q, *dq;                               // (rows, ld_k); dq without softmax_scale

@@ -134,10 +134,20 @@ struct Panel {
     const int key;                                 // the first key of the panel, relative to the tile
     int row_begin, row_end;                        // the rows of the block that see a key of the panel
     int begin, end;                                // the keys of the panel that such a row sees
+    bool cut;                                      // masks by intervals hide some of these pairs
+    HiddenRowsOf<IVec> hidden[kPanelVectors];      // set where cut
     uint16_t bits[(kBlockRows + L) * kPanelKeys];  // dropout: 16 random bits for every pair, from row_begin on
 
     Panel(const KeyTile& tile, const QueryBlock& block, int first_key)
-        : t(tile), q(block), p(tile.params->forward), key(first_key), row_begin(block.rows), row_end(0), begin(kPanelKeys), end(0) {
+        : t(tile),
+          q(block),
+          p(tile.params->forward),
+          key(first_key),
+          row_begin(block.rows),
+          row_end(0),
+          begin(kPanelKeys),
+          end(0),
+          cut(false) {
         const int keys = t.keys - key < kPanelKeys ? t.keys - key : kPanelKeys;
         for (int i = 0; i < q.rows; ++i) {
             const int first = row_first(i), last = q.end[i] - t.first - key < keys ? q.end[i] - t.first - key : keys;
@@ -145,6 +155,29 @@ struct Panel {
             row_begin = row_begin < i ? row_begin : i, row_end = i + 1;
             begin = begin < first ? begin : first, end = end > last ? end : last;
         }
+        if (q.bounds && !empty()) apply_intervals();
+    }
+    // Leaves out the first and last rows and keys that masks by intervals hide altogether.
+    __attribute__((noinline)) void apply_intervals() {
+        const HiddenBounds& bounds = q.bounds[panel()];
+        while (!empty() && bounds.hides_from_all(q.first + row_begin)) ++row_begin;
+        while (!empty() && bounds.hides_from_all(q.first + row_end - 1)) --row_end;
+        if (empty()) return;
+        const int32_t first_query = q.first + row_begin, last_query = q.first + row_end - 1;
+        cut = bounds.seen_by(first_query, last_query) != Seen::kEverything;
+        if (!cut) return;
+        const int32_t* const numbers = row_indices_of(p, t.batch, q.head) + int64_t(t.first + key) * p.intervals.key;
+        for (HiddenRowsOf<IVec>& rows : hidden) rows = {};
+        int first = end, last = begin;  // of the keys that a row may see
+        for (int j = begin; j < end; ++j) {
+            const HiddenRows rows = hidden_rows(p, numbers + j * p.intervals.key);
+            HiddenBounds one;
+            one.clear(), one.add(rows);
+            if (one.seen_by(first_query, last_query) != Seen::kNothing) first = first < j ? first : j, last = j + 1;
+            for (int x = 0; x < 2; ++x) hidden[j / L].begin[x][j % L] = rows.begin[x], hidden[j / L].end[x][j % L] = rows.end[x];
+        }
+        begin = first, end = last;
+        if (begin >= end) row_begin = row_end;
     }
     int row_first(int i) const { return q.begin[i] > t.first + key ? q.begin[i] - t.first - key : 0; }
     bool empty() const { return row_begin >= row_end; }
@@ -213,6 +246,7 @@ struct Panel {
                 s[n] = __builtin_convertvector(load_unaligned<ByteVec>(bytes), IVec) == 0 ? splat(-kInfinity) : s[n];
             }
         }
+        for (int n = 0; cut && n < kPanelVectors; ++n) s[n] = hidden[n].hides(splat(int32_t(query))) ? splat(-kInfinity) : s[n];
     }
 
     // softmax_scale Q K^T, rounded to float32 as in every other pass.
@@ -261,7 +295,7 @@ struct Panel {
     }
     void gradients(bool slopes) {
         if (p.dropout_threshold) dropout_bits();
-        if (p.general_scores()) gradients<true>(slopes);
+        if (p.changes_scores() || cut) gradients<true>(slopes);
         else gradients<false>(slopes);
     }
 
@@ -405,7 +439,7 @@ void sum_rows(const KeyTile& t, QueryBlock& q, float* row_max, float* row_sum) {
         Panel panel(t, q, key);
         if (panel.empty()) continue;
         panel.scores(next);
-        if (t.params->forward.general_scores()) panel.sum_rows<true>(row_max, row_sum);
+        if (t.params->forward.changes_scores() || panel.cut) panel.sum_rows<true>(row_max, row_sum);
         else panel.sum_rows<false>(row_max, row_sum);
     }
 }

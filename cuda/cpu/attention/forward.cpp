@@ -11,6 +11,7 @@
 #include "attention/common/mask.h"
 #include "common/half.h"
 #include "cpu/attention/exact_row.h"
+#include "cpu/attention/interval_tiles.h"
 #include "cpu/attention/kernels.h"
 #include "cpu/attention/tile.h"
 #include "cpu/common/parallel.h"
@@ -76,7 +77,14 @@ bool set_tile(const AttentionParams& p, int32_t b, int32_t head_k, int64_t first
         tile.row[r] = {head, query, range.begin, range.end};
     }
     tile.key_begin = tile.row[0].key_begin, tile.key_end = tile.row[tile.rows - 1].key_end;  // both grow with the query
+    tile.bounds = nullptr;
     return true;
+}
+
+// Puts the bounds of masks by intervals into a tile whose rows belong to query heads head .. head + heads - 1 of one key head.
+void set_bounds(const IntervalTiles& intervals, int32_t head, int32_t heads, QueryTile& tile) {
+    tile.bounds = intervals.of(tile.batch, head);
+    tile.bounds_heads = tile.params->intervals.heads_of_entry >= heads ? 1 : heads, tile.bounds_stride = intervals.head_stride();
 }
 
 // *to = max(*to, score), atomically.
@@ -95,10 +103,11 @@ void run(const TileKernel& kernel, QueryTile& tile) {
         if (tile.spoiled[r]) attend_exactly(tile, r, special);
 }
 
-void attend(const AttentionParams& p, const TileKernel& kernel, int32_t b, int32_t head_k, int64_t first, int64_t rows,
-            const Scratch& scratch) {
+void attend(const AttentionParams& p, const TileKernel& kernel, const IntervalTiles& intervals, int32_t b, int32_t head_k, int64_t first,
+            int64_t rows, const Scratch& scratch) {
     QueryTile tile;
     if (!set_tile(p, b, head_k, first, rows, scratch, tile)) return;
+    set_bounds(intervals, head_k * p.group, p.group, tile);
     run(kernel, tile);
 
     for (int32_t r = 0; p.max_score && r < tile.rows; ++r)
@@ -214,11 +223,12 @@ int64_t statistics_size(const AttentionParams& p) { return p.key_sums ? lines(2 
 
 // The statistics of rows row0 .. row0 + kSumRows - 1 of a head. A large lse is split into row_max and log_sum, from the same S
 // as in sum_keys.
-void part_statistics(const AttentionParams& p, const TileKernel& kernel, int32_t b, int32_t head, int64_t row0, RowStatistics* rows,
-                     const Scratch& scratch) {
+void part_statistics(const AttentionParams& p, const TileKernel& kernel, const IntervalTiles& intervals, int32_t b, int32_t head,
+                     int64_t row0, RowStatistics* rows, const Scratch& scratch) {
     QueryTile tile;
     tile.params = &p, tile.sequence = sequence_of(p, b), tile.origin = dropout_origin(p, b), tile.scratch = scratch;
     tile.batch = b, tile.head_k = head / p.group;
+    set_bounds(intervals, head, 1, tile);
     const Sequence& s = tile.sequence;
     tile.rows = int32_t(std::min<int64_t>(kSumRows, s.seqlen_q - row0));
     if (tile.rows <= 0) return;
@@ -239,11 +249,12 @@ void part_statistics(const AttentionParams& p, const TileKernel& kernel, int32_t
         if (is_large(lse[r])) rows[r] = apart(lse[r], tile.row_max[r], tile.row_sum[r]);
 }
 
-void sum_keys(const AttentionParams& p, const TileKernel& kernel, int32_t b, int32_t head, int64_t first_key, const RowStatistics* rows,
-              const Scratch& scratch) {
+void sum_keys(const AttentionParams& p, const TileKernel& kernel, const IntervalTiles& intervals, int32_t b, int32_t head,
+              int64_t first_key, const RowStatistics* rows, const Scratch& scratch) {
     QueryTile tile;
     tile.params = &p, tile.sequence = sequence_of(p, b), tile.origin = dropout_origin(p, b), tile.scratch = scratch;
     tile.batch = b, tile.head_k = head / p.group;
+    set_bounds(intervals, head, 1, tile);
     const Sequence& s = tile.sequence;
     if (first_key >= s.seqlen_k) return;
     const int32_t begin = int32_t(first_key), end = int32_t(std::min<int64_t>(first_key + kSumKeys, s.seqlen_k));
@@ -266,7 +277,8 @@ void sum_keys(const AttentionParams& p, const TileKernel& kernel, int32_t b, int
 }  // namespace
 
 size_t forward_workspace(const AttentionParams& p, Isa) {
-    const int64_t floats = int64_t(p.num_threads) * (Layout(p).total + pieces_size(p)) + statistics_size(p);
+    const int64_t floats =
+        int64_t(p.num_threads) * (Layout(p).total + pieces_size(p)) + statistics_size(p) + IntervalTiles::size(p, kTileKeys);
     return size_t(floats) * sizeof(float) + 64;
 }
 
@@ -306,12 +318,14 @@ void forward(const AttentionParams& p, Isa isa) {
         }
         return;
     }
+    const IntervalTiles intervals(p, kTileKeys, pieces + p.num_threads * pieces_size(p) + statistics_size(p));
+    intervals.fill(threads);
     const int64_t rows = tile_rows(p), tiles = (packed_rows(p, p.seqlen_q) + rows - 1) / rows;
     // The tiles of one head are consecutive tasks, so its keys stay in the cache. Within a head the tiles with the most causal
     // keys come first.
     parallel_for(p.batch * tiles * p.nheads_k, threads, [&](int64_t task, int thread) {
         const int64_t head = task / tiles, first = (tiles - 1 - task % tiles) * rows;
-        attend(p, kernel, int32_t(head / p.nheads_k), int32_t(head % p.nheads_k), first, rows,
+        attend(p, kernel, intervals, int32_t(head / p.nheads_k), int32_t(head % p.nheads_k), first, rows,
                layout.at(workspace + thread * layout.total));
     });
     if (!p.key_sums) return;
@@ -320,13 +334,13 @@ void forward(const AttentionParams& p, Isa isa) {
     const int64_t blocks = (p.seqlen_q + int64_t(kSumRows) - 1) / kSumRows;
     parallel_for(blocks * p.batch * p.nheads, threads, [&](int64_t task, int thread) {
         const int64_t head = task / blocks;
-        part_statistics(p, kernel, int32_t(head / p.nheads), int32_t(head % p.nheads), task % blocks * kSumRows, statistics,
+        part_statistics(p, kernel, intervals, int32_t(head / p.nheads), int32_t(head % p.nheads), task % blocks * kSumRows, statistics,
                         layout.at(workspace + thread * layout.total));
     });
     const int64_t tasks = (p.seqlen_k + int64_t(kSumKeys) - 1) / kSumKeys;
     parallel_for(tasks * p.batch * p.nheads, threads, [&](int64_t task, int thread) {
         const int64_t head = task / tasks;
-        sum_keys(p, kernel, int32_t(head / p.nheads), int32_t(head % p.nheads), task % tasks * kSumKeys, statistics,
+        sum_keys(p, kernel, intervals, int32_t(head / p.nheads), int32_t(head % p.nheads), task % tasks * kSumKeys, statistics,
                  layout.at(workspace + thread * layout.total));
     });
 }

@@ -186,6 +186,11 @@ struct NarrowRow {
                     if (!mask[l]) score[l] = -kInfinity;
             }
         }
+        if (p.intervals.data) {
+            const int32_t* numbers = row_indices_of(p, t.batch, row->head) + int64_t(key) * p.intervals.key;
+            for (int j = 0; j < keys; ++j, numbers += p.intervals.key)
+                if (hidden_rows(p, numbers).hides(row->query)) s[j] = -kInfinity;
+        }
         if (!p.tree.rows) return;
         const int first = t.sequence.seqlen_k - p.tree.keys - key;  // the key of bit 0, counted from `key`
         if (keys <= first) return;

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "attention/common/dropout.h"
+#include "attention/common/mask.h"
 #include "cpu/attention/statistics.h"
 
 namespace fa::cpu {
@@ -39,6 +40,11 @@ struct QueryTile {
     int32_t batch, head_k;
     int32_t rows;                // 1 .. kMaxTileRows
     int32_t key_begin, key_end;  // keys that some row sees
+    // Of masks by intervals: the bounds of the sequence's tiles of kTileKeys keys, from tile 0 on. nullptr without intervals. The rows
+    // share one list, or each query head of the group has its own, bounds_stride from the one before.
+    const HiddenBounds* bounds;
+    int32_t bounds_heads;
+    int64_t bounds_stride;
     Scratch scratch;
     QueryRow row[kMaxTileRows];
     float row_max[kMaxTileRows];  // written with row_sum: lse = row_max + log(row_sum)

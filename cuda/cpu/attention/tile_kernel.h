@@ -10,8 +10,8 @@
 // Tiles of K and V are first copied to float32 scratch, where they are contiguous whatever the strides. Bound by the multiply-add units: a
 // register tile of 6 x 4 vectors (6 x 2 with 16 registers) does 24 (12) multiply-adds per 10 (8) loads.
 //
-// This file calls only functions of simd.h, rows.h and its own. Any other inline function would also be compiled here, say for AVX-512, and
-// the linker might keep this copy as the program's only one.
+// This file calls only functions of simd.h, rows.h, its own and those of mask.h that are always inlined. Any other inline function would
+// also be compiled here, say for AVX-512, and the linker might keep this copy as the program's only one.
 #include <stddef.h>
 #include <stdint.h>
 #if defined(__F16C__)
@@ -121,8 +121,19 @@ void output(const float* v, int64_t ld_v, int keys, int headdim_v, const float* 
 // Whether a row has to be computed again, in double precision. `poison` is the sum of 0 times every element of its out.
 FA_INLINE bool is_spoiled(const QueryTile& t, const QueryRow& row, float row_sum, float poison) {
     const AttentionParams& p = *t.params;
-    if (row_sum == 0) return row.key_begin < row.key_end && !p.bias.data && !p.mask.data && !p.tree.rows;
+    if (row_sum == 0) return row.key_begin < row.key_end && !p.bias.data && !p.mask.data && !p.tree.rows && !p.intervals.data;
     return !(poison == 0.0f);
+}
+
+// What rows first .. last see, through masks by intervals, of the key tile in which `key` lies.
+FA_INLINE Seen seen_by(const QueryTile& t, int64_t key, int32_t first, int32_t last) {
+    if (!t.bounds) return Seen::kEverything;
+    bool nothing = true, everything = true;
+    for (int h = 0; h < t.bounds_heads; ++h) {
+        const Seen seen = t.bounds[h * t.bounds_stride + key / kTileKeys].seen_by(first, last);
+        nothing &= seen == Seen::kNothing, everything &= seen == Seen::kEverything;
+    }
+    return nothing ? Seen::kNothing : everything ? Seen::kEverything : Seen::kSome;
 }
 
 #include "cpu/attention/narrow_kernel.h"
@@ -227,6 +238,60 @@ struct Group {
                 for (int j = begin > first ? begin : first; j < end; ++j)
                     if (!(bits >> (j - first) & 1)) score(j, n)[l] = -kInfinity;
             }
+    }
+
+    // The keys of the tile that starts at `key` and has `keys` keys which some row of the group may see; cut: intervals hide some pairs.
+    struct Keys {
+        int begin, end;
+        bool cut;
+    };
+    Keys keys_of(int key, int keys) const {
+        Keys seen{first().key_begin > key ? first().key_begin - key : 0, last().key_end < key + keys ? last().key_end - key : keys, false};
+        if (!t.bounds || seen.begin >= seen.end) return seen;
+        const int32_t first_query = first().query, last_query = last().query;
+        const Seen what = seen_by(t, key, first_query, last_query);
+        if (what == Seen::kNothing) return {0, 0, false};
+        seen.cut = what == Seen::kSome;
+        if (!seen.cut || t.bounds_heads > 1) return seen;
+        const int32_t* const numbers = row_indices_of(p, t.batch, first().head);
+        const auto hidden = [&](int j) {
+            HiddenBounds one;
+            one.clear(), one.add(hidden_rows(p, numbers + int64_t(key + j) * p.intervals.key));
+            return one.seen_by(first_query, last_query) == Seen::kNothing;
+        };
+        while (seen.begin < seen.end && hidden(seen.begin)) ++seen.begin;
+        while (seen.begin < seen.end && hidden(seen.end - 1)) --seen.end;
+        return seen;
+    }
+
+    __attribute__((noinline)) void intervals(int key, int begin, int end) const {
+        IVec query[kQueryVectors];
+        for (int n = 0; n < width; ++n)
+            for (int l = 0; l < L; ++l) query[n][l] = row(n * L + l).query;
+        if (t.bounds_heads > 1) return intervals_of_lanes(query, key, begin, end);
+        const int32_t* const numbers = row_indices_of(p, t.batch, first().head);
+        const int32_t first_query = first().query, last_query = last().query;
+        for (int j = begin; j < end; ++j) {
+            const HiddenRows hidden = hidden_rows(p, numbers + int64_t(key + j) * p.intervals.key);
+            HiddenBounds one;
+            one.clear(), one.add(hidden);
+            if (one.seen_by(first_query, last_query) == Seen::kEverything) continue;
+            for (int n = 0; n < width; ++n) score(j, n) = hidden.hides(query[n]) ? splat(-kInfinity) : score(j, n);
+        }
+    }
+    void intervals_of_lanes(const IVec* query, int key, int begin, int end) const {  // each query head has its own
+        for (int n = 0; n < width; ++n) {
+            const int32_t* numbers[L];
+            for (int l = 0; l < L; ++l) numbers[l] = row_indices_of(p, t.batch, row(n * L + l).head);
+            for (int j = begin; j < end; ++j) {
+                HiddenRowsOf<IVec> hidden;
+                for (int l = 0; l < L; ++l) {
+                    const HiddenRows one = hidden_rows(p, numbers[l] + int64_t(key + j) * p.intervals.key);
+                    for (int x = 0; x < 2; ++x) hidden.begin[x][l] = one.begin[x], hidden.end[x][l] = one.end[x];
+                }
+                score(j, n) = hidden.hides(query[n]) ? splat(-kInfinity) : score(j, n);
+            }
+        }
     }
 
     void causal_and_window(int key, int begin, int end) const {
@@ -392,6 +457,17 @@ struct Tile {
         return FA_ISA::copy_keys(p, p.v, p.cache.v_scale, start, t.batch, t.head_k, first, keys, p.headdim_v, to, scratch.ld_v);
     }
 
+    // `first`, or the start of the next key tile of which some row sees a key.
+    int64_t seen_from(int64_t first) const {
+        while (first < t.key_end && seen_by(t, first, t.row[0].query, t.row[t.rows - 1].query) == Seen::kNothing)
+            first = end_of_tile(first);
+        return first;
+    }
+    int64_t end_of_tile(int64_t key) const {
+        const int64_t end = (key / kTileKeys + 1) * kTileKeys;
+        return end < t.key_end ? end : t.key_end;
+    }
+
     Prefetch prefetch_tile(int64_t first) const {
         if (p.cache.block_table) return {};  // the next page may be anywhere
         const DType dtype = p.cache.entries ? p.cache.dtype : p.dtype;
@@ -443,6 +519,7 @@ struct Tile {
             v.find(p, p.v, p.cache.v_scale, t.sequence.v + t.head_k * p.v.head, t.batch, t.head_k, key, keys, p.headdim_v);
             const bool more = keys < end - key;
             if (more) find_k(k[turn ^ 1], key + keys);
+            if (seen_by(t, key, rows[0].query, rows[narrow_rows - 1].query) == Seen::kNothing) continue;
             const auto from = [&](int r) { return rows[r].key_begin > key ? rows[r].key_begin - key : 0; };
             const auto to = [&](int r) { return rows[r].key_end < key + keys ? rows[r].key_end - key : keys; };
             for (int r = 0, together; r < narrow_rows; r += together) {
@@ -473,9 +550,9 @@ struct Tile {
         if (t.key_begin < t.key_end) for_groups([&](auto width, int n) { group(n, width.value).load_queries(); });
 
         // Key tiles start at multiples of kTileKeys, so that the result of a row does not depend on the other rows of its tile.
-        for (int64_t first = t.key_begin, next; first < t.key_end; first = next) {
-            next = (first / kTileKeys + 1) * kTileKeys;
-            const int key = int(first), keys = int((next < t.key_end ? next : t.key_end) - first);
+        for (int64_t first = seen_from(t.key_begin), next; first < t.key_end; first = next) {
+            const int key = int(first), keys = int(end_of_tile(first) - first);
+            next = seen_from(end_of_tile(first));
             copy_keys(key, keys);
             const bool finite = copy_values(key, keys, scratch.v);
             bool special[kTileKeys];
@@ -485,13 +562,13 @@ struct Tile {
             for_groups([&](auto width, int n) {
                 constexpr int kWidth = decltype(width)::value;
                 const Group g = group(n, kWidth);
-                const int begin = g.first().key_begin > key ? g.first().key_begin - key : 0;
-                const int end = g.last().key_end < key + keys ? g.last().key_end - key : keys;
+                const auto [begin, end, cut] = g.keys_of(key, keys);
                 if (begin >= end) return;
                 const int64_t s0 = int64_t(begin) * kWidth * L;
                 const float *const k = scratch.k + begin * scratch.ld_k, *const v = scratch.v + begin * scratch.ld_v;
                 scores<kWidth>(k, scratch.ld_k, end - begin, g.q, p.headdim, p.scale, g.s + s0, prefetch);
                 g.transform(key, begin, end);
+                if (cut) g.intervals(key, begin, end);
                 if (!finite) __builtin_memcpy(scratch.seen + s0, g.s + s0, size_t(end - begin) * kWidth * L * sizeof(float));
                 Vec correction[kWidth];
                 softmax<kWidth>(g.s, begin, end, row_max + n, row_sum + n, greatest + n, correction);
@@ -509,20 +586,19 @@ struct Tile {
     template <typename Body>
     void for_scores(const Body& body) {
         for_groups([&](auto width, int n) { group(n, width.value).load_queries(); });
-        for (int64_t first = t.key_begin, next; first < t.key_end; first = next) {
-            next = (first / kTileKeys + 1) * kTileKeys;
-            const int key = int(first), keys = int((next < t.key_end ? next : t.key_end) - first);
+        for (int64_t first = seen_from(t.key_begin); first < t.key_end; first = seen_from(end_of_tile(first))) {
+            const int key = int(first), keys = int(end_of_tile(first) - first);
             copy_keys(key, keys);
             Prefetch prefetch = {};
             for_groups([&](auto width, int n) {
                 constexpr int kWidth = decltype(width)::value;
                 const Group g = group(n, kWidth);
-                const int begin = g.first().key_begin > key ? g.first().key_begin - key : 0;
-                const int end = g.last().key_end < key + keys ? g.last().key_end - key : keys;
+                const auto [begin, end, cut] = g.keys_of(key, keys);
                 if (begin >= end) return;
                 scores<kWidth>(scratch.k + begin * scratch.ld_k, scratch.ld_k, end - begin, g.q, p.headdim, p.scale,
                                g.s + int64_t(begin) * kWidth * L, prefetch);
                 g.transform(key, begin, end);
+                if (cut) g.intervals(key, begin, end);
                 body(width, n, g, key, begin, end);
             });
         }

@@ -86,7 +86,12 @@ class Linear:
             "n": self.n,
             "k": self.k,
         }
+        row |= {"kernel": self.kernel()} if system == "ours" else {}
         return row | ({"fused": "norm, swiglu" if self.swiglu else "norm"} if self.fused else {})
+
+    def kernel(self) -> str | None:
+        more = {"norm_weight": self.norm} if self.fused else {}
+        return ops.linear_query(self.x, self.weights[0], swiglu=self.swiglu, programmatic=True, **more).kernel
 
     def terabytes(self) -> float:
         return self.n * self.k * (4e-12 if self.dtype == "float32" else 2e-12)

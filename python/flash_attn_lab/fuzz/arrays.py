@@ -417,3 +417,20 @@ def backend_for(device: str, framework: str | None = None):
     if cupy:
         return Cupy(cupy)
     raise Unsupported("--device cuda needs PyTorch with CUDA, or CuPy, to hold the arrays")
+
+
+def random_intervals(rng: np.random.Generator, shape: tuple[int, ...], rows: int) -> np.ndarray:
+    """startend_row_indices (..., seqlen_k, numbers) for this many rows of q: runs of keys with the same numbers, so
+    that whole tiles of keys are hidden from whole tiles of rows, some keys with numbers of their own, and some numbers
+    beyond the rows."""
+    *lead, keys, count = shape
+    if 0 in shape:
+        return np.zeros(shape, np.int32)
+    numbers = np.sort(rng.integers(-3, rows + 4, (*lead, keys, count)), axis=-1)
+    if count == 2 and rng.random() < 0.5:  # of a full mask: from n[0] on, and before n[1]
+        numbers = numbers[..., ::-1]
+    run = int(rng.integers(1, max(keys, 2)))
+    alone = rng.random((*lead, keys, 1)) < rng.choice([0.0, 0.05, 1.0])
+    numbers = np.where(alone, numbers, numbers[..., np.arange(keys) // run * run, :])
+    extreme = rng.random(numbers.shape) < rng.choice([0.0, 0.1])
+    return np.where(extreme, rng.choice([-(2**31), 2**31 - 1], numbers.shape), numbers).astype(np.int32)

@@ -15,7 +15,7 @@ from flash_attn_minimal.backward import backward_query
 
 from .. import reference
 from . import judge
-from .arrays import Array, as_dtype, normal
+from .arrays import Array, as_dtype, normal, random_intervals
 from .draw import Draw
 from .function import Function
 from .judge import Wrong
@@ -112,7 +112,7 @@ class Forward(Function):
         "dropout_p": 0.0, "softmax_scale": None, "spread": 1.0, "out": False, "layouts": {}, "lens": None,
         "extra": [0, 0], "longer": [0, 0], "allow_tf32": False, "num_threads": 0, "deterministic": False, "hide": False,
         "descale": None, "fast_accum": False, "out_dtype": None, "repeats": 0, "return_lse": True, "kernel": None,
-        "max_score": False, "key_sums": False, "attention_chunk": 0,
+        "max_score": False, "key_sums": False, "attention_chunk": 0, "intervals": None,
     }  # fmt: skip
     LEAST = {"nheads_k": 1, "group": 1, "headdim": 1, "headdim_v": 1}
     REQUIRED = ("q", "k", "v")
@@ -243,9 +243,13 @@ class Forward(Function):
         spec["hide"] = draw.chance(0.25)
         if draw.option(0.08 * rare):
             spec["attention_chunk"] = draw.pick((1, 64, 1 + draw.size(300)))
+        if draw.option(0.15 * rare):  # see _intervals
+            spec["intervals"] = [draw.below(3), draw.below(2), draw.below(2)]
 
     def _option_ranks(self, spec) -> dict[str, int]:
         ranks = {"alibi_slopes": spec["alibi"]} if spec.get("alibi") else {}
+        if spec.get("intervals"):
+            ranks["startend_row_indices"] = 4 if spec.get("lens") is None else 3
         return ranks | {n: len(spec[n]) + 1 for n in ("bias", "mask") if spec.get(n) is not None}
 
     # ---- the call ----
@@ -287,7 +291,19 @@ class Forward(Function):
                 shapes[name] = (*(size if whole else 1 for size, whole in zip(sizes, full, strict=True)), longest[1])
         if get("sinks"):
             shapes["sinks"] = (heads,)
+        if get("intervals"):
+            shapes["startend_row_indices"] = self._intervals(spec, lead_k)
         return shapes
+
+    def _intervals(self, spec, lead_k) -> tuple[int, ...]:
+        """The shape of startend_row_indices. The spec has three choices: one list of numbers for all heads, for each
+        key head or for each head; fewer or more numbers; one for the batch or for each of its entries."""
+        of_heads, more, shared = self.get(spec, "intervals")
+        nheads_k, group = self.get(spec, "nheads_k"), self.get(spec, "group")
+        heads = (1, nheads_k, nheads_k * group)[of_heads]
+        numbers = ((1, 2) if self.get(spec, "causal") else (2, 4))[more]
+        *batch, keys = lead_k
+        return *(1 if shared else size for size in batch), heads, keys, numbers
 
     def _descale(self, spec) -> dict[str, tuple[int, ...]]:
         """The shapes of the factors of float8: every size of the spec but 1 stands for the whole batch or all heads,
@@ -305,7 +321,7 @@ class Forward(Function):
 
     def arrays(self, spec) -> dict[str, Array]:
         dtype, layouts = self.get(spec, "dtype"), self.get(spec, "layouts")
-        kinds = {"alibi_slopes": "float32", "sinks": "float32", "mask": "bool"}
+        kinds = {"alibi_slopes": "float32", "sinks": "float32", "mask": "bool", "startend_row_indices": "int32"}
         kinds["bias"] = "float32" if self.get(spec, "bias_float32") else dtype
         kinds["out"] = (self.get(spec, "out_dtype") or "bfloat16") if dtype == E4M3 else dtype
         found = {
@@ -330,6 +346,9 @@ class Forward(Function):
                 continue
             if name == "mask":
                 x = rng.random(shape) < get("mask_rate")
+            elif name == "startend_row_indices":
+                rows = get("seqlen_q") if get("lens") is None else self._longest(spec)[0]
+                x = random_intervals(rng, shape, rows)
             elif name == "alibi_slopes":
                 x = rng.uniform(0.01, 0.5, shape).astype(np.float32)
             else:
@@ -374,11 +393,13 @@ class Forward(Function):
             return
         cu_q, cu_k = self._cu(spec)
         for b in range(len(cu_q) - 1):
-            yield slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1]), scores | {"sequence": b}
+            columns = slice(cu_k[b], cu_k[b + 1])
+            yield slice(cu_q[b], cu_q[b + 1]), columns, reference._of_keys(scores, columns) | {"sequence": b}
 
     def _scores(self, spec, values) -> dict[str, Any]:
         """The options as the reference takes them."""
-        scores = {name: values[name] for name in ("alibi_slopes", "bias", "mask", "sinks") if name in values}
+        names = ("alibi_slopes", "bias", "mask", "startend_row_indices", "sinks")
+        scores = {name: values[name] for name in names if name in values}
         for name in ("causal", "top_left", "softcap", "softmax_scale", "dropout_p", "attention_chunk"):
             if self.get(spec, name) != self.DEFAULTS[name]:
                 scores[name] = self.get(spec, name)

@@ -125,8 +125,15 @@ def apply(spec, arena: Arena, views, options) -> None:
         views[name] = _wrong_array(kind, arena, name, more)
 
 
+def has_unknown_elements(spec) -> bool:
+    """Whether a wrong call has an array from `_wrong_array`. Should the call be served after all, as PyTorch serves a
+    dout of another dtype, its results are of no use."""
+    return "mutation" in spec and spec["mutation"][0] in ("dtype", "shape", "rank", "last")
+
+
 def _wrong_array(kind: str, arena: Arena, name: str, more):
-    """The array with its fault, in separate memory, because no call may look at its elements."""
+    """The array with its fault, in separate memory that nobody has written, because no call may look at its
+    elements."""
     array = arena.arrays[name]
     dtype, shape, step = array.dtype, list(array.shape), 1
     if kind == "dtype":

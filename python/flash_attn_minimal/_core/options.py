@@ -68,6 +68,7 @@ class KeywordOptions(ScoreOptions, total=False):
 
     bias: AnyArray | None
     mask: AnyArray | None
+    startend_row_indices: AnyArray | None
     top_left: bool
     dropout_seed: int | None
     dropout_offset: int
@@ -225,6 +226,32 @@ class Options(namedtuple("_Options", _HINTS, defaults=map(default_of, _HINTS.val
             _put_strides(args, name, view.pointer, strides, ("batch", "head", "row"))
             if name == "bias":
                 args.bias_dtype = DTYPES[view.dtype]
+        if self.startend_row_indices is not None:
+            _put_row_indices(args, views, self.startend_row_indices)
+
+
+def _put_row_indices(args: AttentionArgs, views: list[View], array: Any) -> None:
+    """Checks startend_row_indices, (batch, heads, seqlen_k, numbers) or in a varlen call (heads, total_k, numbers), and
+    puts it into the struct."""
+    name, causal = "startend_row_indices", bool(args.causal)
+    view = _option(views, name, array, ("int32",))
+    shape, strides = tuple(view.shape), list(view.strides)
+    *batch, keys = [args.total_k] if args.cu_seqlens_q else [args.batch, args.seqlen_k]
+    heads, numbers = dict.fromkeys((1, args.nheads_k, args.nheads)), (1, 2) if causal else (2, 4)
+    fits = len(shape) == len(batch) + 3 and shape[:-3] in ((), tuple(batch), (1,)) and shape[-2] == keys
+    if not fits or shape[-3] not in heads or shape[-1] not in (1, 2, 4):
+        wanted = [*map(str, batch), " or ".join(map(str, heads)), str(keys), "1, 2 or 4"]
+        axes = "heads, total_k, numbers" if args.cu_seqlens_q else "batch, heads, seqlen_k, numbers"
+        raise BadArgument(f"{name} has shape {shape}: expected ({axes}) = ({', '.join(wanted)})")
+    if shape[-1] not in numbers:
+        raise BadArgument(
+            f"{name} has {shape[-1]} number{'s' if shape[-1] > 1 else ''} for each key: with causal={causal} it has "
+            f"{numbers[0]} or {numbers[1]}"
+        )
+    _check_last_axis(name, view)
+    steps = [stride if size != 1 else 0 for size, stride in zip(shape[:-1], strides, strict=False)]
+    _put_strides(args, name, view.pointer, [0] * (3 - len(steps)) + steps, ("batch", "head", "key"))
+    args.startend_row_indices_heads, args.startend_row_indices_numbers = shape[-3], shape[-1]
 
 
 def _flat(name: str, view: View, heads: int) -> str:

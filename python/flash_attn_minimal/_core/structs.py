@@ -62,6 +62,15 @@ def _descale(name: str) -> list[tuple[str, type]]:
     ]
 
 
+def _row_indices(name: str) -> list[tuple[str, type]]:
+    return [
+        (f"{name}_data", ct.c_void_p),
+        *((f"{name}_{axis}_stride", ct.c_int64) for axis in ("batch", "head", "key")),
+        (f"{name}_heads", ct.c_int32),
+        (f"{name}_numbers", ct.c_int32),
+    ]
+
+
 # fa_part, as a NumPy dtype: an array of these describes sequences of a varlen call that are parts of longer ones.
 PART_FIELDS = ("key_begin", "seqlen_k", "shift", "first_row", "first_key", "sequence", "seqlen_q", "reserved")
 PART_DTYPE = [(name, "<i4") for name in PART_FIELDS]
@@ -103,6 +112,7 @@ class AttentionArgs(ct.Structure):
         *_score_tensor("bias"),
         ("sinks", ct.c_void_p),
         *_score_tensor("mask"),
+        *_row_indices("startend_row_indices"),
         ("causal", ct.c_int32),
         ("top_left", ct.c_int32),
         ("attention_chunk", ct.c_int32),
@@ -191,6 +201,7 @@ class AttentionPlan(ct.Structure):
         ("reserved", ct.c_int32),
         ("workspace_bytes", ct.c_size_t),
         ("kernel", ct.c_char * 32),
+        ("variant", ct.c_char * 32),
         ("why_not", ct.c_char * 1472),
     ]
 

@@ -147,7 +147,13 @@ def put_rows(struct: ct.Structure, name: str, view: View) -> None:
     _put_strides(struct, name, view.pointer, (0, row, head), ("batch", "row", "head"))
 
 
-def refuse_float8(options: Options) -> None:
+def refuse_unserved(options: Options) -> None:
+    """Raises for options that no call across ranks takes."""
+    if options.startend_row_indices is not None:
+        raise Unsupported(
+            "startend_row_indices is given, but attention across ranks does not take it: its rows count from the start "
+            "of whole sequences, and a rank has parts of them"
+        )
     for name in _FLOAT8:
         if getattr(options, name) is not Options._field_defaults[name]:
             raise Unsupported(f"{name}={_quoted(getattr(options, name))}: float8 is not served across ranks")
@@ -162,7 +168,7 @@ def check_axes(name: str, x: Any, q: Any) -> None:
 
 def _prepare(q: Any, k: Any, v: Any, whole: _Whole, options: Options, rank: int, size: int):
     """The structs of a forward call, except for its results and workspace: (args, call, views, lengths)."""
-    refuse_float8(options)
+    refuse_unserved(options)
     views = [_arrays.view(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v"))]
     qv, kv, vv = views
     for name, view in zip("qkv", views, strict=True):

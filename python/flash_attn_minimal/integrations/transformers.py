@@ -54,6 +54,7 @@ _WITHOUT_EFFECT = frozenset(
         *("decoder_attention_mask", "seq_idx"),
     }
 )
+_INTERVALS = "startend_row_indices"
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 # Continuous batching: the rows of the cache that its update writes and reads, the longest of the sequences under the
 # names of release 5.17, and what its step needs for drawing tokens afterwards.
@@ -366,6 +367,9 @@ def attention(
         position_bias: broadcasts to (batch, nheads, q_length, kv_length), added to the scores.
         cache: the cache of continuous batching. The tokens of all requests are then the rows of one batch entry.
         cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: for sequences packed in one batch entry.
+        startend_row_indices: a mask by intervals for all tokens of a call without a cache, as in flash_attn_func:
+            model(tokens, position_ids=..., startend_row_indices=...). It decides alone, beside causal and the window of
+            the layer: documents that transformers sees in the positions do not count.
         deterministic: gradients are the same in every run, as in flash_attn_func.
         kwargs: other arguments that a model passes. Under torch.autocast query, key and value are converted to its
             dtype.
@@ -377,7 +381,7 @@ def attention(
             passes its choice of keys that way.
         BadArgument (a ValueError): a mask of integers, or for another number of keys.
     """
-    _refuse_unknown(kwargs, _PACKED if cache is None else _PAGED)
+    _refuse_unknown(kwargs, (*_PACKED, _INTERVALS) if cache is None else _PAGED)
     options = {
         "softmax_scale": scaling,
         "softcap": softcap or 0.0,
@@ -397,6 +401,12 @@ def attention(
     _check_mask("attention_mask", attention_mask, q, k)
     _check_mask("position_bias", position_bias, q, k)
     lengths = [kwargs.get(name) for name in _PACKED]
+    if kwargs.get(_INTERVALS) is not None:
+        beside = {"attention_mask": attention_mask, "position_bias": position_bias} | dict(
+            zip(_PACKED, lengths, strict=True)
+        )
+        options |= {"causal": is_causal, "window_size": window, "dropout_p": dropout}
+        return _by_intervals(q, k, v, kwargs[_INTERVALS], beside, options), None
     if any(x is not None for x in lengths) and not isinstance(attention_mask, torch.Tensor):
         if missing := [name for name, x in zip(_PACKED, lengths, strict=True) if x is None]:
             raise BadArgument(f"{missing[0]} is None: packed sequences need {', '.join(_PACKED[:3])} and {_PACKED[3]}")
@@ -422,6 +432,20 @@ def attention(
         shape = (q.shape[0], 1, q.shape[1], k.shape[1])
         attention_mask = Mask(shape, bool(is_causal), window, ends=k.shape[1])
     return _attend(q, k, v, attention_mask, position_bias, dropout, options), None
+
+
+def _by_intervals(q, k, v, indices: torch.Tensor, beside: dict[str, Any], options: dict) -> torch.Tensor:
+    """Attention under a mask by intervals. beside: other arguments that say what a row sees."""
+    for name, x in beside.items():
+        if isinstance(x, torch.Tensor) or isinstance(x, Mask) and (x.valid is not None or x.starts is not None):
+            what = "hides padding" if isinstance(x, Mask) else "is a tensor"
+            raise Unsupported(f"{name} {what}, but {_INTERVALS} is given: it says alone which tokens a row sees")
+    if q.shape[1] != k.shape[1]:
+        raise Unsupported(f"{_INTERVALS} is given for {q.shape[1]} rows and {k.shape[1]} keys: a cache takes none")
+    mask = beside["attention_mask"]
+    if mask is not None:
+        options |= {"causal": mask.causal, "window_size": mask.window, "attention_chunk": mask.chunk}
+    return attend(q, k, v, startend_row_indices=indices, **options)
 
 
 def _refuse_unknown(kwargs: dict[str, Any], known: Iterable[str]) -> None:

@@ -8,6 +8,7 @@ from torch._subclasses import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
 from . import _kvcache, _seeded  # noqa: F401  (they define operators)
+from ._operators import OPTION_ARRAYS
 
 _ops = torch.ops.flash_attn_minimal
 
@@ -22,17 +23,16 @@ def _pairs(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q: int, max_seqlen_k: in
 
 
 @register_flop_formula([_ops.attention], get_raw=True)
-def attention(q, k, v, bias, mask, alibi_slopes, sinks, cu_q, cu_k, max_q, max_k, *args, **kwargs) -> int:
+def attention(q, k, v, *args, **kwargs) -> int:
     """Two products, q k^T and P v."""
+    cu_q, cu_k, max_q, max_k = args[len(OPTION_ARRAYS) : len(OPTION_ARRAYS) + 4]
     return 2 * _pairs(q, k, cu_q, cu_k, max_q, max_k) * (q.shape[-1] + v.shape[-1])
 
 
 @register_flop_formula([_ops.attention_backward], get_raw=True)
-def attention_backward(
-    dout, dlse, out, lse, want_dbias, want_dsinks, q, k, v, bias, mask, alibi_slopes, sinks, cu_q, cu_k, max_q, max_k,
-    *args, **kwargs,
-) -> int:  # fmt: skip
+def attention_backward(dout, dlse, out, lse, want_dbias, want_dsinks, q, k, v, *args, **kwargs) -> int:
     """Five products: S again, dq and dk over headdim; dP and dv over headdim_v."""
+    cu_q, cu_k, max_q, max_k = args[len(OPTION_ARRAYS) : len(OPTION_ARRAYS) + 4]
     return 2 * _pairs(q, k, cu_q, cu_k, max_q, max_k) * (3 * q.shape[-1] + 2 * v.shape[-1])
 
 

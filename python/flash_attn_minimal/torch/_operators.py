@@ -15,7 +15,8 @@ from .._core.checks import _flag, _integer, _number, _window
 from .._core.options import AttentionOptions, Options, hints_of
 from ..errors import BadArgument, Unsupported
 
-ARRAYS = ("q", "k", "v", "bias", "mask", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k")
+OPTION_ARRAYS = ("bias", "mask", "alibi_slopes", "sinks", "startend_row_indices")
+ARRAYS = ("q", "k", "v", *OPTION_ARRAYS, "cu_seqlens_q", "cu_seqlens_k")
 FLOAT8 = ("q_descale", "k_descale", "v_descale", "out_dtype", "fast_accum")
 # A CUDA graph cannot hold a call with this tag.
 OUTSIDE_CUDA_GRAPHS = tuple(getattr(torch.Tag, tag) for tag in ("cudagraph_unsafe",) if hasattr(torch.Tag, tag))
@@ -30,7 +31,6 @@ def _signed(name: str, value: int) -> int:
     return number - 2**64 if number >= 2**63 else number
 
 
-OPTION_ARRAYS = ("bias", "mask", "alibi_slopes", "sinks")
 _SIGNED = ("dropout_seed", "dropout_offset")
 
 
@@ -86,7 +86,8 @@ def check_arrays(given: dict) -> None:
     for name, array in given.items():
         if name in ARRAYS and array is not None and not isinstance(array, torch.Tensor):
             first = next(x for x in ARRAYS if isinstance(given[x], torch.Tensor))
-            dtype = {"mask": "bool", "cu_seqlens_q": "int32", "cu_seqlens_k": "int32"}.get(name, f"{first}.dtype")
+            integers = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "startend_row_indices"), "int32")
+            dtype = ({"mask": "bool"} | integers).get(name, f"{first}.dtype")
             advice = pass_array("PyTorch", name, first, dtype)
             raise BadArgument(f"{name} is {_arrays._kind(array)}, but {first} is a PyTorch tensor{advice}")
 
@@ -257,8 +258,9 @@ def _folded_broadcast(size: int, x, dim: int | None, batch: int, rank: int):
 
 def fold(size: int, dims: tuple, arguments: tuple) -> tuple | None:
     """The arguments of the operator attention for all entries at once, or None where each needs its own call."""
-    q, k, v, bias, mask, alibi_slopes, sinks, cu_q = arguments[:8]
-    if cu_q is not None or arguments[11] or dims[6] is not None:
+    q, k, v, bias, mask, alibi_slopes, sinks, row_indices, cu_q = arguments[:9]
+    dropout_p = arguments[len(ARRAYS) + 2 + [*NUMBERS].index("dropout_p")]
+    if cu_q is not None or dropout_p or dims[6] is not None:
         return None
     arrays = [_folded(size, x, dim) for x, dim in zip((q, k, v), dims, strict=False)]
     batch = arrays[0].shape[0] // size
@@ -268,7 +270,7 @@ def fold(size: int, dims: tuple, arguments: tuple) -> tuple | None:
         _folded_broadcast(size, x, dim, batch, rank)
         for x, dim, rank in ((bias, dims[3], 4), (mask, dims[4], 4), (alibi_slopes, dims[5], 2))
     ]
-    return (*arrays, *arguments[6:])
+    return (*arrays, sinks, _folded_broadcast(size, row_indices, dims[7], batch, 4), *arguments[8:])
 
 
 def _unfold(size: int, results: tuple) -> tuple:

@@ -15,9 +15,9 @@ from .._core.options import Options
 from ..attention import flash_attn_func, flash_attn_varlen_func
 from ..errors import Unsupported
 from . import autograd
-from ._operators import NUMBERS, OUTSIDE_CUDA_GRAPHS, Operators, Transformed, packed
+from ._operators import ARRAYS, NUMBERS, OPTION_ARRAYS, OUTSIDE_CUDA_GRAPHS, Operators, Transformed, packed
 
-_SEED = 11 + list(NUMBERS).index("dropout_seed")  # its position among the operator's arguments
+_SEED = len(ARRAYS) + 2 + list(NUMBERS).index("dropout_seed")  # its position among the operator's arguments
 
 
 def draw_dropout(dropout_p: float, device: torch.device) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def attend(
     cu_q, cu_k, max_q, max_k = varlen or (None, None, 0, 0)
     run = _transformed.forward if transformed else _operators.forward
     out, lse = run(
-        seed, q, k, v, given.bias, given.mask, given.alibi_slopes, given.sinks, cu_q, cu_k, max_q, max_k,
+        seed, q, k, v, *[getattr(given, name) for name in OPTION_ARRAYS], cu_q, cu_k, max_q, max_k,
         *packed(given),
     )  # fmt: skip
     return (out, lse) if return_lse else out

@@ -58,7 +58,7 @@ def differentiable(
             return _attend(q, k, v, varlen, out, return_lse, options)
     check_arrays(given)
     arguments = (
-        q, k, v, options.bias, options.mask, options.alibi_slopes, options.sinks, cu_q, cu_k,
+        q, k, v, *[given[name] for name in OPTION_ARRAYS], cu_q, cu_k,
         _longest("max_seqlen_q", max_q), _longest("max_seqlen_k", max_k),
         *packed(options),
     )  # fmt: skip
@@ -128,9 +128,17 @@ def _attend(q, k, v, varlen, out, return_lse, options: Options):
     return attend(q, k, v, varlen, out, return_lse, options, sign) if results is None else results
 
 
-def forward(q, k, v, bias, mask, alibi_slopes, sinks, cu_q, cu_k, max_q, max_k, *values):
-    options = unpacked((bias, mask, alibi_slopes, sinks), values)
-    varlen = None if cu_q is None else (cu_q, cu_k, max_q, max_k)
+def _split(arguments: tuple) -> tuple[tuple, Options, tuple | None]:
+    """(q, k, v), the options and the lengths (see differentiable) of an operator's arguments."""
+    arrays, (max_q, max_k), numbers = (
+        arguments[: len(ARRAYS)], arguments[len(ARRAYS) : len(ARRAYS) + 2], arguments[len(ARRAYS) + 2 :],
+    )  # fmt: skip
+    cu_q, cu_k = arrays[-2:]
+    return arrays[:3], unpacked(arrays[3:-2], numbers), None if cu_q is None else (cu_q, cu_k, max_q, max_k)
+
+
+def forward(*arguments):
+    (q, k, v), options, varlen = _split(arguments)
     with torch.no_grad(), torch_modes.unwatched():
         return _attend(q, k, v, varlen, None, True, options)
 
@@ -138,9 +146,7 @@ def forward(q, k, v, bias, mask, alibi_slopes, sinks, cu_q, cu_k, max_q, max_k, 
 def backward(dout, dlse, out, lse, want_dbias, want_dsinks, *arguments, sign: tuple | None = None, given: tuple = ()):
     """dq, dk, dv, dbias, dsinks. The last two have the dtype of their inputs and are empty where not wanted. sign: the
     signature that find_gradients returned for the arrays `given`."""
-    (q, k, v, bias, mask, alibi_slopes, sinks, cu_q, cu_k), (max_q, max_k) = arguments[:9], arguments[9:11]
-    options = unpacked((bias, mask, alibi_slopes, sinks), arguments[11:])
-    varlen = None if cu_q is None else (cu_q, cu_k, max_q, max_k)
+    (q, k, v), options, varlen = _split(arguments)
     options = options._replace(kernel=None)  # it names a forward kernel; $FLASH_ATTN_BACKWARD_KERNEL is for this pass
     with torch.no_grad(), torch_modes.unwatched():
         if dout.stride(-1) != 1 or dout.is_neg():  # out.sum() has a gradient of stride 0
@@ -150,8 +156,8 @@ def backward(dout, dlse, out, lse, want_dbias, want_dsinks, *arguments, sign: tu
         dq, dk, dv, *rest = _differentiate(
             dout, q, k, v, out, lse, dlse, varlen, options, want_dbias, want_dsinks, sign=sign, arrays=given
         )
-        dbias = rest.pop(0).to(bias.dtype) if want_dbias else dout.new_empty(0)
-        dsinks = rest.pop(0).to(sinks.dtype) if want_dsinks else dout.new_empty(0)
+        dbias = rest.pop(0).to(options.bias.dtype) if want_dbias else dout.new_empty(0)
+        dsinks = rest.pop(0).to(options.sinks.dtype) if want_dsinks else dout.new_empty(0)
     return dq, dk, dv, dbias, dsinks
 
 
@@ -236,7 +242,7 @@ _record = super(torch.autograd.Function, _Attention).apply
 
 
 def fake(q, k, v, *rest):
-    rank = 4 if rest[4] is None else 3
+    rank = 4 if rest[len(OPTION_ARRAYS)] is None else 3  # cu_seqlens_q
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != rank:
             axes = "(batch, seqlen, nheads, headdim)" if rank == 4 else "(total, nheads, headdim)"

@@ -35,10 +35,11 @@ from .._core.checks import _flag, _integer, _name, _quoted
 from .._core.options import AttentionOptions, Options, _options_of
 from ..distributed import groups as _groups
 from ..distributed._structs import LAYOUTS, MODES
-from ..distributed.calls import backward, check_axes, forward, refuse_float8
+from ..distributed.calls import backward, check_axes, forward, refuse_unserved
 from ..distributed.groups import Group, from_torch
 from ..errors import BadArgument, Unsupported
 from ._operators import (
+    ARRAYS,
     OPTION_ARRAYS,
     OUTSIDE_CUDA_GRAPHS,
     Operators,
@@ -202,7 +203,7 @@ def _tell(name: str, like: Any, error: Exception) -> None:
 
 def _arguments(q, k, v, cu_q, cu_k, seqlen_q, seqlen_k, layout, mode, groups, options: Options, name: str) -> list:
     """The arguments of the operator."""
-    refuse_float8(options)
+    refuse_unserved(options)
     given = {"q": q, "k": k, "v": v, **{array: getattr(options, array) for array in OPTION_ARRAYS}}
     for array in "qkv":
         if not isinstance(given[array], torch.Tensor):
@@ -240,10 +241,11 @@ def _host(name: str, cu_seqlens: Any) -> torch.Tensor | None:
 
 def _call(arguments: tuple) -> tuple[Group, tuple, dict[str, Any]]:
     """The arguments of `forward` and `backward` from those of the operator: the group, (q, k, v), the rest."""
-    q, k, v, bias, mask, alibi_slopes, sinks, cu_q, cu_k, seqlen_q, seqlen_k, layout, mode, groups, name = arguments[
-        :15
-    ]
-    options = unpacked((bias, mask, alibi_slopes, sinks), arguments[15:])._asdict()
+    arrays, (seqlen_q, seqlen_k, layout, mode, groups, name), numbers = (
+        arguments[: len(ARRAYS)], arguments[len(ARRAYS) : len(ARRAYS) + 6], arguments[len(ARRAYS) + 6 :],
+    )  # fmt: skip
+    q, k, v, *scores, cu_q, cu_k = arrays
+    options = unpacked(tuple(scores), numbers)._asdict()
     where = {
         "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "layout": layout,
         "mode": mode, "groups": groups,

@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(kDqThreads, kD <= 128 ? 2 : 1) dq_kernel(const
             }
         }
         if (cut) hide(dP, p, sequence_of(p, opaque(b)), warp_row, key0, lane);
-        if (kGeneral && (p.mask.data || p.bias.data)) {
+        if (kGeneral && p.may_hide_keys()) {
             // A key without a nonzero dS in this block may hold NaN in K, and 0 x NaN is NaN: its K is zeroed.
             if (threadIdx.x < kKeys) smem.used[threadIdx.x] = 0;
             __syncthreads();

@@ -170,13 +170,14 @@ struct MainWarp : MainShares<kD, kDv, kSm> {
         load_dout(step, 0);
         cp_async_commit();
     }
-    // A key that the mask or the bias hides from every row has dS = 0, but 0 x NaN is NaN: its K must be zero when dQ reads it.
+    // A key that the mask, the bias or intervals hide from every row has dS = 0, but 0 x NaN is NaN: its K must be zero when dQ reads it.
     __device__ __forceinline__ void zero_hidden_keys(const BackwardWork& work, const Sequence& s, const KeyRange& rows) const {
         int* const visible = reinterpret_cast<int*>(smem.p);  // P is not yet in use
         if (threadIdx.x < kBlockN) visible[threadIdx.x] = 0;
         __syncthreads();
         const int column = opaque(threadIdx.x) % kBlockN, j = work.key0 + column;
-        const int heads_seen = p.mask.head || p.bias.head ? p.group : 1;
+        const bool own_intervals = p.intervals.data && p.intervals.heads_of_entry < p.group;  // of each query head
+        const int heads_seen = p.mask.head || p.bias.head || own_intervals ? p.group : 1;
         bool seen = j >= s.seqlen_k;
         for (int head = step.head; head < step.head + heads_seen; ++head)
             for (int i = rows.begin + opaque(threadIdx.x) / kBlockN; !seen && i < rows.end; i += kThreads / kBlockN) {
@@ -190,6 +191,7 @@ struct MainWarp : MainShares<kD, kDv, kSm> {
                     const int64_t at = work.b * p.bias.batch + head * p.bias.head + i * p.bias.row + j;
                     seen = seen && load_as_float(p.bias.data, at, p.bias_dtype) != -INFINITY;
                 }
+                if (p.intervals.data) seen = seen && !interval_hides(p, work.b, head, i, j);
             }
         if (seen) visible[column] = 1;
         cp_async_wait_all();

@@ -195,7 +195,7 @@ struct ForwardWarp {
         k_lane = shared_address(smem.k) + TileQK::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
         v_lane = shared_address(smem.v) + (sizeof(T) == 2 ? TileV::offset(lane % 16, lane / 16) : TileV::offset(lane % 4 * 2, lane / 4));
         scale = p.scale * kLog2e;
-        hides = p.mask.data || p.bias.data || p.tree.rows;
+        hides = p.may_hide_keys() || p.tree.rows;
     }
 
     // ---- copies to shared memory ----
@@ -379,6 +379,10 @@ struct ForwardWarp {
         if (p.tree.rows) {
 #pragma unroll
             for (int m = 0; m < kMmas; ++m) hide_by_tree(p, place(m, key0), flat(S[m]));
+        }
+        if (p.intervals.data) {
+#pragma unroll
+            for (int m = 0; m < kMmas; ++m) hide_by_intervals(p, place(m, key0), flat(S[m]));
         }
     }
     // A key that nobody sees has P = 0, but 0 x NaN is NaN: its V is zeroed. Keys past the window are zeros already.

@@ -23,6 +23,30 @@ struct WgmmaItem {
     using Type = ForwardWork;
 };
 
+// Plans with options: what the producer tells the other roles about a tile of keys.
+struct alignas(16) KeyTile {
+    // The keys that the mask hides. Bit 2 i + e of word q: key 8 i + 2 q + e. A lane with quad q has it in elements 4 i + e, 4 i + 2 + e.
+    uint32_t hidden[4];
+    int n;      // which tile; kNoTile after the last item
+    bool cut;   // whether the mask hides any of its keys
+    bool last;  // whether it is the last tile of the item
+};
+constexpr int kNoTile = -1;
+
+constexpr int kWgmmaWorkSlots = 3;  // consumers keep an item until its last store, and the producer is one item ahead
+
+// Plans with options have this in shared memory, too.
+template <WgmmaPlanId kId, bool kOptions = kWgmmaPlan<kId>.options>
+struct WgmmaKeyTiles {};
+template <WgmmaPlanId kId>
+struct WgmmaKeyTiles<kId, true> {
+    static constexpr int kStages = kWgmmaPlan<kId>.stages;
+    // By phase and slot of the ring of K. An entry lives for two phases, because V of the tile is in use after its K.
+    KeyTile tiles[2][kStages];
+    uint64_t v_landed[kStages];    // calls with a mask: V is there, but not zeroed yet where the mask hides keys
+    float slope[kWgmmaWorkSlots];  // of ALiBi, in the unit of the scores before they are scaled
+};
+
 template <typename T, WgmmaPlanId kId>
 struct alignas(1024) WgmmaSmem {
     static constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
@@ -31,24 +55,29 @@ struct alignas(1024) WgmmaSmem {
     T v[kPlan.stages][kPlan.block_n * kPlan.columns_v()];
     uint64_t q_full[1], q_empty[1];
     uint64_t k_full[kPlan.stages], k_empty[kPlan.stages], v_full[kPlan.stages], v_empty[kPlan.stages];
-    static constexpr int kWorkSlots = 3;  // consumers keep an item until its last store, and the producer is one item ahead
+    static constexpr int kWorkSlots = kWgmmaWorkSlots;
     uint64_t work_full[kWorkSlots], work_empty[kWorkSlots];
     typename WgmmaItem<kId>::Type work[kWorkSlots];
     uint8_t seen[2][kPlan.general ? kPlan.block_n : 1];  // does any row of the block see this key? One slot each for two consecutive tiles
+    WgmmaKeyTiles<kId> keys;
 };
 
+// `zeroing_warps`: how many warps see to it that V is zero where a mask hides keys; plans with options alone have any.
 template <typename T, WgmmaPlanId kId>
-__device__ __forceinline__ void init_barriers(WgmmaSmem<T, kId>& smem, bool page_copies) {
+__device__ __forceinline__ void init_barriers(WgmmaSmem<T, kId>& smem, bool page_copies, int zeroing_warps = 0) {
     constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
     constexpr int kConsumerArrivals = 4 * kPlan.warpgroups * kWarpArrivals;  // one per warp, after its wgmmas have read the buffer
     const int landings = page_copies ? 4 * kWarpArrivals : 1;                // one per producer warp, or one by the copying thread
+    const int landings_v = zeroing_warps ? zeroing_warps * kWarpArrivals : landings;
     mbarrier_init(shared_address(smem.q_full), 1), mbarrier_init(shared_address(smem.q_empty), kConsumerArrivals);
     for (int i = 0; i < kPlan.stages; ++i) {
         mbarrier_init(shared_address(smem.k_full + i), landings), mbarrier_init(shared_address(smem.k_empty + i), kConsumerArrivals);
-        mbarrier_init(shared_address(smem.v_full + i), landings), mbarrier_init(shared_address(smem.v_empty + i), kConsumerArrivals);
+        mbarrier_init(shared_address(smem.v_full + i), landings_v), mbarrier_init(shared_address(smem.v_empty + i), kConsumerArrivals);
     }
     for (int i = 0; i < WgmmaSmem<T, kId>::kWorkSlots; ++i)
         mbarrier_init(shared_address(smem.work_full + i), 1), mbarrier_init(shared_address(smem.work_empty + i), kConsumerArrivals);
+    if constexpr (kPlan.options)
+        for (int i = 0; i < kPlan.stages; ++i) mbarrier_init(shared_address(smem.keys.v_landed + i), 1);
     fence_mbarrier_init();
 }
 

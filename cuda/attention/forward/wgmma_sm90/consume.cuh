@@ -96,7 +96,8 @@ __device__ __forceinline__ MaskedTiles masked_tiles(const ForwardWork& w, int wg
     MaskedTiles tiles;
     tiles.right_tile = clamp_to(w.row0 + wg * 64 + w.right + 1, 0, w.seqlen_k) / kPlan.block_n;
     tiles.left_tile = 0;
-    if (kPlan.general) tiles.left_tile = (clamp_to(w.row0 + wg * 64 + 63 + w.left, 0, w.seqlen_k) + kPlan.block_n - 1) / kPlan.block_n;
+    if (kPlan.general || kPlan.options)
+        tiles.left_tile = (clamp_to(w.row0 + wg * 64 + 63 + w.left, 0, w.seqlen_k) + kPlan.block_n - 1) / kPlan.block_n;
     return tiles;
 }
 // Sets the scores of tile n that lie outside the window of their row to -inf.
@@ -104,11 +105,12 @@ template <WgmmaPlanId kId, int kScores>
 __device__ __forceinline__ void mask_scores(float (&S)[kScores], const ForwardWork& w, const MaskedTiles& masked, int n,
                                             const Consumer& me) {
     constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
-    if (n < masked.right_tile && (!kPlan.general || n >= masked.left_tile)) return;
+    constexpr bool kLeftEdge = kPlan.general || kPlan.options;
+    if (n < masked.right_tile && (!kLeftEdge || n >= masked.left_tile)) return;
     const Consumer at = me.rare();
     const int row = w.row0 + at.row(), key = n * kPlan.block_n + 2 * at.quad();
     if (n >= masked.right_tile) mask_right(S, min(row + w.right, w.seqlen_k - 1) - key, min(row + 8 + w.right, w.seqlen_k - 1) - key);
-    if (kPlan.general && n < masked.left_tile) mask_left(S, row + w.left - key, row + 8 + w.left - key);
+    if (kLeftEdge && n < masked.left_tile) mask_left(S, row + w.left - key, row + 8 + w.left - key);
 }
 
 template <WgmmaPlanId kId>

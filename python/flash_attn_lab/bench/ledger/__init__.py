@@ -76,7 +76,7 @@ def found(asked: str, device: str = "cuda") -> Library:
         python = path.resolve() / "python"
         if not (python / "flash_attn_minimal" / "__init__.py").is_file():
             raise BenchError(f"--against {asked}: this folder has no python/flash_attn_minimal")
-        return Library(_commit_of(path) or asked, library, python)
+        return Library(_commit_of(path) or path.resolve().name, library, python)
     return _built(asked, device)
 
 
@@ -97,7 +97,11 @@ def _git(*words: str, folder: Path | None = None) -> str:
 
 
 def _commit_of(folder: Path) -> str | None:
+    """The commit of a checkout. A folder without a repository of its own may lie in another checkout, whose commit is
+    not the folder's."""
     try:
+        if _git("rev-parse", "--show-prefix", folder=folder):
+            return None
         return _git("rev-parse", "--short=12", "HEAD", folder=folder)
     except (BenchError, OSError):
         return None
