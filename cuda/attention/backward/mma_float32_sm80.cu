@@ -17,6 +17,8 @@
 // Above head dim 128 the registers of a warp do not hold dK and dV: two warps have the same keys and half of the columns each, and both
 // compute S and dP. Two warps with the same queries take half of the keys of a step each, and add up their sums of dQ at the end.
 //
+// A row whose |lse| is beyond 4096 needs the products of large_rows.cuh to the bit: a call that has one is left to simple.cu.
+//
 // Infinity and NaN have no parts: where a sum of a block is not finite, the block computes its rows again, with code that gives what
 // float32 gives. Bound by mma.sync: 7 products instead of 5, three instructions each.
 #include "attention/common/mask.h"
@@ -58,8 +60,8 @@ inline constexpr GradientTile kGradientTile = gradient_tile(kD, kOwn, kSize);
 
 struct GradientParams {
     BackwardParams backward;
-    const int* wanted;  // nullptr, or a word that is 0 if another kernel has served the call
-    int tiles;          // of own rows, of the longest sequence
+    const int *wanted, *unwanted;  // words: 0 if another kernel has served the call (nullptr: none has); not 0 if another one will
+    int tiles;                     // of own rows, of the longest sequence
     bool aligned_q, aligned_k, aligned_v, aligned_dout, aligned_dq, aligned_dk, aligned_dv;
 };
 
@@ -460,7 +462,7 @@ struct GradientBlock {
 template <int kD, Own kOwn, Size kSize, Scores kScores>
 __global__ void __launch_bounds__(warps_of(kGradientTile<kD, kOwn, kSize>) * 32, kGradientTile<kD, kOwn, kSize>.blocks_per_sm)
     gradient_kernel(const __grid_constant__ GradientParams params) {
-    if (params.wanted && *params.wanted == 0) return;
+    if ((params.wanted && *params.wanted == 0) || *params.unwanted != 0) return;
     using Block = GradientBlock<kD, kOwn, kSize, kScores>;
     extern __shared__ __align__(128) unsigned char shared[];
     auto& smem = *reinterpret_cast<typename Block::Smem*>(shared);
@@ -510,12 +512,14 @@ cudaError_t launch(GradientParams& params, bool plain, size_t shared_memory, cud
 
 }  // namespace
 
-size_t backward_mma_float32_sm80_workspace(const BackwardParams& b, const DeviceInfo&) { return rows_of_call_bytes(b.forward); }
+size_t backward_mma_float32_sm80_workspace(const BackwardParams& b, const DeviceInfo&) {
+    return rows_of_call_bytes(b.forward) + 2 * sizeof(int);
+}
 
-// With `wanted`, delta and the RowBase of the rows are there already.
-cudaError_t backward_mma_float32_sm80_if(const int* wanted, const BackwardParams& b, const DeviceInfo& device, cudaStream_t stream) {
+cudaError_t backward_mma_float32_sm80_if(const int* wanted, const int* unwanted, const BackwardParams& b, const DeviceInfo& device,
+                                         cudaStream_t stream) {
     GradientParams params{};
-    params.backward = b, params.wanted = wanted;
+    params.backward = b, params.wanted = wanted, params.unwanted = unwanted;
     params.backward.forward.workspace = align_up(b.forward.workspace, alignof(float2));
     const AttentionParams& p = params.backward.forward;
     const auto aligned = [&](const TensorView& t, int heads, int columns) { return aligned_rows<float>(p, t, heads, columns); };
@@ -524,15 +528,19 @@ cudaError_t backward_mma_float32_sm80_if(const int* wanted, const BackwardParams
     params.aligned_dq = aligned(b.dq, p.nheads, p.headdim);
     params.aligned_dk = aligned(b.dk, p.nheads_k, p.headdim), params.aligned_dv = aligned(b.dv, p.nheads_k, p.headdim_v);
     const bool plain = !p.general_scores() && params.aligned_q && params.aligned_k && params.aligned_v && params.aligned_dout;
-    const RowsOfCall rows = rows_of_call(p);
-    if (!wanted)
-        if (const cudaError_t error = backward_delta(params.backward, rows.delta, rows.bases, stream)) return error;
     return with_backward_bucket(p.headdim, p.headdim_v,
                                 [&](auto d, auto) { return launch<decltype(d)::value>(params, plain, device.shared_memory, stream); });
 }
 
-cudaError_t backward_mma_float32_sm80(const BackwardParams& b, const DeviceInfo& device, cudaStream_t stream) {
-    return backward_mma_float32_sm80_if(nullptr, b, device, stream);
+cudaError_t backward_mma_float32_sm80(const BackwardParams& params, const DeviceInfo& device, cudaStream_t stream) {
+    BackwardParams b = params;
+    b.forward.workspace = align_up(params.forward.workspace, alignof(float2));
+    const RowsOfCall rows = rows_of_call(b.forward);
+    int* const some_large = reinterpret_cast<int*>(rows.delta + row_count(b.forward));
+    if (const cudaError_t error = cudaMemsetAsync(some_large, 0, sizeof(int), stream)) return cudaGetLastError(), error;
+    if (const cudaError_t error = backward_delta(b, rows.delta, rows.bases, stream, some_large)) return error;
+    if (const cudaError_t error = backward_mma_float32_sm80_if(nullptr, some_large, b, device, stream)) return error;
+    return backward_simple_if(some_large, b, device, stream);
 }
 
 }  // namespace fa

@@ -39,7 +39,7 @@ struct TwoTilings {
 struct WideParams {
     BackwardParams backward;
     TwoTilings q, k, v, dout;
-    int* out_of_range;
+    int* out_of_range;  // two words: the parts are not precise enough; some row is large
 };
 
 __global__ void __launch_bounds__(kSplitThreads) split_kernel(const __grid_constant__ WideParams params) {
@@ -356,7 +356,7 @@ struct WideBlock {
 
 template <Own kOwn>
 __global__ void __launch_bounds__(kBlockThreads, 1) gradient_kernel(const __grid_constant__ WideParams params) {
-    if (*params.out_of_range) return;
+    if (params.out_of_range[0] || params.out_of_range[1]) return;
     extern __shared__ __align__(1024) unsigned char shared[];
     auto& smem = *reinterpret_cast<WideSmem*>(shared);
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
@@ -392,7 +392,7 @@ size_t divide(const AttentionParams& p, unsigned char* base, WideParams* to) {
         return at;
     };
     take(int64_t(rows_of_call_bytes(p)));
-    to->out_of_range = reinterpret_cast<int*>(take(sizeof(int)));
+    to->out_of_range = reinterpret_cast<int*>(take(2 * sizeof(int)));
     const auto place = [&](SplitTensor& t, int64_t heads, int rows, int tile_rows) {
         t.tiles = (rows + tile_rows - 1) / tile_rows;
         t.scales = reinterpret_cast<float*>(take(heads * t.tiles * 4));
@@ -437,13 +437,15 @@ cudaError_t backward_wgmma_float32_wide_sm90(const BackwardParams& b, const Devi
     view(params.q, p.q, p.nheads, p.seqlen_q, p.headdim), view(params.dout, b.dout, p.nheads, p.seqlen_q, p.headdim_v);
     view(params.k, p.k, p.nheads_k, p.seqlen_k, p.headdim), view(params.v, p.v, p.nheads_k, p.seqlen_k, p.headdim_v);
     const RowsOfCall rows = rows_of_call(p);
-    if (const cudaError_t error = backward_delta(params.backward, rows.delta, rows.bases, stream)) return error;
-    if (const cudaError_t error = cudaMemsetAsync(params.out_of_range, 0, sizeof(int), stream)) return cudaGetLastError(), error;
+    int *const out_of_range = params.out_of_range, *const some_large = out_of_range + 1;
+    if (const cudaError_t error = cudaMemsetAsync(out_of_range, 0, 2 * sizeof(int), stream)) return cudaGetLastError(), error;
+    if (const cudaError_t error = backward_delta(params.backward, rows.delta, rows.bases, stream, some_large)) return error;
     if (blocks > 0)
         if (const cudaError_t error = launch_kernel(split_kernel, unsigned(blocks), kSplitThreads, 0, stream, params)) return error;
     if (const cudaError_t error = launch<Own::kKeys>(params, stream)) return error;
     if (const cudaError_t error = launch<Own::kQueries>(params, stream)) return error;
-    return backward_mma_float32_sm80_if(params.out_of_range, params.backward, device, stream);
+    if (const cudaError_t error = backward_mma_float32_sm80_if(out_of_range, some_large, params.backward, device, stream)) return error;
+    return backward_simple_if(some_large, params.backward, device, stream);
 }
 
 }  // namespace fa
