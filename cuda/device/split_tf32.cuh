@@ -34,7 +34,8 @@ struct SplitParts {
         } else {
             const bool finite = fabsf(x) < INFINITY;
             high[i] = finite ? __float_as_uint(x) & kTf32 : round_tf32(x);  // rounding down cannot make a finite number infinite
-            low[i] = finite ? round_tf32(x - __uint_as_float(high[i])) : 0u;
+            const float rest = x - __uint_as_float(high[i]);                // rounded up, it could make the largest numbers infinite
+            low[i] = !finite ? 0u : fabsf(x) < 0x1p127f ? round_tf32(rest) : __float_as_uint(rest);
             finite_high[i] = finite ? high[i] : 0u;
         }
     }

@@ -1,17 +1,18 @@
-"""float32 on tensor cores (docs/float32.md): the sums that the kernels rely on, in NumPy; the kernels against float64 with the budget of
-float32; infinity and NaN; and who serves what."""
+"""float32 on tensor cores (docs/float32.md): the sums that the kernels rely on, in NumPy; the kernels against float64
+with the budget of float32; infinity and NaN; and who serves what."""
 
 import accuracy
 import numpy as np
 import pytest
 from accuracy import Case
-from conftest import CUDA, NO_CUDA, Kernel
+from conftest import CUDA, NO_CUDA, BackwardKernel, Kernel
 
 import flash_attn_minimal as fa
 from flash_attn_lab import reference
 
 with_gpu = pytest.mark.skipif(bool(NO_CUDA), reason=NO_CUDA)
 NAMES = ["mma_float32_sm80", "wgmma_float32_sm90"]
+BACKWARD = [*NAMES, "wgmma_float32_wide_sm90"]
 UNIT = 2.0**-24
 
 
@@ -32,7 +33,7 @@ def parts(x, bits, count=2):
 
 
 def multiply(total, a, b, block):
-    """total + a @ b as a tensor core adds: a block of products at a time, aligned to the largest and cut off to float32."""
+    """total + a @ b as a tensor core adds: a block at a time, aligned to the largest, cut off to float32."""
     for i in range(0, a.shape[1], block):
         products = a[:, i : i + block, None] * b[None, i : i + block]
         largest = np.maximum(np.abs(products).max(1), np.abs(total))
@@ -77,7 +78,9 @@ def scores(headdim):
 
 def probabilities(keys):
     rng = np.random.default_rng(keys)
-    return np.exp(rng.standard_normal((16, keys)) - 3).astype(np.float32), 1 + np.abs(rng.standard_normal((keys, 16), dtype=np.float32))
+    return np.exp(rng.standard_normal((16, keys)) - 3).astype(np.float32), 1 + np.abs(
+        rng.standard_normal((keys, 16), dtype=np.float32)
+    )
 
 
 def test_two_parts_hold_a_float32():
@@ -186,6 +189,70 @@ def test_values_out_of_float16s_range_in_one_tile():
 def test_bitwise_repeatable(name):
     q, k, v, _ = accuracy.inputs(Case(257, 300, 128, batch=2, nheads=8, nheads_k=2))
     first, second = (Kernel(CUDA, name)(q, k, v) for _ in range(2))
+    assert all(np.array_equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+def spoiled(case, change):
+    """The arrays of a backward call after change(q, k, v), with the out and lse of the CUDA cores, and dout."""
+    q, k, v, options = accuracy.inputs(case)
+    change(q, k, v)
+    out, lse = Kernel(CUDA, "minimal")(q, k, v, "float32", **options)
+    dout = np.random.default_rng(3).standard_normal(out.shape).astype(np.float32)
+    return (dout, q, k, v, out, lse), options
+
+
+@with_gpu
+@pytest.mark.parametrize("name", BACKWARD)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("seqlen_q,seqlen_k", [(1, 1), (65, 63), (129, 257), (300, 301), (1, 700), (700, 1)])
+@pytest.mark.parametrize("headdim", [64, 100, 192, 256])
+def test_gradients(name, seqlen_q, seqlen_k, headdim, causal):
+    BackwardKernel(CUDA, name).check(Case(seqlen_q, seqlen_k, headdim, nheads=4, nheads_k=2, causal=causal, dlse=True))
+
+
+@with_gpu
+@pytest.mark.parametrize("name", BACKWARD)
+@pytest.mark.parametrize("headdim", [64, 256])
+@pytest.mark.parametrize("value", SPECIAL)
+def test_special_values_in_gradients(name, headdim, value):
+    """As in the forward pass. (Equal numbers only where the value leaves the others their size.)"""
+    which, number = SPECIAL[value]
+
+    def change(*arrays):
+        arrays[which][0, 40, 0, 5] = number
+
+    arrays, options = spoiled(Case(70, 90, headdim), change)
+    want = BackwardKernel(CUDA, "simple")(*arrays, **options)
+    got = BackwardKernel(CUDA, name)(*arrays, **options)
+    for x, y in zip(got, want, strict=True):
+        assert np.array_equal(np.isfinite(x), np.isfinite(y))
+        if not 1e10 < abs(number) < np.inf:
+            finite = np.isfinite(y)
+            assert np.allclose(x[finite], y[finite], rtol=1e-4, atol=2e-5)
+
+
+@with_gpu
+@pytest.mark.parametrize("name", BACKWARD)
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+def test_gradients_of_values_out_of_float16s_range(name, headdim):
+    """A row of K 2^20 times larger than the others: float16 parts of a common scale would lose those."""
+
+    def change(q, k, v):
+        k[:, 50] *= 2.0**20
+        q[:, :, :, :] *= 2.0**-20
+
+    arrays, options = spoiled(Case(70, 120, headdim), change)
+    want = BackwardKernel(CUDA, "simple")(*arrays, **options)
+    got = BackwardKernel(CUDA, name)(*arrays, **options)
+    for x, y in zip(got, want, strict=True):
+        assert np.abs(x - y).max() < 1e-5 * np.abs(y).max()
+
+
+@with_gpu
+@pytest.mark.parametrize("name", BACKWARD)
+def test_gradients_repeat_bitwise(name):
+    arrays, options = spoiled(Case(257, 300, 256 if "wide" in name else 128, nheads=8, nheads_k=2), lambda *_: None)
+    first, second = (BackwardKernel(CUDA, name)(*arrays, **options) for _ in range(2))
     assert all(np.array_equal(x, y) for x, y in zip(first, second, strict=True))
 
 

@@ -3,16 +3,12 @@
 #include "api/attention/limits.h"
 #include "api/attention/registry.h"
 #include "attention/backward/wgmma_sm90/tiles.h"
+#include "attention/common/float16_parts.h"
+#include "attention/common/tiles_mma_sm80.h"
 #include "cpu/attention/kernels.h"
 
 #if FA_WITH_CUDA
 #include "attention/kernels.h"
-namespace fa {
-cudaError_t backward_mma_float32_sm80(const BackwardParams& b, const DeviceInfo& device, cudaStream_t stream);
-size_t backward_mma_float32_sm80_workspace(const BackwardParams&, const DeviceInfo&);  // bytes: delta and RowBase
-cudaError_t backward_wgmma_float32_sm90(const BackwardParams& b, const DeviceInfo& device, cudaStream_t stream);
-size_t backward_wgmma_float32_sm90_workspace(const BackwardParams&, const DeviceInfo&);  // bytes: the same, and the parts of q, k, v, dout
-}  // namespace fa
 #endif
 
 namespace fa {
@@ -52,10 +48,9 @@ bool has_blocks_for_halves_of_32(const BackwardParams& b, const DeviceInfo&) {
     const AttentionParams& p = b.forward;
     return 2 * ceil_div(p.seqlen_q > p.seqlen_k ? p.seqlen_q : p.seqlen_k, 32) * p.nheads * p.batch <= kMostBlocks;
 }
-// Which calls split products serve faster than the CUDA cores.
-constexpr bool kSplitProductsAreFaster = false;
-const char* split_products_yield(const BackwardParams&, const DeviceInfo&, char*, size_t) {
-    return kSplitProductsAreFaster ? nullptr : "it runs when it is asked for by name";
+// As in registry_forward.cpp.
+const char* split_products_yield(const BackwardParams&, const DeviceInfo& device, char*, size_t) {
+    return device.shared_memory > kMostSharedSm86 ? nullptr : "the CUDA cores of this GPU are faster";
 }
 bool has_indices_for_chunks(const BackwardParams& b, const DeviceInfo&) {
     constexpr int kMost = 1 << 30;  // whole chunks of rows and keys still have 32-bit indices
@@ -76,14 +71,19 @@ const char* pair_refuses(const BackwardParams& b, const DeviceInfo& device, char
         return say(text, size, "headdim=%d, headdim_v=%d: wgmma_sm90 serves up to 128", p.headdim, p.headdim_v);
     return needs_queries(b, device, text, size);
 }
+const char* wide_float32_refuses(const BackwardParams& b, const DeviceInfo&, char* text, size_t size) {
+    const AttentionParams& p = b.forward;
+    if (p.headdim > 128 || p.headdim_v > 128) return nullptr;
+    return say(text, size, "headdim=%d, headdim_v=%d: wgmma_float32_sm90 serves up to 128", p.headdim, p.headdim_v);
+}
 bool has_blocks_for_parts(const BackwardParams& b, const DeviceInfo&) {
     const AttentionParams& p = b.forward;
-    return 2 * p.batch * (ceil_div(p.seqlen_q + 128, 64) * p.nheads + ceil_div(p.seqlen_k + 128, 64) * p.nheads_k) <= kMostBlocks;
+    return 2 * p.batch * (ceil_div(p.seqlen_q + 128, 16) * p.nheads + ceil_div(p.seqlen_k + 128, 16) * p.nheads_k) <= kMostBlocks;
 }
-// Which calls float16 parts serve faster than other kernels.
-constexpr bool kFloat16PartsAreFaster = false;
-const char* float16_parts_yield(const BackwardParams&, const DeviceInfo&, char*, size_t) {
-    return kFloat16PartsAreFaster ? nullptr : "it runs when it is asked for by name";
+const char* float16_parts_yield(const BackwardParams& b, const DeviceInfo&, char* text, size_t size) {
+    const AttentionParams& p = b.forward;
+    if (float16_parts_are_faster(p)) return nullptr;
+    return say(text, size, "seqlen_q=%d, seqlen_k=%d: mma_float32_sm80 is faster for short calls", p.seqlen_q, p.seqlen_k);
 }
 bool wgmma_fits(const BackwardParams& b, const DeviceInfo&) {
     const BackwardPlan plan = backward_plan(backward_choose(b.forward));
@@ -143,10 +143,23 @@ constexpr BackwardKernel kKernels[] = {
      .yields = FA_SM90(float16_parts_yield),
      .workspace = FA_SM90(backward_wgmma_float32_sm90_workspace),
      .launch = FA_SM90(backward_wgmma_float32_sm90)},
+    {.name = "wgmma_float32_wide_sm90",
+     .summary = "Hopper: as wgmma_float32_sm90, warpgroups divide the products; head dims above 128, to 256",
+     .device = FA_CUDA,
+     .limits = {.dtypes = kFloat32,
+                .gpus = kHopper,
+                .head_dims = head_dims(4, 256),
+                .takes = kHints | kMaxScore | kKeySums | kLeftEdge | kSinks,
+                .memory = Memory::kWideRows},
+     .refuses = FA_SM90(wide_float32_refuses),
+     .fits = FA_SM90(has_blocks_for_parts),
+     .yields = FA_SM90(float16_parts_yield),
+     .workspace = FA_SM90(backward_wgmma_float32_wide_sm90_workspace),
+     .launch = FA_SM90(backward_wgmma_float32_wide_sm90)},
     {.name = "mma_float32_sm80",
      .summary = "tensor cores (mma.sync): float32 with float32's accuracy, three products of tf32 parts; head dims to 256, every option",
      .device = FA_CUDA,
-     .limits = {.dtypes = kFloat32, .gpus = kFromSm80, .head_dims = head_dims(1, 256), .takes = kAllFeatures & ~kIntervals},
+     .limits = {.dtypes = kFloat32, .gpus = kFromSm80, .head_dims = head_dims(1, 256)},
      .fits = FA_SM80(has_blocks_for_halves_of_32),
      .yields = FA_SM80(split_products_yield),
      .workspace = FA_SM80(backward_mma_float32_sm80_workspace),

@@ -2,6 +2,7 @@
 // registry_decode.cpp come before them.
 #include "api/attention/limits.h"
 #include "api/attention/registry.h"
+#include "attention/common/float16_parts.h"
 #include "attention/common/tiles_mma_sm80.h"
 #include "attention/forward/common/work_list.h"
 #include "attention/forward/fp8_sm90/plan.h"
@@ -10,11 +11,6 @@
 
 #if FA_WITH_CUDA
 #include "attention/kernels.h"
-namespace fa {
-cudaError_t forward_mma_float32_sm80(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
-cudaError_t forward_wgmma_float32_sm90(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
-size_t forward_wgmma_float32_sm90_workspace(const AttentionParams&, const DeviceInfo&);  // bytes: the parts of q, k and v
-}  // namespace fa
 #endif
 
 namespace fa {
@@ -65,10 +61,10 @@ bool has_blocks_for_tiles_of_32(const AttentionParams& p, const DeviceInfo&) {
 const char* takes_no_padding_in_pages(const AttentionParams& p, const DeviceInfo&, char*, size_t) {
     return p.cache.leftpad && p.cache.block_table ? "cache_leftpad is set: it takes none with pages" : nullptr;
 }
-// Which calls split products serve faster than the CUDA cores.
-constexpr bool kSplitProductsAreFaster = false;
-const char* split_products_yield(const AttentionParams&, const DeviceInfo&, char*, size_t) {
-    return kSplitProductsAreFaster ? nullptr : "it runs when it is asked for by name";
+// Tensor cores with float32's accuracy are ahead of the CUDA cores of sm_80, 90 and 100, but not of their smaller relatives, whose tensor
+// cores have a quarter of the rate.
+const char* split_products_yield(const AttentionParams&, const DeviceInfo& device, char*, size_t) {
+    return device.shared_memory > kMostSharedSm86 ? nullptr : "the CUDA cores of this GPU are faster";
 }
 const char* needs_shared_memory(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
     const size_t bytes = forward_float32_sm80_shared(p);
@@ -100,10 +96,9 @@ const char* wgmma_variant(const AttentionParams& p, const DeviceInfo& device) {
 bool has_blocks_for_parts(const AttentionParams& p, const DeviceInfo&) {
     return p.batch * (ceil_div(p.seqlen_q, 32) * p.nheads + ceil_div(p.seqlen_k, 16) * p.nheads_k) <= kMostBlocks;
 }
-// Which calls float16 parts serve faster than the CUDA cores.
-constexpr bool kFloat16PartsAreFaster = false;
-const char* split_products_yield_on_hopper(const AttentionParams&, const DeviceInfo&, char*, size_t) {
-    return kFloat16PartsAreFaster ? nullptr : "it runs when it is asked for by name";
+const char* float16_parts_yield(const AttentionParams& p, const DeviceInfo&, char* text, size_t size) {
+    if (float16_parts_are_faster(p)) return nullptr;
+    return say(text, size, "seqlen_q=%d, seqlen_k=%d: mma_float32_sm80 is faster for short calls", p.seqlen_q, p.seqlen_k);
 }
 const char* wide_yields(const AttentionParams& p, const DeviceInfo&, char* text, size_t size) {
     if (p.headdim > kWgmmaMaxHeadDim || p.headdim_v > kWgmmaMaxHeadDim) return nullptr;
@@ -208,7 +203,7 @@ constexpr Kernel kKernels[] = {
                 .takes = kHints | kKeySums | kLeftEdge | kSinks,
                 .memory = Memory::kWideRows},
      .fits = FA_SM90(has_blocks_for_parts),
-     .yields = FA_SM90(split_products_yield_on_hopper),
+     .yields = FA_SM90(float16_parts_yield),
      .workspace = FA_SM90(forward_wgmma_float32_sm90_workspace),
      .launch = FA_SM90(forward_wgmma_float32_sm90)},
     {.name = "mma_float32_sm80",

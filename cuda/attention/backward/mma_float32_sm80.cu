@@ -14,7 +14,10 @@
 //         acc_b += P walked_b                                     dV += P^T dout         -
 //         acc_a += dS walked_a                                    dK += dS^T q           dQ += dS k
 //
-// Above head dim 128 the registers do not hold dK and dV: two blocks compute half of the columns each, and both compute S and dP.
+// Above head dim 128 the registers of a warp do not hold dK and dV: two warps have the same keys and half of the columns each, and both
+// compute S and dP. Two warps with the same queries take half of the keys of a step each, and add up their sums of dQ at the end.
+//
+// A row whose |lse| is beyond 4096 needs the products of large_rows.cuh to the bit: a call that has one is left to simple.cu.
 //
 // Infinity and NaN have no parts: where a sum of a block is not finite, the block computes its rows again, with code that gives what
 // float32 gives. Bound by mma.sync: 7 products instead of 5, three instructions each.
@@ -34,21 +37,22 @@ enum class Own { kKeys, kQueries };      // what a block owns; it walks over the
 enum class Scores { kPlain, kGeneral };  // kGeneral: every option, and rows of any alignment
 
 struct GradientTile {
-    int warps;   // of 16 own rows
-    int walked;  // walked rows of a step
-    int stages;  // of walked rows
+    int row_warps;  // of 16 own rows
+    int walked;     // walked rows of a step
+    int stages;     // of walked rows
     int blocks_per_sm;
-    int parts;  // blocks that share the columns of dK and dV
+    // Warps with the same own rows divide either the columns of dK and dV or the walked rows of a step.
+    int column_parts, walked_parts;
 };
-// kLarge: sm_90 and others with 227 KB; kSmall: 99 KB
-enum class Size { kLarge, kSmall };
+constexpr int warps_of(const GradientTile& tile) { return tile.row_warps * tile.column_parts * tile.walked_parts; }
+// kLarge: sm_90 and others with 227 KB; kSmall: 99 KB; kGeneral: the same, for options, which need registers
+enum class Size { kLarge, kSmall, kGeneral };
 constexpr GradientTile gradient_tile(int d, Own own, Size size) {
-    const int parts = own == Own::kKeys && d > 128 ? 2 : 1;
-    if (d <= 64) return {4, 32, 2, 3, parts};               // 65 KB
-    if (d <= 96) return {4, 32, 1, 2, parts};               // 73 KB
-    if (d <= 128) return {4, 32, 1, 2, parts};              // 97 KB
-    if (size == Size::kLarge) return {4, 32, 1, 1, parts};  // 145, 193 KB
-    return {2, 16, 1, 1, parts};                            // 73, 97 KB
+    if (d <= 64) return {4, 32, 2, size == Size::kGeneral ? 2 : 3, 1, 1};                     // 65 KB
+    if (d == 128 && own == Own::kKeys && size == Size::kGeneral) return {4, 16, 1, 2, 1, 1};  // 81 KB
+    if (d <= 128) return {4, 32, 1, 2, 1, 1};                                                 // 73, 97 KB
+    if (own == Own::kKeys) return size == Size::kLarge ? GradientTile{4, 32, 1, 1, 2, 1} : GradientTile{2, 16, 1, 2, 2, 1};
+    return size == Size::kLarge ? GradientTile{4, 32, 1, 1, 1, 2} : GradientTile{2, 16, 1, 2, 1, 1};  // 145, 193 KB; 73, 97 KB
 }
 
 template <int kD, Own kOwn, Size kSize>
@@ -56,28 +60,28 @@ inline constexpr GradientTile kGradientTile = gradient_tile(kD, kOwn, kSize);
 
 struct GradientParams {
     BackwardParams backward;
-    const int* wanted;  // nullptr, or a word that is 0 if another kernel has served the call
-    int tiles;          // of own rows, of the longest sequence
+    const int *wanted, *unwanted;  // words: 0 if another kernel has served the call (nullptr: none has); not 0 if another one will
+    int tiles;                     // of own rows, of the longest sequence
     bool aligned_q, aligned_k, aligned_v, aligned_dout, aligned_dq, aligned_dk, aligned_dv;
 };
 
 // What a block does. It stays in shared memory, where it takes no registers between the steps.
 struct BlockState {
     Sequence s;
-    int batch, head, part, own0;  // head: of the own rows; part: of the columns
+    int batch, head, own0;  // head: of the own rows
     int own_rows, walk_begin, walk_end;
     int steps, all_steps;  // steps: of one head
 };
 
 template <GradientTile const& kTile, int kD>
 struct GradientSmem {
-    alignas(128) float own_a[16 * kTile.warps * kD];
-    alignas(128) float own_b[16 * kTile.warps * kD];
+    alignas(128) float own_a[16 * kTile.row_warps * kD];
+    alignas(128) float own_b[16 * kTile.row_warps * kD];
     alignas(128) float walked_a[kTile.stages][kTile.walked * kD];
     alignas(128) float walked_b[kTile.stages][kTile.walked * kD];
-    Query query[kTile.stages * kTile.walked > 16 * kTile.warps ? kTile.stages* kTile.walked : 16 * kTile.warps];
+    Query query[kTile.stages * kTile.walked > 16 * kTile.row_warps ? kTile.stages* kTile.walked : 16 * kTile.row_warps];
     BlockState state;
-    int used[kTile.walked];  // own queries, with a mask or bias: does some row of this block have a nonzero dS for this key?
+    int used[kTile.walked];  // own queries, where options may hide keys: does some row of this block have a nonzero dS for this key?
 };
 
 template <int kTiles>
@@ -117,13 +121,14 @@ template <SplitRange kRange, int kD, int kTiles, int kColumnTiles>
 __device__ __forceinline__ void add_rows(float (&acc)[1][kColumnTiles][4], const float (&weights)[1][kTiles][4], uint32_t walked,
                                          int rows) {
     using Tile = SharedTile<float, kD>;
-    constexpr int kAtOnce = kRange == SplitRange::kUsual ? 4 : 1;
+    constexpr int kAtOnce = kRange == SplitRange::kUsual ? 4 : 1, kParts = kColumnTiles > 16 ? 2 : 1;
 #pragma unroll
-    for (int step = 0; step < kTiles; ++step) {
+    for (int x = 0; x < kTiles * kParts; ++x) {
+        const int step = x / kParts, part = x % kParts;
         if (8 * step >= rows) break;  // it also keeps the compiler from mixing the steps, which takes registers
         const SplitParts<kRange, 4> A[1] = {split_accumulator<kRange>(weights[0][step])};
 #pragma unroll
-        for (int n = 0; n < kColumnTiles; n += 4) {
+        for (int n = kColumnTiles * part / kParts; n < kColumnTiles * (part + 1) / kParts; n += 4) {
             uint32_t X[4][2];
             const uint32_t at = walked + 32 * n + 8 * step * Tile::kPitch;
             load_two_rows(X, at, (at ^ 16) + Tile::kPitch);
@@ -248,6 +253,11 @@ __device__ __forceinline__ void gradients_of_pairs(const AttentionParams& p, con
                 if (!static_cast<const uint8_t*>(p.mask.data)[place]) seen &= ~(1u << i);
             }
         }
+        if (p.intervals.data) {
+#pragma unroll
+            for (int i = 0; i < kCount; ++i)
+                if (seen >> i & 1 && interval_hides(p, at.batch, at.head, query(i), key(i))) seen &= ~(1u << i);
+        }
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
             const Query& row = statistics(i);
@@ -269,8 +279,9 @@ template <int kD, Own kOwn, Size kSize, Scores kScores>
 struct GradientBlock {
     static constexpr GradientTile kTile = kGradientTile<kD, kOwn, kSize>;
     static constexpr bool kOwnsKeys = kOwn == Own::kKeys, kGeneral = kScores == Scores::kGeneral;
-    static constexpr int kThreads = 32 * kTile.warps, kOwnRows = 16 * kTile.warps, kWalked = kTile.walked, kStages = kTile.stages;
-    static constexpr int kTiles = kWalked / 8, kColumns = kD / kTile.parts, kColumnTiles = kColumns / 8;
+    static constexpr int kThreads = 32 * warps_of(kTile), kOwnRows = 16 * kTile.row_warps, kWalked = kTile.walked, kStages = kTile.stages;
+    static constexpr int kPartRows = kWalked / kTile.walked_parts, kTiles = kPartRows / 8;  // walked rows of a warp
+    static constexpr int kColumns = kD / kTile.column_parts, kColumnTiles = kColumns / 8;
     static_assert(kColumns % 32 == 0 && 4 * kTiles <= 32, "whole groups of columns; a bit for each element");
     using Tile = SharedTile<float, kD>;
     using Smem = GradientSmem<kGradientTile<kD, kOwn, kSize>, kD>;
@@ -295,8 +306,6 @@ struct GradientBlock {
         const AttentionParams& p = params.backward.forward;
         const int heads = kOwnsKeys ? p.nheads_k : p.nheads;
         BlockState at{};
-        at.part = index % kTile.parts;
-        index /= kTile.parts;
         at.head = index % heads;
         index /= heads;
         at.batch = index % p.batch;
@@ -354,9 +363,12 @@ struct GradientBlock {
 
     template <SplitRange kRange>
     __device__ __forceinline__ void walk(Sums& acc_a, Sums& acc_b) const {
-        const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-        const uint32_t own = Tile::offset(16 * warp + lane % 16, lane / 16), columns = Tile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-        const uint32_t rows = Tile::offset(lane % 4 * 2, lane / 4) + at.part * kColumns * 4;
+        const int lane = threadIdx.x % 32, all = __shfl_sync(~0u, threadIdx.x / 32, 0);
+        const int warp = all % kTile.row_warps, group = all / kTile.row_warps;
+        const int part_row = kTile.walked_parts > 1 ? group * kPartRows : 0, part_column = kTile.column_parts > 1 ? group * kColumns : 0;
+        const uint32_t own = Tile::offset(16 * warp + lane % 16, lane / 16);
+        const uint32_t columns = Tile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2) + part_row * Tile::kPitch;
+        const uint32_t rows = Tile::offset(lane % 4 * 2, lane / 4) + part_row * Tile::kPitch + part_column * 4;
         bool cut = false;
         if (at.all_steps > 0) {
             load_own();
@@ -369,13 +381,13 @@ struct GradientBlock {
             const bool some_cut = __syncthreads_or(cut);  // the walked rows are here; with two stages nobody reads those of the last step
             if (kStages == 2 && step + 1 < at.all_steps) cut = load_walked(step + 1);
             const int stage = kStages == 2 ? step % 2 : 0, head_step = kOwnsKeys ? step / at.steps : 0;
-            const int row0 = at.walk_begin + (step - head_step * at.steps) * kWalked;
+            const int row0 = at.walk_begin + (step - head_step * at.steps) * kWalked + part_row;
             const uint32_t walked_a = shared_address(smem.walked_a[stage]), walked_b = shared_address(smem.walked_b[stage]);
             Pairs S, dP;
             multiply_rows<kRange, kD>(S, shared_address(smem.own_a) + own, walked_a + columns);
             multiply_rows<kRange, kD>(dP, shared_address(smem.own_b) + own, walked_b + columns);
             if constexpr (kOwnsKeys) {
-                const Query* const query = smem.query + stage * kWalked + lane % 4 * 2;
+                const Query* const query = smem.query + stage * kWalked + part_row + lane % 4 * 2;
                 const int key = at.own0 + 16 * warp + lane / 4, first_row = row0 + lane % 4 * 2;
                 gradients_of_pairs<kGeneral>(
                     p, PairPlace{at.batch, at.head * p.group + head_step, at.s.shift}, some_cut, S, dP,
@@ -388,7 +400,7 @@ struct GradientBlock {
                 gradients_of_pairs<kGeneral>(
                     p, PairPlace{at.batch, at.head, at.s.shift}, sees_less(query, row0), S, dP, [=](int i) { return row + i / 2 % 2 * 8; },
                     [=](int i) { return key + i / 4 * 8 + i % 2; }, [=](int i) -> const Query& { return query[i / 2 % 2 * 8]; });
-                if (kGeneral && (p.mask.data || p.bias.data)) zero_unused_keys(dP, stage);
+                if (kGeneral && p.may_hide_keys()) zero_unused_keys(dP, stage, part_row);
             }
             add_rows<kRange, kD>(acc_a, dP, walked_a + rows, at.walk_end - row0);
             if (kStages == 1) __syncthreads();  // nobody reads the walked rows any more
@@ -398,29 +410,45 @@ struct GradientBlock {
     __device__ __forceinline__ bool sees_less(const Query* query, int key0) const {
         bool less = false;
 #pragma unroll
-        for (int r = 0; r < 2; ++r) less |= query[8 * r].begin > key0 || query[8 * r].end < key0 + kWalked;
+        for (int r = 0; r < 2; ++r) less |= query[8 * r].begin > key0 || query[8 * r].end < key0 + kPartRows;
         return __any_sync(~0u, less);
     }
     // A key whose dS are all zero in this block may hold NaN, and 0 x NaN is NaN: its K is zeroed.
-    __device__ __forceinline__ void zero_unused_keys(const Pairs& dS, int stage) const {
+    __device__ __forceinline__ void zero_unused_keys(const Pairs& dS, int stage, int part_row) const {
         const int thread = opaque(int(threadIdx.x));
         if (thread < kWalked) smem.used[thread] = 0;
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < 4 * kTiles; ++i)
-            if (dS[0][i / 4][i % 4] != 0) smem.used[8 * (i / 4) + mma_column(thread % 32, i)] = 1;
+            if (dS[0][i / 4][i % 4] != 0) smem.used[part_row + 8 * (i / 4) + mma_column(thread % 32, i)] = 1;
         __syncthreads();
         for (int x = thread; x < kWalked * Tile::kPieces; x += kThreads)
             if (!smem.used[x / Tile::kPieces]) reinterpret_cast<uint4*>(smem.walked_a[stage])[x] = make_uint4(0, 0, 0, 0);
         __syncthreads();
     }
+    // Adds the sums of warps with other walked rows to those of the first ones. Called by the whole block.
+    __device__ __forceinline__ void join(Sums& acc) const {
+        static_assert(sizeof(Sums) * 32 * kTile.row_warps <= 2 * sizeof smem.own_a, "room in the own rows");
+        constexpr int kOfPart = 32 * kTile.row_warps;
+        const int thread = opaque(int(threadIdx.x));
+        __syncthreads();  // nobody reads the own rows any more
+#pragma unroll
+        for (int x = 0; x < 4 * kColumnTiles; ++x)
+            if (thread >= kOfPart) smem.own_a[x * kOfPart + thread - kOfPart] = acc[0][x / 4][x % 4];
+        __syncthreads();
+#pragma unroll
+        for (int x = 0; x < 4 * kColumnTiles; ++x)
+            if (thread < kOfPart) acc[0][x / 4][x % 4] += smem.own_a[x * kOfPart + thread];
+    }
     __device__ __forceinline__ void finish(const Sums& acc_a, const Sums& acc_b) const {
         const BackwardParams& b = params.backward;
         const GradientSequence g = gradients_of(b, at.batch);
-        const int row0 = at.own0 + threadIdx.x / 32 * 16;
+        const int warp = opaque(int(threadIdx.x)) / 32, group = warp / kTile.row_warps;
+        if (kTile.walked_parts > 1 && group > 0) return;
+        const int row0 = at.own0 + warp % kTile.row_warps * 16, column0 = kTile.column_parts > 1 ? group * kColumns : 0;
         const auto put = [&](const Sums& acc, float scale, const TensorView& t, int64_t first, int columns, bool aligned) {
             float* const to = static_cast<float*>(const_cast<void*>(static_cast<const void*>(t.data))) + first + at.head * t.head;
-            store(acc, scale, to, t.row, row0, at.own_rows, at.part * kColumns, columns, aligned, b.accumulate);
+            store(acc, scale, to, t.row, row0, at.own_rows, column0, columns, aligned, b.accumulate);
         };
         if (kOwnsKeys) {
             put(acc_a, p.scale, b.dk, g.dk, p.headdim, params.aligned_dk);
@@ -432,9 +460,9 @@ struct GradientBlock {
 };
 
 template <int kD, Own kOwn, Size kSize, Scores kScores>
-__global__ void __launch_bounds__(kGradientTile<kD, kOwn, kSize>.warps * 32, kGradientTile<kD, kOwn, kSize>.blocks_per_sm)
+__global__ void __launch_bounds__(warps_of(kGradientTile<kD, kOwn, kSize>) * 32, kGradientTile<kD, kOwn, kSize>.blocks_per_sm)
     gradient_kernel(const __grid_constant__ GradientParams params) {
-    if (params.wanted && *params.wanted == 0) return;
+    if ((params.wanted && *params.wanted == 0) || *params.unwanted != 0) return;
     using Block = GradientBlock<kD, kOwn, kSize, kScores>;
     extern __shared__ __align__(128) unsigned char shared[];
     auto& smem = *reinterpret_cast<typename Block::Smem*>(shared);
@@ -450,6 +478,7 @@ __global__ void __launch_bounds__(kGradientTile<kD, kOwn, kSize>.warps * 32, kGr
         clear(acc_a), clear(acc_b);
         block.template walk<SplitRange::kAny>(acc_a, acc_b);
     }
+    if constexpr (Block::kTile.walked_parts > 1) block.join(acc_a);
     block.finish(acc_a, acc_b);
 }
 
@@ -457,11 +486,11 @@ template <int kD, Own kOwn, Size kSize, Scores kScores>
 cudaError_t launch(GradientParams& params, cudaStream_t stream) {
     constexpr const GradientTile& kTile = kGradientTile<kD, kOwn, kSize>;
     const AttentionParams& p = params.backward.forward;
-    constexpr int kRows = 16 * kTile.warps;
+    constexpr int kRows = 16 * kTile.row_warps;
     params.tiles = ((kOwn == Own::kKeys ? p.seqlen_k : p.seqlen_q) + kRows - 1) / kRows;
-    const int64_t blocks = int64_t(params.tiles) * (kOwn == Own::kKeys ? p.nheads_k : p.nheads) * p.batch * kTile.parts;
+    const int64_t blocks = int64_t(params.tiles) * (kOwn == Own::kKeys ? p.nheads_k : p.nheads) * p.batch;
     if (blocks == 0) return cudaSuccess;
-    return launch_kernel(gradient_kernel<kD, kOwn, kSize, kScores>, unsigned(blocks), kTile.warps * 32,
+    return launch_kernel(gradient_kernel<kD, kOwn, kSize, kScores>, unsigned(blocks), warps_of(kTile) * 32,
                          sizeof(GradientSmem<kGradientTile<kD, kOwn, kSize>, kD>), stream, params);
 }
 template <int kD, Size kSize, Scores kScores>
@@ -478,17 +507,19 @@ cudaError_t launch(GradientParams& params, bool plain, size_t shared_memory, cud
             return launch<kD, Size::kLarge, Scores::kPlain>(params, stream);
     }
     if (plain) return launch<kD, Size::kSmall, Scores::kPlain>(params, stream);
-    return launch<kD, Size::kSmall, Scores::kGeneral>(params, stream);
+    return launch<kD, Size::kGeneral, Scores::kGeneral>(params, stream);
 }
 
 }  // namespace
 
-size_t backward_mma_float32_sm80_workspace(const BackwardParams& b, const DeviceInfo&) { return rows_of_call_bytes(b.forward); }
+size_t backward_mma_float32_sm80_workspace(const BackwardParams& b, const DeviceInfo&) {
+    return rows_of_call_bytes(b.forward) + 2 * sizeof(int);
+}
 
-// With `wanted`, delta and the RowBase of the rows are there already.
-cudaError_t backward_mma_float32_sm80_if(const int* wanted, const BackwardParams& b, const DeviceInfo& device, cudaStream_t stream) {
+cudaError_t backward_mma_float32_sm80_if(const int* wanted, const int* unwanted, const BackwardParams& b, const DeviceInfo& device,
+                                         cudaStream_t stream) {
     GradientParams params{};
-    params.backward = b, params.wanted = wanted;
+    params.backward = b, params.wanted = wanted, params.unwanted = unwanted;
     params.backward.forward.workspace = align_up(b.forward.workspace, alignof(float2));
     const AttentionParams& p = params.backward.forward;
     const auto aligned = [&](const TensorView& t, int heads, int columns) { return aligned_rows<float>(p, t, heads, columns); };
@@ -497,15 +528,19 @@ cudaError_t backward_mma_float32_sm80_if(const int* wanted, const BackwardParams
     params.aligned_dq = aligned(b.dq, p.nheads, p.headdim);
     params.aligned_dk = aligned(b.dk, p.nheads_k, p.headdim), params.aligned_dv = aligned(b.dv, p.nheads_k, p.headdim_v);
     const bool plain = !p.general_scores() && params.aligned_q && params.aligned_k && params.aligned_v && params.aligned_dout;
-    const RowsOfCall rows = rows_of_call(p);
-    if (!wanted)
-        if (const cudaError_t error = backward_delta(params.backward, rows.delta, rows.bases, stream)) return error;
     return with_backward_bucket(p.headdim, p.headdim_v,
                                 [&](auto d, auto) { return launch<decltype(d)::value>(params, plain, device.shared_memory, stream); });
 }
 
-cudaError_t backward_mma_float32_sm80(const BackwardParams& b, const DeviceInfo& device, cudaStream_t stream) {
-    return backward_mma_float32_sm80_if(nullptr, b, device, stream);
+cudaError_t backward_mma_float32_sm80(const BackwardParams& params, const DeviceInfo& device, cudaStream_t stream) {
+    BackwardParams b = params;
+    b.forward.workspace = align_up(params.forward.workspace, alignof(float2));
+    const RowsOfCall rows = rows_of_call(b.forward);
+    int* const some_large = reinterpret_cast<int*>(rows.delta + row_count(b.forward));
+    if (const cudaError_t error = cudaMemsetAsync(some_large, 0, sizeof(int), stream)) return cudaGetLastError(), error;
+    if (const cudaError_t error = backward_delta(b, rows.delta, rows.bases, stream, some_large)) return error;
+    if (const cudaError_t error = backward_mma_float32_sm80_if(nullptr, some_large, b, device, stream)) return error;
+    return backward_simple_if(some_large, b, device, stream);
 }
 
 }  // namespace fa

@@ -9,7 +9,7 @@
 //   - P is scaled by 2^8, and each row of dS in a tile by a power of 2 of its own, before they are split in registers.
 //   - The products come in an order that frees one walked tile early: the next one arrives during the products of the other.
 //
-// Where the parts are not precise enough, mma_float32_sm80 serves the call.
+// Where the parts are not precise enough, mma_float32_sm80 serves the call, and simple where a row's |lse| is beyond 4096.
 //
 // Shared memory (PartsSmem)     own a, own b 2 x 64 x d | walked a, walked b stages x 64 x d; two parts each | statistics of queries
 // Bound by the tensor cores, and by their reads of both operands of S and dP.
@@ -24,8 +24,6 @@
 
 namespace fa {
 
-cudaError_t backward_mma_float32_sm80_if(const int* wanted, const BackwardParams& b, const DeviceInfo& device, cudaStream_t stream);
-
 namespace {
 
 constexpr int kWarpgroups = 2, kRows = 64, kOwnRows = kWarpgroups * kRows;
@@ -39,8 +37,8 @@ enum class Own { kKeys, kQueries };  // what a block owns; it walks over the oth
 struct PartsParams {
     BackwardParams backward;
     SplitTensor q, k, v, dout;
-    int tiles;  // of kOwnRows own rows
-    int* out_of_range;
+    int tiles;          // of kOwnRows own rows
+    int* out_of_range;  // two words: the parts are not precise enough; some row is large
 };
 
 template <int kD>
@@ -418,7 +416,7 @@ struct PartsBlock {
 
 template <int kD, Own kOwn>
 __global__ void __launch_bounds__(kBlockThreads, 1) gradient_kernel(const __grid_constant__ PartsParams params) {
-    if (*params.out_of_range) return;
+    if (params.out_of_range[0] || params.out_of_range[1]) return;
     static_assert(sizeof(PartsSmem<kD>) <= 227 * 1024, "a block of sm_90 has no more");
     extern __shared__ __align__(1024) unsigned char shared[];
     auto& smem = *reinterpret_cast<PartsSmem<kD>*>(shared);
@@ -462,7 +460,7 @@ size_t divide(const AttentionParams& p, unsigned char* base, PartsParams* to) {
         return at;
     };
     take(int64_t(rows_of_call_bytes(p)));
-    to->out_of_range = reinterpret_cast<int*>(take(sizeof(int)));
+    to->out_of_range = reinterpret_cast<int*>(take(2 * sizeof(int)));
     const auto place = [&](SplitTensor& t, int64_t heads, int64_t tiles) {
         t.scales = reinterpret_cast<float*>(take(heads * tiles * 4));
         t.parts = reinterpret_cast<__half*>(take(heads * tiles * kRows * d * 4));
@@ -484,7 +482,6 @@ template <int kD>
 cudaError_t launch(PartsParams& params, cudaStream_t stream) {
     const AttentionParams& p = params.backward.forward;
     const int64_t blocks = 2 * p.batch * (int64_t(params.q.tiles) * p.nheads + int64_t(params.k.tiles) * p.nheads_k);
-    if (const cudaError_t error = cudaMemsetAsync(params.out_of_range, 0, sizeof(int), stream)) return cudaGetLastError(), error;
     if (const cudaError_t error = launch_kernel(split_kernel<kD>, unsigned(blocks), kSplitThreads, 0, stream, params)) return error;
     if (const cudaError_t error = launch<kD, Own::kKeys>(params, stream)) return error;
     return launch<kD, Own::kQueries>(params, stream);
@@ -492,7 +489,6 @@ cudaError_t launch(PartsParams& params, cudaStream_t stream) {
 
 }  // namespace
 
-cudaError_t backward_wgmma_float32_sm90(const BackwardParams& b, const DeviceInfo& device, cudaStream_t stream);
 size_t backward_wgmma_float32_sm90_workspace(const BackwardParams& b, const DeviceInfo&) {
     PartsParams params{};
     return divide(b.forward, nullptr, &params) + 1024;
@@ -511,9 +507,12 @@ cudaError_t backward_wgmma_float32_sm90(const BackwardParams& b, const DeviceInf
     view(params.q, p.q, p.nheads, p.seqlen_q, p.headdim), view(params.dout, b.dout, p.nheads, p.seqlen_q, p.headdim_v);
     view(params.k, p.k, p.nheads_k, p.seqlen_k, p.headdim), view(params.v, p.v, p.nheads_k, p.seqlen_k, p.headdim_v);
     const RowsOfCall rows = rows_of_call(p);
-    if (const cudaError_t error = backward_delta(params.backward, rows.delta, rows.bases, stream)) return error;
+    int *const out_of_range = params.out_of_range, *const some_large = out_of_range + 1;
+    if (const cudaError_t error = cudaMemsetAsync(out_of_range, 0, 2 * sizeof(int), stream)) return cudaGetLastError(), error;
+    if (const cudaError_t error = backward_delta(params.backward, rows.delta, rows.bases, stream, some_large)) return error;
     if (const cudaError_t error = bucket(p) == 64 ? launch<64>(params, stream) : launch<128>(params, stream)) return error;
-    return backward_mma_float32_sm80_if(params.out_of_range, params.backward, device, stream);
+    if (const cudaError_t error = backward_mma_float32_sm80_if(out_of_range, some_large, params.backward, device, stream)) return error;
+    return backward_simple_if(some_large, params.backward, device, stream);
 }
 
 }  // namespace fa

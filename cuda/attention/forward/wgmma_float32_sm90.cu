@@ -30,8 +30,6 @@
 
 namespace fa {
 
-cudaError_t forward_mma_float32_sm80_if(const int* wanted, const AttentionParams& p, const DeviceInfo& device, cudaStream_t stream);
-
 namespace {
 
 constexpr int kWarpgroups = 2, kWarpgroupRows = 64, kBlockM = kWarpgroups * kWarpgroupRows;
@@ -362,7 +360,6 @@ cudaError_t launch(const SplitParams& split, const WgmmaFloat32Params& params, c
 
 }  // namespace
 
-cudaError_t forward_wgmma_float32_sm90(const AttentionParams& p, const DeviceInfo& device, cudaStream_t stream);
 size_t forward_wgmma_float32_sm90_workspace(const AttentionParams& p, const DeviceInfo&) {
     SplitParams split{};
     return divide(p, nullptr, &split) + 1024;
