@@ -284,7 +284,7 @@ struct Group {
             const int32_t* numbers[L];
             for (int l = 0; l < L; ++l) numbers[l] = row_indices_of(p, t.batch, row(n * L + l).head);
             for (int j = begin; j < end; ++j) {
-                HiddenRowsOf<IVec> hidden;
+                HiddenRowsOf<IVec> hidden = {};
                 for (int l = 0; l < L; ++l) {
                     const HiddenRows one = hidden_rows(p, numbers[l] + int64_t(key + j) * p.intervals.key);
                     for (int x = 0; x < 2; ++x) hidden.begin[x][l] = one.begin[x], hidden.end[x][l] = one.end[x];
