@@ -29,7 +29,7 @@ def kernel_of(name, lines=None):
 
 
 def judged(name, kernel, slow=False):
-    """What the judge says; `slow`: about the slow lines."""
+    """Returns what the judge says; `slow`: about the slow lines."""
     if not NO_CUDA:  # CUDA does not survive the fork of a process that other tests have used it in
         about = {"name": name, "lines": kernel.lines, "slow": slow}
         command = [sys.executable, "-c", IN_A_PROCESS, str(FOLDER)]

@@ -3,6 +3,7 @@
 #include "api/attention/limits.h"
 #include "api/attention/registry.h"
 #include "attention/common/float16_parts.h"
+#include "attention/common/interval_bounds.h"
 #include "attention/common/tiles_mma_sm80.h"
 #include "attention/forward/common/work_list.h"
 #include "attention/forward/fp8_sm90/plan.h"
@@ -58,6 +59,7 @@ bool has_blocks_for_all_of_S(const AttentionParams& p, const DeviceInfo&) {
 bool has_blocks_for_tiles_of_32(const AttentionParams& p, const DeviceInfo&) {
     return ceil_div(p.seqlen_q, 32) * p.nheads * p.batch * (p.headdim_v > 192 ? 2 : 1) <= kMostBlocks;
 }
+size_t bounds_workspace(const AttentionParams& p, const DeviceInfo&) { return interval_bounds_bytes(p); }
 const char* takes_no_padding_in_pages(const AttentionParams& p, const DeviceInfo&, char*, size_t) {
     return p.cache.leftpad && p.cache.block_table ? "cache_leftpad is set: it takes none with pages" : nullptr;
 }
@@ -183,6 +185,7 @@ constexpr Kernel kKernels[] = {
      .limits = {.dtypes = k16Bits, .gpus = kFromSm80, .head_dims = head_dims(1, 512), .takes = kAllFeatures & ~k8BitCache},
      .refuses = FA_SM80(takes_no_padding_in_pages),
      .fits = FA_SM80(has_blocks_for_tiles_of_32),
+     .workspace = FA_SM80(bounds_workspace),
      .launch = FA_SM80(forward_mma_sm80)},
     {.name = "mma_tf32_sm80",
      .summary = "tensor cores (mma.sync): float32 with allow_tf32, head dims to 256, every option",
@@ -193,6 +196,7 @@ constexpr Kernel kKernels[] = {
                 .takes = kAllFeatures & ~(k8BitCache | kPages),
                 .needs = kTf32},
      .fits = FA_SM80(has_blocks_for_tiles_of_32),
+     .workspace = FA_SM80(bounds_workspace),
      .launch = FA_SM80(forward_mma_tf32_sm80)},
     {.name = "wgmma_float32_sm90",
      .summary = "Hopper: float32 with float32's accuracy, wgmma on float16 parts; head dims to 256, plain, causal and windowed calls",
@@ -209,7 +213,10 @@ constexpr Kernel kKernels[] = {
     {.name = "mma_float32_sm80",
      .summary = "tensor cores (mma.sync): float32 with float32's accuracy, three products of tf32 parts; head dims to 256, every option",
      .device = FA_CUDA,
-     .limits = {.dtypes = kFloat32, .gpus = kFromSm80, .head_dims = head_dims(1, 256), .takes = kAllFeatures & ~(k8BitCache | kPages)},
+     .limits = {.dtypes = kFloat32,
+                .gpus = kFromSm80,
+                .head_dims = head_dims(1, 256),
+                .takes = kAllFeatures & ~(k8BitCache | kPages | kIntervals)},
      .fits = FA_SM80(has_blocks_for_tiles_of_32),
      .yields = FA_SM80(split_products_yield),
      .launch = FA_SM80(forward_mma_float32_sm80)},

@@ -135,7 +135,7 @@ struct Panel {
     int row_begin, row_end;                        // the rows of the block that see a key of the panel
     int begin, end;                                // the keys of the panel that such a row sees
     bool cut;                                      // masks by intervals hide some of these pairs
-    HiddenRowsOf<IVec> hidden[kPanelVectors];      // set where cut
+    HiddenRowsOf<KeysOfLanes> hidden[kPanelVectors];      // set where cut
     uint16_t bits[(kBlockRows + L) * kPanelKeys];  // dropout: 16 random bits for every pair, from row_begin on
 
     Panel(const KeyTile& tile, const QueryBlock& block, int first_key)
@@ -167,7 +167,7 @@ struct Panel {
         cut = bounds.seen_by(first_query, last_query) != Seen::kEverything;
         if (!cut) return;
         const int32_t* const numbers = row_indices_of(p, t.batch, q.head) + int64_t(t.first + key) * p.intervals.key;
-        for (HiddenRowsOf<IVec>& rows : hidden) rows = {};
+        for (HiddenRowsOf<KeysOfLanes>& rows : hidden) rows = {};
         int first = end, last = begin;  // of the keys that a row may see
         for (int j = begin; j < end; ++j) {
             const HiddenRows rows = hidden_rows(p, numbers + j * p.intervals.key);

@@ -70,8 +70,12 @@ __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32, kBac
         smem.large = reinterpret_cast<const float2*>(params.workspace.large) + place * kBlockM;
         smem.some_large = *params.workspace.some_large == kSomeLarge;
     }
+    if constexpr (Warp::kGeneral) {
+        if (p.intervals.data && threadIdx.x < 32) Warp::find_bounds(p, smem, work, s.seqlen_k);
+    }
     __syncthreads();
     Warp warp(params, smem, {work.head_k * p.group, rows.begin / kBlockM}, rows.end > rows.begin ? (work.head_k + 1) * p.group : 0);
+    if constexpr (Warp::kGeneral) warp.step = warp.seen_from(warp.step);
     typename Warp::GradientK dK;
     typename Warp::GradientV dV;
     clear(dK), clear(dV);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/backward/mma_sm80/side.cuh"
+#include "attention/common/interval_bounds.cuh"
 
 namespace fa {
 namespace {
@@ -29,6 +30,7 @@ struct MainSmem {
     float *sums, *stats;  // of query head 0, in the workspace
     const float2* large;  // of query head 0, in the workspace
     bool some_large;      // some row of the call may be large: then every step runs the code for edges
+    HiddenBounds bounds;  // of masks by intervals, over the keys of this block and the heads that read them
 
     // The lengths that decide which pairs are visible, without row offsets. volatile: read again where used, not kept in registers.
     __device__ __forceinline__ Sequence lengths() const volatile {
@@ -202,7 +204,28 @@ struct MainWarp : MainShares<kD, kDv, kSm> {
     __device__ __forceinline__ MainStep next() const {
         MainStep to{step.head, step.tile + 1};
         if (step.tile >= smem.last_tile) ++to.head, to.tile = smem.first_tile;
+        if constexpr (kGeneral) to = seen_from(to);
         return to;
+    }
+    // The step, or the next one of which masks by intervals leave some pair.
+    __device__ __forceinline__ MainStep seen_from(MainStep to) const {
+        if (!p.intervals.data) return to;
+        while (to.head < end_head) {
+            const int row0 = to.tile * kBlockM;
+            if (smem.bounds.seen_by(row0, min(row0 + kBlockM, smem.seqlen_q) - 1) != Seen::kNothing) break;
+            if (++to.tile > smem.last_tile) ++to.head, to.tile = smem.first_tile;
+        }
+        return to;
+    }
+    // Sets smem.bounds; called by one warp.
+    __device__ static __forceinline__ void find_bounds(const AttentionParams& p, Smem& smem, const BackwardWork& work, int seqlen_k) {
+        HiddenBounds bounds;
+        bounds.clear();
+        for (int head = work.head_k * p.group; head < (work.head_k + 1) * p.group; head += p.intervals.heads_of_entry)
+            for (int key = work.key0 + threadIdx.x % 32; key < min(work.key0 + kBlockN, seqlen_k); key += 32)
+                bounds.add(hidden_rows(p, row_indices_of(p, work.b, head) + key * p.intervals.key));
+        reduce_bounds(bounds);
+        if (threadIdx.x % 32 == 0) smem.bounds = bounds;
     }
     __device__ __forceinline__ void load_next(bool with_q, bool with_dout) const {
         const MainStep to = next();

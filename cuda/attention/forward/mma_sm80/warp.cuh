@@ -3,6 +3,7 @@
 
 #include "attention/common/epilogue.cuh"
 #include "attention/common/general_scores.cuh"
+#include "attention/common/interval_bounds.cuh"
 #include "attention/common/mask.h"
 #include "attention/common/max_score.cuh"
 #include "attention/common/shared_tile.cuh"
@@ -29,6 +30,7 @@ struct MmaParams {
     int section;                                        // heads per section, see tiles_mma_sm80.h
     int parts;                                          // of the columns of V and out, kDv each; > 1 only for kD > 256
     bool aligned_q, aligned_k, aligned_v, aligned_out;  // rows start on 16 bytes and are a multiple of them
+    IntervalBounds bounds;
 };
 
 template <typename T, MmaTile const& kTile, int kD, int kDv>
@@ -112,7 +114,12 @@ inline constexpr MmaTile kTileOf = sizeof(T) == 2                  ? mma_tile(kD
 
 enum class Options { kNone, kAll };         // kAll: every option of scores, and any scale
 enum class KeyRows { kStrided, kInPages };  // rows of K and V at a fixed stride, or in the pages of a cache
-struct Nowhere {};                          // in place of PagedRows
+struct Nowhere {};                          // in place of PagedRows or SeenTiles
+// Bit i says whether some row of a block sees a key of tile `from` + i; next: the tile that the walk computes after this one.
+struct SeenTiles {
+    int from = INT32_MAX, next;
+    unsigned tiles = 0;
+};
 
 // A warp of the kernel. The register tiles are arguments of its functions.
 template <typename T, int kD, int kDv, MmaSm kSm, Options kOptions, KeyRows kKeyRows>
@@ -130,16 +137,20 @@ struct ForwardWarp {
     static_assert(kWarpRows == 16 || kWarpRows == 32, "one or two m16 tiles a warp");
     static constexpr bool kInParts = kD > 256;
     static_assert(!kPaged || sizeof(T) == 2, "pages hold 16-bit values here");
+    static_assert(!kFull || !kGeneral, "the stage follows from the tile only where no tile is skipped");
+    static_assert(kBlockN % kBoundsKeys == 0 || !kGeneral, "a tile has bounds of its own");
     static constexpr float kThreshold = kGeneral ? kRescaleThreshold * kLn2 : kRescaleThreshold;
     static constexpr bool kRaw = kSplit && !kGeneral;  // row maxima are products: subtracted before scale, they may be as large as float32
     using SharedMemory = Smem<T, kTileOf<T, kD, kDv, kSm>, kD, kDv>;
     using TileQK = SharedTile<T, kD>;
     using TileV = SharedTile<T, kDv>;
+    static constexpr bool kSkips = kGeneral && !kPaged;  // tiles that masks by intervals hide from all rows of the block
     // Row places in the tile to be loaded next. Where V is narrower than K, other lanes load V's rows.
     static constexpr bool kRowsOfV = kPaged && kD != kDv;
     struct Places {
         std::conditional_t<kPaged, PagedRows<kBlockN, kD, kThreads, T>, Nowhere> k;
         std::conditional_t<kRowsOfV, PagedRows<kBlockN, kDv, kThreads, T>, Nowhere> v;
+        std::conditional_t<kSkips, SeenTiles, Nowhere> seen;
     };
     using Scores = float[kMmas][kTilesN][4];
     using Output = float[kMmas][kTilesV][4];
@@ -196,6 +207,37 @@ struct ForwardWarp {
         v_lane = shared_address(smem.v) + (sizeof(T) == 2 ? TileV::offset(lane % 16, lane / 16) : TileV::offset(lane % 4 * 2, lane / 4));
         scale = p.scale * kLog2e;
         hides = p.may_hide_keys() || p.tree.rows;
+        if constexpr (kSkips) {
+            if (p.intervals.data) last_tile = tile_before(last_tile + 1);
+        }
+    }
+
+    // ---- which tiles the walk computes ----
+
+    // The tile before `tile`, with masks by intervals the next one before it of which some row sees a key; below first_tile: none.
+    __device__ __forceinline__ int tile_before(int tile) const {
+        SeenTiles& seen = places.seen;
+        if (!p.intervals.data) return tile - 1;
+        while (--tile >= first_tile) {
+            if (tile < seen.from) find_seen(tile);
+            if (const unsigned up_to_tile = seen.tiles << (31 - (tile - seen.from))) return tile - __clz(up_to_tile);
+            tile = seen.from;
+        }
+        return tile;
+    }
+    // Looks at the 32 tiles that end with `tile`, one in each lane.
+    __device__ __forceinline__ void find_seen(int tile) const {
+        SeenTiles& seen = places.seen;
+        seen.from = tile - 31;
+        const int own = seen.from + opaque(lane), row0 = work.query_tile * kBlockM;
+        bool sees = false;
+        if (own >= first_tile) {
+            const HiddenBounds* const bounds = params.bounds.of(p, work.b, work.head);
+#pragma unroll 1
+            for (int x = own * (kBlockN / kBoundsKeys); x * kBoundsKeys < min((own + 1) * kBlockN, s.seqlen_k); ++x)
+                sees |= bounds[x].seen_by(row0, min(row0 + kBlockM, s.seqlen_q) - 1) != Seen::kNothing;
+        }
+        seen.tiles = __ballot_sync(kFullWarp, sees);
     }
 
     // ---- copies to shared memory ----
@@ -258,6 +300,12 @@ struct ForwardWarp {
         __syncthreads();  // K (with two stages also V) of this tile is here; nobody reads the previous tile any more
     }
     __device__ __forceinline__ void load_ahead(int tile) const {
+        if constexpr (kSkips) {
+            const int next = places.seen.next;
+            if (kStages == 1 && tile < last_tile) load_v(tile, 0);
+            if (kStages == 2 && next >= first_tile) load_k(next, stage ^ 1), load_v(next, stage ^ 1);
+            return;
+        }
         if (kStages == 1 && tile < last_tile) {
             load_v(tile, 0);
             if (tile > first_tile) find_rows(tile - 1);
@@ -276,6 +324,7 @@ struct ForwardWarp {
 #pragma unroll 1
         for (int tile = last_tile; tile >= first_tile; --tile) {
             const int key0 = tile * kBlockN;
+            if constexpr (kSkips) places.seen.next = tile_before(tile);
             if (kFull) stage = kStages == 2 ? (last_tile - tile) & 1 : 0;
             if (kGeneral && threadIdx.x < kBlockN) smem.visible[threadIdx.x] = 0;
             const KeyRange some = smem.some[warp], every = smem.every[warp];
@@ -299,7 +348,11 @@ struct ForwardWarp {
                 cp_async_wait_all();
                 round_tile<kBlockN, kDv, kThreads>(smem.v[0]);
                 __syncthreads();  // V of this tile is here; nobody reads its K any more
-                if (tile > first_tile) load_k(tile - 1, 0);
+                if constexpr (kSkips) {
+                    if (places.seen.next >= first_tile) load_k(places.seen.next, 0);
+                } else if (tile > first_tile) {
+                    load_k(tile - 1, 0);
+                }
             }
             if (kGeneral && hides) zero_unseen_values();
             if (sees) {
@@ -312,6 +365,7 @@ struct ForwardWarp {
                 }
             }
             if (!kFull && kStages == 2) stage ^= 1;
+            if constexpr (kSkips) tile = places.seen.next + 1;
         }
     }
 

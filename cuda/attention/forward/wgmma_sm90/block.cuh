@@ -27,23 +27,28 @@ struct WgmmaItem {
 struct alignas(16) KeyTile {
     // The keys that the mask hides. Bit 2 i + e of word q: key 8 i + 2 q + e. A lane with quad q has it in elements 4 i + e, 4 i + 2 + e.
     uint32_t hidden[4];
-    int n;      // which tile; kNoTile after the last item
-    bool cut;   // whether the mask hides any of its keys
-    bool last;  // whether it is the last tile of the item
+    int place;  // n: tile n of the sequence; ~n: the same, and the last one of its item
+    int cut;    // whether the mask hides any of its keys
 };
 constexpr int kNoTile = -1;
 
 constexpr int kWgmmaWorkSlots = 3;  // consumers keep an item until its last store, and the producer is one item ahead
 
-// Plans with options have this in shared memory, too.
+// Plans with options have this in shared memory, too. Tiles count over all items.
 template <WgmmaPlanId kId, bool kOptions = kWgmmaPlan<kId>.options>
 struct WgmmaKeyTiles {};
 template <WgmmaPlanId kId>
 struct WgmmaKeyTiles<kId, true> {
     static constexpr int kStages = kWgmmaPlan<kId>.stages;
-    // By phase and slot of the ring of K. An entry lives for two phases, because V of the tile is in use after its K.
-    KeyTile tiles[2][kStages];
-    uint64_t v_landed[kStages];    // calls with a mask: V is there, but not zeroed yet where the mask hides keys
+    // The entry of tile i is number i % kEntries. It is written before K of tile i - 2 is loaded. Consumers, and the warps that zero V, are
+    // then done with tile i - kStages - 3.
+    static constexpr uint32_t kEntries = 8;
+    static_assert(kEntries >= kStages + 3, "the last user of an entry is done before it is written again");
+    KeyTile tiles[kEntries];
+    // Tiles that a mask cuts, counted by themselves: V of cut tile c, which is tile cut[c % kStages], lands at v_landed[c % kStages]. Its
+    // barrier in v_full follows when the hidden rows are zero.
+    uint64_t v_landed[kStages];
+    uint32_t cut[kStages], cuts;
     float slope[kWgmmaWorkSlots];  // of ALiBi, in the unit of the scores before they are scaled
 };
 
@@ -62,22 +67,22 @@ struct alignas(1024) WgmmaSmem {
     WgmmaKeyTiles<kId> keys;
 };
 
-// `zeroing_warps`: how many warps see to it that V is zero where a mask hides keys; plans with options alone have any.
 template <typename T, WgmmaPlanId kId>
-__device__ __forceinline__ void init_barriers(WgmmaSmem<T, kId>& smem, bool page_copies, int zeroing_warps = 0) {
+__device__ __forceinline__ void init_barriers(WgmmaSmem<T, kId>& smem, bool page_copies) {
     constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
     constexpr int kConsumerArrivals = 4 * kPlan.warpgroups * kWarpArrivals;  // one per warp, after its wgmmas have read the buffer
     const int landings = page_copies ? 4 * kWarpArrivals : 1;                // one per producer warp, or one by the copying thread
-    const int landings_v = zeroing_warps ? zeroing_warps * kWarpArrivals : landings;
     mbarrier_init(shared_address(smem.q_full), 1), mbarrier_init(shared_address(smem.q_empty), kConsumerArrivals);
     for (int i = 0; i < kPlan.stages; ++i) {
         mbarrier_init(shared_address(smem.k_full + i), landings), mbarrier_init(shared_address(smem.k_empty + i), kConsumerArrivals);
-        mbarrier_init(shared_address(smem.v_full + i), landings_v), mbarrier_init(shared_address(smem.v_empty + i), kConsumerArrivals);
+        mbarrier_init(shared_address(smem.v_full + i), landings), mbarrier_init(shared_address(smem.v_empty + i), kConsumerArrivals);
     }
     for (int i = 0; i < WgmmaSmem<T, kId>::kWorkSlots; ++i)
         mbarrier_init(shared_address(smem.work_full + i), 1), mbarrier_init(shared_address(smem.work_empty + i), kConsumerArrivals);
-    if constexpr (kPlan.options)
+    if constexpr (kPlan.options) {
         for (int i = 0; i < kPlan.stages; ++i) mbarrier_init(shared_address(smem.keys.v_landed + i), 1);
+        smem.keys.cuts = 0;
+    }
     fence_mbarrier_init();
 }
 

@@ -238,7 +238,7 @@ __global__ void __launch_bounds__(128 * (kWgmmaPlan<kId>.warpgroups + 1), 1)
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the shuffle tells the compiler that it is uniform
     if (threadIdx.x == 0) {
         prefetch_tensormap(&map_q), prefetch_tensormap(&map_k), prefetch_tensormap(&map_v);
-        init_barriers(smem, schedule.page_copies, kPlan.options && p.mask.data ? kZeroingWarps : 0);
+        init_barriers(smem, schedule.page_copies);
     }
     if constexpr (kPlan.general)
         if (threadIdx.x < kPlan.block_n) smem.seen[0][threadIdx.x] = smem.seen[1][threadIdx.x] = 0;

@@ -20,21 +20,18 @@
 namespace fa {
 
 constexpr int kZeroingWarps = 3;
+constexpr uint32_t kNoMoreTiles = ~0u;
 
 // Finds the tiles of one item in their order and loads them, by a whole warp. Keys are walked downwards, as in the bare plans. But under
 // ALiBi scores fall on both sides of the diagonal: the walk goes down from the diagonal of the item's last row, and then up from there. So
 // a row's first tiles hold its greatest scores as far as the distance decides, and later tiles need no new maximum.
 //
-// A tile of K, and its V, has a number: tiles count over all items. The registers of a producer are few, so what is known of a tile goes to
-// its entry in shared memory at once, and the item is read from there.
+// A tile of K, and its V, has a number, `count`: tiles count over all items. The registers of a producer are few, so what is known of a
+// tile goes to its entry in shared memory at once, and the item is read from there.
 template <typename T, WgmmaPlanId kId>
 struct KeyTileLoads {
     static constexpr int kBlockN = kWgmmaPlan<kId>.block_n, kStages = kWgmmaPlan<kId>.stages;
     static constexpr int kStride = 32 * 16 / kBlockN;  // tiles whose bytes of the mask the lanes read at once, 16 bytes each
-    // Whether a tile is found before there is room for the K before it, so that the time to read the mask hides. Its entry is free then:
-    // consumers are done with V of all tiles that lie kStages + 3 or more before it, otherwise kStages + 2.
-    static constexpr bool kFindsAhead = kStages >= 3;
-    static_assert(2 * kStages >= kStages + (kFindsAhead ? 3 : 2), "the last user of an entry is done before it is written again");
     using Stages = Ring<kStages>;
     const AttentionParams& p;
     WgmmaSmem<T, kId>& smem;
@@ -44,7 +41,7 @@ struct KeyTileLoads {
     __device__ __forceinline__ int lane() const { return opaque(int(threadIdx.x % 32)); }
     __device__ __forceinline__ bool has_mask() const { return opaque(static_cast<const uint8_t*>(p.mask.data)); }
     __device__ __forceinline__ bool has_slopes() const { return opaque(p.alibi_slopes); }
-    __device__ __forceinline__ KeyTile& entry(uint32_t count) const { return smem.keys.tiles[count / kStages % 2][count % kStages]; }
+    __device__ __forceinline__ KeyTile& entry(uint32_t count) const { return smem.keys.tiles[count % WgmmaKeyTiles<kId>::kEntries]; }
     // The mask's byte of key 0.
     __device__ __forceinline__ const uint8_t* mask_of(const ForwardWork& w) const {
         return static_cast<const uint8_t*>(p.mask.data) + w.batch * p.mask.batch + w.head * p.mask.head;
@@ -104,7 +101,7 @@ struct KeyTileLoads {
         } else {
             tile.cut = false;
         }
-        tile.n = n;
+        tile.place = n;
         return n;
     }
     // An item has at least one tile, so that rows without keys need no code path.
@@ -112,33 +109,41 @@ struct KeyTileLoads {
         const int n = find(w, start_of(w), count);
         if (n != kNoTile) return n;
         read(w, start_of(w), entry(count));
-        return entry(count).n = start_of(w);
+        return entry(count).place = start_of(w);
     }
     // Loads K of tile number `count`, and finds the next tile of the item, because the consumers must know whether there is one.
     __device__ __forceinline__ int load_k(const ForwardWork& w, int n, uint32_t count) const {
-        if constexpr (!kFindsAhead) Stages(smem.k_full, smem.k_empty, count).wait_empty();
         const int next = find(w, after(w, n), count + 1);
-        entry(count).last = next == kNoTile;
+        if (next == kNoTile) entry(count).place = ~n;
         __syncwarp();
         if (lane() == 0) tiles.load_k(w, n, Stages(smem.k_full, smem.k_empty, count));
         __syncwarp();
         return next;
     }
-    // Calls with a mask: V goes through the zeroing warps.
-    __device__ __forceinline__ Stages values(uint32_t count) const {
-        return Stages(has_mask() ? smem.keys.v_landed : smem.v_full, smem.v_empty, count);
-    }
+    // V of a cut tile goes through the zeroing warps.
     __device__ __forceinline__ void load_v(const ForwardWork& w, int n, uint32_t count) const {
-        if (lane() == 0) tiles.load_v(w, n, values(count));
+        if (lane() == 0) {
+            Stages v(smem.v_full, smem.v_empty, count);
+            if (entry(count).cut) {
+                v.wait_empty();
+                v.full = next_landing(count) - 8 * v.slot;
+            }
+            tiles.load_v(w, n, v);
+        }
         __syncwarp();
     }
-    // Tells the zeroing warps that no more tiles come.
+    // The barrier for the next cut tile. Its slot is free once there is room for V, because the cut tile that had it before lies at least
+    // kStages tiles back.
+    __device__ __forceinline__ uint32_t next_landing(uint32_t count) const {
+        const uint32_t slot = smem.keys.cuts++ % kStages;
+        smem.keys.cut[slot] = count;
+        return shared_address(smem.keys.v_landed + slot);
+    }
+    // Tells the zeroing warps that no more tiles come, after they have done all.
     __device__ __forceinline__ void end(uint32_t count) const {
         if (!has_mask() || lane() != 0) return;
-        const Stages v = values(count);
-        v.wait_empty();
-        entry(count).n = kNoTile;
-        mbarrier_arrive(v.full_barrier());
+        for (int i = 0; i < kStages; ++i) Stages(smem.v_full, smem.v_empty, count + i).wait_empty();
+        mbarrier_arrive(next_landing(kNoMoreTiles));
     }
 };
 
@@ -174,27 +179,31 @@ __device__ __forceinline__ void produce_with_options(const CUtensorMap& map_q, c
     loads.end(count);
 }
 
-// The zeroing warps: rows of V that the mask hides become zeros before the consumers see the tile.
+// The zeroing warps: rows of V that the mask hides become zeros before the consumers see the tile. Eight lanes share a row, so a warp takes
+// four rows at a time, and the three warps take twelve.
 template <typename T, WgmmaPlanId kId>
 __device__ __forceinline__ void zero_hidden_values(WgmmaSmem<T, kId>& smem) {
-    constexpr int kBlockN = kWgmmaPlan<kId>.block_n, kPieces = int(sizeof smem.v[0] / 16);
-    const int thread = int(threadIdx.x) - 32;
+    constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
+    constexpr int kBlockN = kPlan.block_n, kStages = kPlan.stages, kChunks = kPlan.columns_v() / kChunkColumns;
+    const int warp = int(threadIdx.x) / 32 - 1, r = threadIdx.x % 32 / 8, piece = threadIdx.x % 8;
 #pragma unroll 1
-    for (Ring<kWgmmaPlan<kId>.stages> v(smem.keys.v_landed, smem.v_empty);; v.next()) {
-        v.wait_full();
-        const KeyTile& tile = smem.keys.tiles[v.phase][v.slot];
-        if (tile.n == kNoTile) return;
-        if (tile.cut) {
-            uint4* pieces = reinterpret_cast<uint4*>(smem.v[v.slot]);
-#pragma unroll 1
-            for (int i = thread; i < kPieces; i += 32 * kZeroingWarps) {
-                const int j = i / 8 % kBlockN;
-                if (tile.hidden[j % 8 / 2] >> (j / 8 * 2 + j % 2) & 1) pieces[i] = make_uint4(0, 0, 0, 0);
-            }
-            fence_proxy_async();
+    for (uint32_t c = 0;; ++c) {
+        mbarrier_wait(shared_address(smem.keys.v_landed + c % kStages), c / kStages % 2);
+        const uint32_t count = smem.keys.cut[c % kStages];
+        if (count == kNoMoreTiles) return;
+        const KeyTile& tile = smem.keys.tiles[count % WgmmaKeyTiles<kId>::kEntries];
+        const uint32_t even = tile.hidden[r / 2] >> r % 2, odd = tile.hidden[2 + r / 2] >> r % 2;  // of rows 8 x + r, and 8 x + 4 + r
+        uint4* pieces = reinterpret_cast<uint4*>(smem.v[count % kStages]) + piece;
+#pragma unroll
+        for (int k = 0; k < kBlockN / 4; k += kZeroingWarps) {
+            const int four = k + warp;  // rows 4 four .. 4 four + 3
+            if (four >= kBlockN / 4 || !((four % 2 ? odd : even) >> four / 2 * 2 & 1)) continue;
+#pragma unroll
+            for (int chunk = 0; chunk < kChunks; ++chunk) pieces[(chunk * kBlockN + 4 * four + r) * 8] = make_uint4(0, 0, 0, 0);
         }
-        __syncwarp();
-        if (arrives(thread % 32)) mbarrier_arrive(shared_address(smem.v_full + v.slot));
+        fence_proxy_async();
+        bar_sync(kProducer, 32 * kZeroingWarps);
+        if (threadIdx.x == 32) mbarrier_arrive(shared_address(smem.v_full + count % kStages));
     }
 }
 

@@ -19,36 +19,56 @@
 
 namespace fa {
 
-// How the distance |i + shift - j| depends on key j, for all rows of a warpgroup.
-enum class AlibiSide {
-    kNone,  // no ALiBi, or falls and rises, or that does not matter because the maximum is found: S gets the whole distance
-    kLeft,  // all keys of the tile lie before the diagonal: it falls
-    kRight  // all lie behind it: it rises
-};
+// The option that the exponentials of a tile apply themselves: its operations then hide under those of the exponentials' unit.
+enum class InExponent { kNothing, kCap, kSlope, kMask };
 
-// S = tanh(S inverse). As far as the scores of a warp stay below 3/4 of softcap, a polynomial gives tanh to 1.1e-5 of itself. The
-// exponentials' unit, which is as busy as the tensor cores at head dim 64, has nothing to do for it. Two halves, each behind a branch of
-// its own: all elements at once would take too many registers.
+// As exponentials() in score_fragment.cuh: S becomes P = 2^exponent(S, i, r), for element i in row g + 8 r.
+template <int kCount, typename Function>
+__device__ __forceinline__ void exponentials_of(float (&S)[kCount], float (&sum)[2], const Function& exponent) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        float a = 0.0f, b = 0.0f;
+#pragma unroll
+        for (int i = 2 * r; i < kCount; i += 4) {
+            S[i] = exp2_approx(exponent(S[i], i, r)), S[i + 1] = exp2_approx(exponent(S[i + 1], i + 1, r));
+            a += S[i], b += S[i + 1];
+        }
+        sum[r] = a + b;
+    }
+}
+
+// tanh(x) to 1.1e-5 of itself, for |x| < kTanhLimit.
+constexpr float kTanhLimit = 0.75f;
+__device__ __forceinline__ float tanh_polynomial(float x) {
+    const float square = x * x;
+    return x * fmaf(square, fmaf(square, fmaf(square, -0.03545279f, 0.12742697f), -0.33269671f), 0.99998898f);
+}
+
+// S = tanh(S inverse). While the scores of a warp stay below 3/4 of softcap, the polynomial does it. The exponentials' unit, which is as
+// busy as the tensor cores at head dim 64, has nothing to do then. Two halves, each behind a branch of its own: all elements at once would
+// take too many registers.
+template <int kBegin, int kEnd, int kCount>
+__device__ __forceinline__ bool all_small(const float (&S)[kCount], float inverse) {
+    float greatest[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int i = kBegin; i < kEnd; ++i) greatest[i % 2] = fmaxf(greatest[i % 2], fabsf(S[i]));
+    return __all_sync(~0u, fmaxf(greatest[0], greatest[1]) * inverse < kTanhLimit);
+}
+template <int kBegin, int kEnd, int kCount>
+__device__ __forceinline__ void cap_part(float (&S)[kCount], float inverse) {
+    if (all_small<kBegin, kEnd>(S, inverse)) {
+#pragma unroll
+        for (int i = kBegin; i < kEnd; ++i) S[i] = tanh_polynomial(S[i] * inverse);
+    } else {  // 1 - 2 / (1 + e^2x)
+        const float twice = 2.0f * kLog2e * inverse;
+#pragma unroll
+        for (int i = kBegin; i < kEnd; ++i) S[i] = fmaf(-2.0f, reciprocal_approx(1.0f + exp2_approx(S[i] * twice)), 1.0f);
+    }
+}
 template <int kCount>
 __device__ __forceinline__ void cap(float (&S)[kCount], float inverse) {
-    constexpr int kHalf = kCount / 2;
-#pragma unroll
-    for (int begin = 0; begin < kCount; begin += kHalf) {
-        float greatest[2] = {0.0f, 0.0f};
-#pragma unroll
-        for (int i = begin; i < begin + kHalf; ++i) greatest[i % 2] = fmaxf(greatest[i % 2], fabsf(S[i]));
-        if (__all_sync(~0u, fmaxf(greatest[0], greatest[1]) * inverse < 0.75f)) {
-#pragma unroll
-            for (int i = begin; i < begin + kHalf; ++i) {
-                const float x = S[i] * inverse, square = x * x;
-                S[i] = x * fmaf(square, fmaf(square, fmaf(square, -0.03545279f, 0.12742697f), -0.33269671f), 0.99998898f);
-            }
-        } else {  // 1 - 2 / (1 + e^2x)
-            const float twice = 2.0f * kLog2e * inverse;
-#pragma unroll
-            for (int i = begin; i < begin + kHalf; ++i) S[i] = fmaf(-2.0f, reciprocal_approx(1.0f + exp2_approx(S[i] * twice)), 1.0f);
-        }
-    }
+    cap_part<0, kCount / 2>(S, inverse);
+    cap_part<kCount / 2, kCount>(S, inverse);
 }
 
 // What the options do to the tiles of one item. Each of them is behind a branch that all lanes of a warp take alike.
@@ -64,54 +84,76 @@ struct TileOptions {
     const MaskedTiles masked;
 
     __device__ __forceinline__ float slope() const { return *static_cast<const volatile float*>(&slope_of_item); }
+    __device__ __forceinline__ float inverse() const { return __fdividef(p.scale, p.softcap); }
     // From row g of the thread to its element 0.
     __device__ __forceinline__ float distance(int n) const {
         const Consumer at = me.rare();
         return float(w.row0 + at.row() + w.shift - n * kBlockN - 2 * at.quad());
     }
-    // Of tile n, which follows tile `before`. Under a negative slope scores rise with the distance, and every maximum is found.
-    __device__ __forceinline__ AlibiSide side(int n, int before) const {
-        if (!p.alibi_slopes || slope() < 0) return AlibiSide::kNone;
-        if (n > before) return AlibiSide::kRight;
-        return (n + 1) * kBlockN - 1 <= w.row0 + me.wg * 64 + w.shift ? AlibiSide::kLeft : AlibiSide::kNone;
+    // Whether the tile may have keys that a row of the warpgroup does not see.
+    __device__ __forceinline__ bool has_edge(int n) const { return n >= masked.right_tile || n < masked.left_tile; }
+    // Whether no option changes S in tile n.
+    __device__ __forceinline__ bool is_plain(int cut, int n) const { return !(p.softcap != 0 || p.alibi_slopes || cut || has_edge(n)); }
+    // Whether the maximum of tile n, which follows tile `before`, must be found: a row may see its first key, or scores may rise. Under
+    // ALiBi they fall from the diagonal on, downwards and later upwards; under a negative slope they rise.
+    __device__ __forceinline__ bool is_exact(int n, int before) const {
+        if (n >= masked.right_tile) return true;
+        if (!p.alibi_slopes) return false;
+        const bool beside = n > before || (n + 1) * kBlockN - 1 <= w.row0 + me.wg * 64 + w.shift;
+        return !beside || slope() < 0;
     }
-    // Whether the maximum of tile n must be found: scores may rise there, or a row may see its first key.
-    __device__ __forceinline__ bool is_exact(int n, AlibiSide side) const {
-        return n >= masked.right_tile || (p.alibi_slopes && side == AlibiSide::kNone);
+    __device__ __forceinline__ void hide(Scores& S, const KeyTile& tile) const {
+        if (!tile.cut) return;
+        const uint32_t hidden = tile.hidden[me.rare().quad()];
+#pragma unroll
+        for (int i = 0; i < kBlockN / 2; ++i)
+            if (hidden >> (i / 4 * 2 + i % 2) & 1) S[i] = -INFINITY;
     }
-    // Applies the options to S of a tile; beside the diagonal, a number of the row is left of ALiBi for rows_at().
-    __device__ __forceinline__ void apply(Scores& S, const KeyTile& tile, int n, AlibiSide side) const {
-        if (p.softcap != 0) cap(S, __fdividef(p.scale, p.softcap));
+    // Applies all options to S.
+    __device__ __forceinline__ void apply(Scores& S, const KeyTile& tile, int n) const {
+        if (p.softcap != 0) cap(S, inverse());
         if (p.alibi_slopes) {
-            if (side == AlibiSide::kNone) {
-                const float slope = this->slope(), to_key0 = distance(n);
+            const float slope = this->slope(), to_key0 = distance(n);
 #pragma unroll
-                for (int i = 0; i < kBlockN / 2; ++i) S[i] = fmaf(-slope, fabsf(to_key0 + float(i / 2 % 2 * 8 - i / 4 * 8 - i % 2)), S[i]);
-            } else {
-                const float slope = side == AlibiSide::kLeft ? this->slope() : -this->slope();
-#pragma unroll
-                for (int i = 0; i < kBlockN / 2; ++i) S[i] = fmaf(slope, float(i / 4 * 8 + i % 2), S[i]);
-            }
+            for (int i = 0; i < kBlockN / 2; ++i) S[i] = fmaf(-slope, fabsf(to_key0 + float(i / 2 % 2 * 8 - i / 4 * 8 - i % 2)), S[i]);
         }
-        if (tile.cut) {
-            const uint32_t hidden = tile.hidden[me.rare().quad()];
-#pragma unroll
-            for (int i = 0; i < kBlockN / 2; ++i)
-                if (hidden >> (i / 4 * 2 + i % 2) & 1) S[i] = -INFINITY;
-        }
+        hide(S, tile);
         mask_scores<kId>(S, w, masked, n, me);
     }
-    // The state of the rows for tile n as apply() has left it: what is left of ALiBi raises or lowers the maximum.
-    __device__ __forceinline__ RowStatistics rows_at(int n, AlibiSide side, const RowStatistics& rows, const Exponent& exponent) const {
-        RowStatistics here = rows;
-        if (side != AlibiSide::kNone) {
-            const float slope = (side == AlibiSide::kLeft ? this->slope() : -this->slope()) * exponent.scale, to_key0 = distance(n);
-            here.row_max[0] = fmaf(slope, to_key0, rows.row_max[0]), here.row_max[1] = fmaf(slope, to_key0 + 8.0f, rows.row_max[1]);
+    // Applies all but one, which the exponentials will apply.
+    __device__ __forceinline__ InExponent prepare(Scores& S, const KeyTile& tile, int n) const {
+        if (p.softcap != 0) {
+            if (!p.alibi_slopes && !tile.cut && !has_edge(n) && all_small<0, kBlockN / 2>(S, inverse())) return InExponent::kCap;
+            cap(S, inverse());
         }
-        return here;
+        mask_scores<kId>(S, w, masked, n, me);
+        if (p.alibi_slopes) {
+            hide(S, tile);
+            return InExponent::kSlope;
+        }
+        return tile.cut ? InExponent::kMask : InExponent::kNothing;
     }
-    // Whether the tile may have keys that the window hides from all rows of the sequence.
-    __device__ __forceinline__ bool has_edge(int n) const { return n >= masked.right_tile || n < masked.left_tile; }
+    // S becomes P under the current maximum.
+    __device__ __forceinline__ void take_exponentials(Scores& S, float scale, const RowStatistics& rows, const KeyTile& tile, int n,
+                                                      int before, InExponent option, float (&sum)[2]) const {
+        float base[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) base[r] = rows.row_max[r] == -INFINITY ? 0.0f : rows.row_max[r];
+        if (option == InExponent::kCap) {
+            const float inverse = this->inverse();
+            exponentials_of(S, sum, [&](float x, int, int r) { return fmaf(tanh_polynomial(x * inverse), scale, -base[r]); });
+        } else if (option == InExponent::kSlope) {
+            const float slope = (n < before ? this->slope() : -this->slope()) * scale, to_key0 = distance(n);
+            base[0] = fmaf(slope, to_key0, base[0]), base[1] = fmaf(slope, to_key0 + 8.0f, base[1]);
+            exponentials_of(S, sum, [&](float x, int i, int r) { return fmaf(x, scale, fmaf(slope, float(i / 4 * 8 + i % 2), -base[r])); });
+        } else if (option == InExponent::kMask) {
+            const uint32_t hidden = tile.hidden[me.rare().quad()];
+            exponentials_of(
+                S, sum, [&](float x, int i, int r) { return hidden >> (i / 4 * 2 + i % 2) & 1 ? -INFINITY : fmaf(x, scale, -base[r]); });
+        } else {
+            exponentials_of(S, sum, [&](float x, int, int r) { return fmaf(x, scale, -base[r]); });
+        }
+    }
 };
 
 template <typename T, WgmmaPlanId kId>
@@ -119,6 +161,8 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, W
     constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
     constexpr int kBlockN = kPlan.block_n, kWarpgroups = kPlan.warpgroups;
     constexpr bool kSpeculative = kPlan.speculative(), kEarlyPack = kPlan.early_pack;
+    // The options of an exact tile in one place for both ways to it, or in two: the registers suffice so.
+    constexpr bool kAppliesTwice = !kEarlyPack;
     static_assert(!kPlan.q_in_registers && !kPlan.general && !kPlan.pieces, "what this loop lacks");
     const uint64_t k_step = descriptor_step(sizeof smem.k[0]), v_step = descriptor_step(sizeof smem.v[0]);
 
@@ -133,6 +177,10 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, W
                    desc_v = wgmma_descriptor(shared_address(smem.v), kBlockN * kChunkRowBytes);
     const Exponent exponent = exponent_of_products((p.softcap != 0 ? p.softcap : p.scale) * kLog2e);
 
+    uint32_t entry = 0;  // of the next tile
+    const auto next_tile = [&] { return &smem.keys.tiles[entry++ % WgmmaKeyTiles<kId>::kEntries]; };
+    const auto index_of = [](int place) { return place < 0 ? ~place : place; };
+
     if (me.wg == kWarpgroups - 1) give_turn<kPlan.ping_pong, kWarpgroups>(me.wg);  // the first turn is warpgroup 0's
     for (;; work.next()) {
         work.wait_full();
@@ -144,45 +192,47 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, W
         for (int i = 0; i < kPlan.headdim_v / 2; ++i) O[i] = 0.0f;
         q.wait_full();
         k.wait_full();
+        const KeyTile* tile = next_tile();
+        int place = tile->place;
         multiply_qk<T, kId>(S, no_fragment, desc_q, desc_k + k.slot * k_step);
-        const KeyTile* tile = &smem.keys.tiles[k.phase][k.slot];
-        int n = tile->n;
         wgmma_wait<0>(S);
         k.release(me.lane);
-        options.apply(S, *tile, n, AlibiSide::kNone);
+        options.apply(S, *tile, index_of(place));
         softmax_first<kId>(S, exponent, rows);
         pack_probabilities<T>(P, S);
 #pragma unroll 1
-        while (!tile->last) {
-            const int before = n;
+        while (place >= 0) {
+            const int before = place;
             k.wait_full();
+            tile = next_tile();
+            place = tile->place;
+            const int n = index_of(place);
+            const bool plain = options.is_plain(tile->cut, n);
             take_turn<kPlan.ping_pong>(me.wg);
             multiply_qk<T, kId>(S, no_fragment, desc_q, desc_k + k.slot * k_step);  // S(n)
             v.wait_full();
             if (options.has_edge(before)) zero_values_outside<kBlockN>(p, w, before, smem.v, v, me.wg);
             multiply_pv<T>(O, P, desc_v + v.slot * v_step);  // O += P(before) V(before)
             give_turn<kPlan.ping_pong, kWarpgroups>(me.wg);
-            tile = &smem.keys.tiles[k.phase][k.slot];
-            n = tile->n;
-            const AlibiSide side = options.side(n, before);
             wgmma_wait<1>(S);
             if (!kSpeculative) k.release(me.lane);
             bool done = false, moved = false;
-            const bool exact = !kSpeculative || options.is_exact(n, side);
-            options.apply(S, *tile, n, exact ? AlibiSide::kNone : side);
-            if (!exact) {
+            if (!kSpeculative || (!plain && options.is_exact(n, before))) {
+                if (kAppliesTwice) options.apply(S, *tile, opaque(n));
+            } else {
+                const InExponent option = plain ? InExponent::kNothing : options.prepare(S, *tile, opaque(n));
                 if constexpr (kEarlyPack) wgmma_wait<0>(O);
-                RowStatistics here = options.rows_at(n, side, rows, exponent);
-                done = softmax_speculative<T, kId>(S, exponent, here, [&] {
-                    if constexpr (kEarlyPack) pack_probabilities<T>(P, S);
-                });
-                rows.row_sum[0] = here.row_sum[0], rows.row_sum[1] = here.row_sum[1];
+                float sum[2];
+                options.take_exponentials(S, exponent.scale, rows, *tile, n, before, option, sum);
+                if constexpr (kEarlyPack) pack_probabilities<T>(P, S);
+                done = accept_sums<T>(sum, rows);
                 if (!done) {
                     recompute_scores<T, kId>(S, no_fragment, slab, shared_address(smem.k[k.slot]), me);
-                    options.apply(S, *tile, n, AlibiSide::kNone);
+                    if (kAppliesTwice) options.apply(S, *tile, opaque(n));
                 }
             }
             if (!done) {
+                if (!kAppliesTwice) options.apply(S, *tile, opaque(n));
                 moved = softmax_lazy<kId>(S, exponent, rows);
                 if constexpr (kEarlyPack) {
                     wgmma_wait<0>(O);
@@ -197,7 +247,7 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, W
         }
         q.release(me.lane);  // the next Q arrives during the last product and the epilogue
         v.wait_full();
-        if (options.has_edge(n)) zero_values_outside<kBlockN>(p, w, n, smem.v, v, me.wg);
+        if (options.has_edge(~place)) zero_values_outside<kBlockN>(p, w, ~place, smem.v, v, me.wg);
         multiply_pv<T>(O, P, desc_v + v.slot * v_step);
         wgmma_wait<0>(O);
         v.release(me.lane);

@@ -212,7 +212,7 @@ inline WgmmaPlanId wgmma_choose(const AttentionParams& p, int multiprocessors) {
     if (d <= 128) {
         if (options) {
             const bool short_window = p.window_left >= 0 && p.window_right >= 0 && int64_t(p.window_left) + p.window_right < 2048;
-            const bool middle = short_window || wgmma_blocks_of_192_idle(p, multiprocessors);
+            const bool middle = short_window || keys < (causal ? 8192 : 2048) || wgmma_blocks_of_192_idle(p, multiprocessors);
             return middle ? WgmmaPlanId::kD128MiddleOptions : WgmmaPlanId::kD128Options;
         }
         if (general) return WgmmaPlanId::kD128General;

@@ -1,0 +1,31 @@
+// interval_bounds.cuh: masks by intervals on a GPU: the bounds (mask.h: HiddenBounds) of several keys, by which a block finds the tiles of
+// which none of its rows sees a key.
+#pragma once
+
+#include "attention/common/interval_bounds.h"
+#include "attention/common/mask.h"
+
+namespace fa {
+
+// In the workspace: the bounds of every kBoundsKeys keys.
+struct IntervalBounds {
+    HiddenBounds* data;  // (heads of the array, bounds of all sequences); nullptr = no intervals
+    int64_t head;        // from one head to the next
+
+    // Of the keys of sequence b from its first on, for a query head.
+    __device__ __forceinline__ const HiddenBounds* of(const AttentionParams& p, int b, int head_q) const {
+        return data + head_q / p.intervals.heads_of_entry * head + first_bounds_of(p, b);
+    }
+};
+
+// The bounds of all lanes of a warp together. sm_80 and newer.
+__device__ __forceinline__ void reduce_bounds(HiddenBounds& bounds) {
+#pragma unroll
+    for (int x = 0; x < 2; ++x) {
+        bounds.max_begin[x] = __reduce_max_sync(~0u, bounds.max_begin[x]),
+        bounds.min_begin[x] = __reduce_min_sync(~0u, bounds.min_begin[x]);
+        bounds.max_end[x] = __reduce_max_sync(~0u, bounds.max_end[x]), bounds.min_end[x] = __reduce_min_sync(~0u, bounds.min_end[x]);
+    }
+}
+
+}  // namespace fa
