@@ -31,8 +31,11 @@ MAY_SPILL = {
     # wgmma_float32_sm90, dK and dV of head dim 128: twelve registers in a step of 192 wgmmas.
     r"gradient_kernelILi128ELNS0_3OwnE0EEEvNS0_11PartsParams": 68,
     r"gradient_kernelILi64ELNS0_3OwnE0EEEvNS0_11PartsParams": 4,  # in the warp that loads statistics
-    # mma_float32_sm80: up to ten registers in a step of 1500 instructions and more; head dims above 192.
-    r"attention_kernelINS_10SplitFloatELi256E": 24,
+    # mma_float32_sm80: up to ten registers in a step of 1500 instructions and more; head dims above 128.
+    r"attention_kernelINS_10SplitFloatELi(192|256)E\w+OptionsE0": 32,
+    # The same with options: the bounds of masks by intervals take registers, too.
+    r"attention_kernelINS_10SplitFloatELi192E\w+OptionsE1": 56,
+    r"attention_kernelINS_10SplitFloatELi256E\w+OptionsE1": 200,
     r"gradient_kernelILi256E\w+GradientParams": 40,
     # Softcap backward. Head dim 64: two registers in a step of 2300 instructions; 128, float16: after the loop.
     r"backward_wgmma_kernelI\w+BackwardPlanIdE12E": 8,

@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
     }
 #endif
     using Warp = ForwardWarp<T, kD, kDv, kSm, kOptions, kKeyRows>;
-    if constexpr (Warp::kSplit) {  // a word in the workspace may say that another kernel has served the call
+    if constexpr (Warp::kSplit && !Warp::kGeneral) {  // a word in the workspace may say that another kernel has served the call
         const int* const wanted = static_cast<const int*>(params.attention.workspace);
         if (wanted && *wanted == 0) return;
     }

@@ -356,9 +356,13 @@ struct ForwardWarp {
             }
             if (kGeneral && hides) zero_unseen_values();
             if (sees) {
-                move_maxima<kRange>(S, O, row_max, row_sum);
-                if constexpr (kSplit) multiply_split_values<kRange>(S, O, row_max, row_sum, key0);
-                else multiply_values(S, O, row_max, row_sum, key0);
+                if constexpr (kSplit) {
+                    move_split_maxima<kRange>(S, O, row_max, row_sum);
+                    multiply_split_values<kRange>(S, O, row_max, row_sum, key0);
+                } else {
+                    move_maxima(S, O, row_max, row_sum);
+                    multiply_values(S, O, row_max, row_sum, key0);
+                }
             }
             if (!kFull && kStages == 2) stage ^= 1;
             if constexpr (kSkips) tile = places.seen.next + 1;
@@ -448,7 +452,6 @@ struct ForwardWarp {
         __syncthreads();
     }
     // The maximum of each row; O and row_sum are rescaled when it has moved far.
-    template <SplitRange kRange = SplitRange::kUsual>
     __device__ __forceinline__ void move_maxima(const Scores& S, Output& O, RowValues& row_max, RowValues& row_sum) const {
         RowValues new_max;
         bool moved = false;
@@ -457,8 +460,8 @@ struct ForwardWarp {
             float x = fmaxf(S[r / 2][0][r % 2 * 2], S[r / 2][0][r % 2 * 2 + 1]);
 #pragma unroll
             for (int n = 1; n < kTilesN; ++n) x = fmaxf(x, fmaxf(S[r / 2][n][r % 2 * 2], S[r / 2][n][r % 2 * 2 + 1]));
-            new_max[r] = fmaxf(row_max[r], kGeneral || kRaw ? quad_max(x) : quad_max(x) * scale);
-            moved |= has_moved<kRange>(new_max[r], row_max[r]);
+            new_max[r] = fmaxf(row_max[r], kGeneral ? quad_max(x) : quad_max(x) * scale);
+            moved |= new_max[r] - row_max[r] > kThreshold;
         }
         if (!kPaged && p.max_score) {  // calls with a cache never want it
             const int thread = opaque(threadIdx.x);
@@ -470,24 +473,48 @@ struct ForwardWarp {
         if (!__any_sync(kFullWarp, moved)) return;
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
-            const float next = has_moved<kRange>(new_max[r], row_max[r]) ? new_max[r] : row_max[r];
-            const float factor = exp2_approx(kRaw       ? (row_max[r] - next) * scale
-                                             : kGeneral ? (row_max[r] - next) * kLog2e
-                                                        : row_max[r] - next);
+            const float next = new_max[r] - row_max[r] > kThreshold ? new_max[r] : row_max[r];
+            const float factor = exp2_approx(kGeneral ? (row_max[r] - next) * kLog2e : row_max[r] - next);
             row_max[r] = next;
             row_sum[r] *= factor;
 #pragma unroll
             for (int n = 0; n < kTilesV; ++n) O[r / 2][n][r % 2 * 2] *= factor, O[r / 2][n][r % 2 * 2 + 1] *= factor;
         }
     }
-    // Under SplitRange::kAny P is at most 1, so that P V overflows only where float32's does.
+    // The same for split products. Under SplitRange::kAny P is at most 1, so that P V overflows only where float32's does.
     template <SplitRange kRange>
-    __device__ __forceinline__ bool has_moved(float new_max, float row_max) const {
-        if (kRange == SplitRange::kAny) return new_max > row_max;
-        return (kRaw ? (new_max - row_max) * scale : new_max - row_max) > kThreshold;
+    __device__ __forceinline__ void move_split_maxima(const Scores& S, Output& O, RowValues& row_max, RowValues& row_sum) const {
+        const float unit = kGeneral ? kLog2e : scale, threshold = kRange == SplitRange::kAny ? 0.0f : kRescaleThreshold;
+        RowValues new_max;
+        bool moved = false;
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            float x = fmaxf(S[r / 2][0][r % 2 * 2], S[r / 2][0][r % 2 * 2 + 1]);
+#pragma unroll
+            for (int n = 1; n < kTilesN; ++n) x = fmaxf(x, fmaxf(S[r / 2][n][r % 2 * 2], S[r / 2][n][r % 2 * 2 + 1]));
+            new_max[r] = fmaxf(row_max[r], quad_max(x));
+            moved |= (new_max[r] - row_max[r]) * unit > threshold;
+        }
+        if (!kPaged && p.max_score) {
+            const int thread = opaque(threadIdx.x);
+            float* const greatest = smem.greatest + thread / 32 * kWarpRows + mma_row(thread % 32, 0);
+#pragma unroll
+            for (int r = 0; r < kRows; ++r)
+                if (thread % 4 == 0) greatest[8 * r] = fmaxf(greatest[8 * r], new_max[r]);
+        }
+        if (!__any_sync(kFullWarp, moved)) return;
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            const float factor = exp2_approx((row_max[r] - new_max[r]) * unit);
+            row_max[r] = new_max[r];
+            row_sum[r] *= factor;
+#pragma unroll
+            for (int n = 0; n < kTilesV; ++n) O[r / 2][n][r % 2 * 2] *= factor, O[r / 2][n][r % 2 * 2 + 1] *= factor;
+        }
     }
     __device__ __forceinline__ float exponential(float score, float max) const {
-        return exp2_approx(kRaw ? (score - max) * scale : kGeneral ? (score - max) * kLog2e : fmaf(score, scale, -max));
+        if constexpr (kRaw) return exp2_approx((score - max) * scale);
+        return exp2_approx(kGeneral ? (score - max) * kLog2e : fmaf(score, scale, -max));
     }
     // Exponentiates this thread's pairs of neighbouring keys [begin, end) of a step.
     __device__ __forceinline__ void exponentials(Scores& S, const RowValues& row_max, RowValues& row_sum, int step, int begin,
@@ -613,12 +640,16 @@ struct ForwardWarp {
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
             const int i = end_row + 16 * (r / 2) + mma_row(last_lane, r % 2 * 2);
-            const float sum = quad_sum(row_sum[r]), max = kRaw ? row_max[r] * p.scale : row_max[r];
-            constexpr ScoreUnit kUnit = kGeneral || kRaw ? ScoreUnit::kNatural : ScoreUnit::kLog2;
-            RowEnd end = finish_row<kUnit>(max, sum, sink);
-            if constexpr (kSplit) end.lse = natural_lse(kRaw ? row_max[r] : max, kRaw ? p.scale : 1.0f, sum, sink);
+            RowEnd end;
+            if constexpr (kSplit) {
+                const float sum = quad_sum(row_sum[r]), unit = kRaw ? p.scale : 1.0f;
+                end = finish_row<ScoreUnit::kNatural>(row_max[r] * unit, sum, sink);
+                end.lse = natural_lse(row_max[r], unit, sum, sink);
+            } else {
+                end = finish_row<kGeneral ? ScoreUnit::kNatural : ScoreUnit::kLog2>(row_max[r], quad_sum(row_sum[r]), sink);
+            }
             if (p.lse && last_lane % 4 == 0 && i < done_s.seqlen_q && part == 0)
-                p.lse[lse_offset(p, done_s, done.head) + i] = kUnit == ScoreUnit::kNatural ? end.lse : end.lse * kLn2;
+                p.lse[lse_offset(p, done_s, done.head) + i] = kGeneral || kSplit ? end.lse : end.lse * kLn2;
             if (kGeneral && p.dropout_threshold) end.inverse *= p.dropout_scale;
             store_row(O, r, end, last_lane, part, out + i * p.out.row, i < done_s.seqlen_q);
         }
