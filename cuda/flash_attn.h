@@ -200,6 +200,7 @@ typedef struct fa_attention_plan {
     int32_t reserved;
     size_t workspace_bytes;
     char kernel[32];    /* the kernel that would run; empty when status is not FA_OK */
+    char variant[32];   /* which of the kernel's plans, of tiles and options, it would follow; empty where it does not name them */
     char why_not[1472]; /* "name: reason", one line for each kernel that was passed over before the chosen one */
 } fa_attention_plan;
 

@@ -33,6 +33,12 @@ cudaError_t forward_mma_sm80_paged(const AttentionParams& params, const DeviceIn
 cudaError_t forward_mma_sm80_wide(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
 cudaError_t forward_mma_tf32_sm80(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
 
+// float32 in split products. With _if, each block ends at once unless *wanted, a word in device memory, says otherwise.
+cudaError_t forward_mma_float32_sm80(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
+cudaError_t forward_mma_float32_sm80_if(const int* wanted, const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
+cudaError_t forward_wgmma_float32_sm90(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
+size_t forward_wgmma_float32_sm90_workspace(const AttentionParams&, const DeviceInfo&);  // bytes: the parts of q, k and v
+
 cudaError_t forward_float32_sm80(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
 size_t forward_float32_sm80_shared(const AttentionParams& params);  // the least bytes that a block needs
 
@@ -69,12 +75,15 @@ bool decode_fits(DecodeKernel kernel, const AttentionParams&, const DeviceInfo&)
 
 // delta = rowsum(dout * out) - dlse in float32 and, unless `bases` is nullptr, the RowBase of every row (large_rows.cuh). Both are laid out
 // like lse and have backward_delta_count entries.
-cudaError_t backward_delta(const BackwardParams& params, float* delta, float2* bases, cudaStream_t stream);
+// Sets *some_large, unless it is nullptr, where a row is large.
+cudaError_t backward_delta(const BackwardParams& params, float* delta, float2* bases, cudaStream_t stream, int* some_large = nullptr);
 int64_t backward_delta_count(const AttentionParams& params);
 int64_t backward_delta_blocks(const AttentionParams& params);  // blocks of the grid, at most 2^31 - 1; the same below
 
 // dq, dk and dv, from here to backward_scores.
 cudaError_t backward_simple(const BackwardParams& params, const DeviceInfo& device, cudaStream_t stream);
+// With _if, each block ends at once if *wanted, a word in device memory, is 0; delta and RowBase are in the workspace already.
+cudaError_t backward_simple_if(const int* wanted, const BackwardParams& params, const DeviceInfo& device, cudaStream_t stream);
 size_t backward_simple_workspace(const BackwardParams&, const DeviceInfo&);  // bytes: delta and RowBase
 int64_t backward_simple_blocks(const BackwardParams& params);
 
@@ -85,6 +94,18 @@ size_t backward_wgmma_sm90_workspace(const BackwardParams&, const DeviceInfo&);
 cudaError_t backward_mma_sm80(const BackwardParams& params, const DeviceInfo& device, cudaStream_t stream);
 cudaError_t backward_mma_sm80_fp16(const BackwardParams& params, const DeviceInfo& device, cudaStream_t stream);  // its fp16 half
 size_t backward_mma_sm80_workspace(const BackwardParams&, const DeviceInfo&);  // bytes: float32 sums of dq, lse, delta and RowBase
+
+// float32 in split products. With _if, as above; a block also ends if *unwanted is not 0. Calls with large rows are left to
+// backward_simple: its products are those of RowBase, to the bit.
+cudaError_t backward_mma_float32_sm80(const BackwardParams& params, const DeviceInfo& device, cudaStream_t stream);
+cudaError_t backward_mma_float32_sm80_if(const int* wanted, const int* unwanted, const BackwardParams& params, const DeviceInfo& device,
+                                         cudaStream_t stream);
+size_t backward_mma_float32_sm80_workspace(const BackwardParams&, const DeviceInfo&);  // bytes: delta, RowBase and a word
+cudaError_t backward_wgmma_float32_sm90(const BackwardParams& params, const DeviceInfo& device, cudaStream_t stream);
+cudaError_t backward_wgmma_float32_wide_sm90(const BackwardParams& params, const DeviceInfo& device, cudaStream_t stream);
+// Bytes: delta, RowBase, and the parts of q, k, v and dout.
+size_t backward_wgmma_float32_sm90_workspace(const BackwardParams&, const DeviceInfo&);
+size_t backward_wgmma_float32_wide_sm90_workspace(const BackwardParams&, const DeviceInfo&);
 
 cudaError_t backward_mma_wide_sm80(const BackwardParams& params, const DeviceInfo& device, cudaStream_t stream);
 // Bytes: P and dS of a round, delta, and sums kept between rounds.

@@ -29,9 +29,7 @@ cudaError_t launch_gradients(const BackwardParams& backward, int, cudaStream_t s
     params.aligned_q = params.aligned_k = params.aligned_v = params.aligned_out = true;  // the table refuses other calls
     params.aligned_dout = params.aligned_dq = params.aligned_dk = params.aligned_dv = true;
     params.tiles_q = (p.seqlen_q + kTile.block_m - 1) / kTile.block_m, params.tiles_k = (p.seqlen_k + kTile.block_n - 1) / kTile.block_n;
-    params.workspace.tiles = workspace_tiles(p, kTile.block_m);
-    params.workspace.dq = static_cast<float*>(align_up(p.workspace, 128));
-    params.workspace.rows = params.workspace.dq + int64_t(params.workspace.tiles) * p.nheads * kTile.block_m * kD;
+    params.workspace = workspace_of(backward, kTile.block_m, kD);
     const int64_t heads = int64_t(p.nheads_k) * p.batch, row_bytes = 2 * kD * int64_t(sizeof(T)) + kD * int64_t(sizeof(float));
     const int64_t section = heads_per_section(p.seqlen_q, p.group * row_bytes, 1);
     params.section = int(section < heads ? section : heads);

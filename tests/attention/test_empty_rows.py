@@ -22,13 +22,16 @@ def inputs(seqlen_q, seqlen_k, headdim, nheads=4, nheads_k=2, batch=2):
     return q, k, v
 
 
-def fp8(kernel, *arrays):
-    """float8 inputs of PyTorch, and the descale factors of one."""
-    import torch
-
+def fp8(kernel, q, k, v):
+    """float8 inputs of PyTorch, and the options with their factors."""
+    torch = pytest.importorskip("torch")
     if kernel.device.framework != "torch":
         pytest.skip("float8 arrays come from PyTorch here")
-    return [torch.from_numpy(x).to(kernel.device.name).to(torch.float8_e4m3fn) for x in arrays]
+    (q8, q_factor), (k8, k_factor), (v8, v_factor) = (
+        fa.quantize_fp8(torch.from_numpy(np.nan_to_num(x)).to(kernel.device.name)) for x in (q, k, v)
+    )
+    v8[torch.from_numpy(np.isnan(v)).to(v8.device)] = torch.nan
+    return (q8, k8, v8), {"q_descale": q_factor, "k_descale": k_factor, "v_descale": v_factor}
 
 
 @pytest.mark.parametrize("sinks", [False, True])
@@ -42,13 +45,13 @@ def test_forward(kernel, shape, headdim, dtype, sinks):
     if sinks:
         options["sinks"] = np.linspace(-1, 1, q.shape[2]).astype(np.float32)
     if dtype == "float8_e4m3":
-        pytest.importorskip("torch")
         if sinks or kernel.device.name == "cpu":
             pytest.skip("float8 is for GPUs, and takes no sinks")
-        arrays = fp8(kernel, q, k, v)
-        if (plan := fa.query(*arrays, kernel=kernel.name, causal=True)).status == "FA_UNSUPPORTED":
+        arrays, factors = fp8(kernel, q, k, v)
+        more = factors | {"kernel": kernel.name, "causal": True, "fast_accum": kernel.name == "fp8_fast_sm90"}
+        if (plan := fa.query(*arrays, **more)).status == "FA_UNSUPPORTED":
             pytest.skip(plan.error)
-        out, lse = fa.flash_attn_func(*arrays, kernel=kernel.name, causal=True, return_lse=True)
+        out, lse = fa.flash_attn_func(*arrays, return_lse=True, **more)
         out, lse = kernel.device.numpy(out), kernel.device.numpy(lse)
     else:
         out, lse = kernel(q, k, v, dtype, **options)

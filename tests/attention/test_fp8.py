@@ -292,11 +292,11 @@ def test_query_names_the_kernel(torch):
     x8, descale = fa.quantize_fp8(torch.randn(1, 64, 2, 64, device="cuda"))
     good = {"q_descale": descale, "k_descale": descale, "v_descale": descale}
     plan = fa.query(x8, x8, x8, **good)
-    assert plan.kernel == "fp8_sm90" and "fast_accum=0" in plan.why_not["fp8_fast_sm90"]
+    assert plan.kernel == "fp8_sm90" and "fast_accum=False" in plan.why_not["fp8_fast_sm90"]
     assert fa.query(x8, x8, x8, **good, fast_accum=True).kernel == "fp8_fast_sm90"
     assert fa.query(x8, x8, x8, **good, fast_accum=True, kernel="fp8_sm90").kernel == "fp8_sm90"
     plan = fa.query(x8, x8, x8, **good, kernel="fp8_fast_sm90")
-    assert plan.status == "FA_UNSUPPORTED" and "fast_accum=0" in plan.error
+    assert plan.status == "FA_UNSUPPORTED" and "fast_accum=False" in plan.error
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

@@ -192,4 +192,4 @@ def test_host_pointer_on_a_gpu_call():
     host = np.zeros(64, np.float16)
     args.q_data = host.ctypes.data
     plan = plan_of(args)
-    assert plan.status == "FA_BAD_ARGUMENT" and "is host memory, but device is FA_CUDA" in plan.error
+    assert plan.status == "FA_BAD_ARGUMENT" and "is host memory, but device is a GPU" in plan.error

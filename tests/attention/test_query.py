@@ -34,6 +34,7 @@ def test_launch_does_what_the_query_says(device, case, monkeypatch):
     plan = fa.query(*arrays, causal=case.causal)
     assert plan.status == "FA_OK" and plan.error == ""
     assert plan.kernel in [kernel["name"] for kernel in fa.kernels() if kernel["device"] == device.name]
+    assert bool(plan.variant) == (plan.kernel == "wgmma_sm90")  # the kernel that names its plans
     free = device.numpy(fa.flash_attn_func(*arrays, causal=case.causal))
     forced = device.numpy(fa.flash_attn_func(*arrays, causal=case.causal, kernel=plan.kernel))
     np.testing.assert_array_equal(free, forced)

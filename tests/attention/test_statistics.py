@@ -49,7 +49,13 @@ def given(kernel, case: Case, **wanted):
     function = fa.flash_attn_varlen_func if case.varlen else fa.flash_attn_func
     out, *results = function(*arrays, **wanted, **options)
     plain = function(*arrays, **options)
-    assert np.array_equal(kernel.device.numpy(out), kernel.device.numpy(plain), equal_nan=True)
+    out, plain = kernel.device.numpy(out), kernel.device.numpy(plain)
+    if kernel.name == "wgmma_sm90" and "return_max_score" in wanted:  # the plans that give it round P differently
+        np.testing.assert_allclose(
+            out, plain, rtol=0, atol=4 * accuracy.EPSILON[case.dtype] * np.nanmax(np.abs(plain), initial=0)
+        )
+    else:
+        assert np.array_equal(out, plain, equal_nan=True)
     return [kernel.device.numpy(x) for x in results]
 
 

@@ -135,7 +135,7 @@ def _on_gpu(framework):
     """Whether the framework finds a GPU; asked in a separate process."""
     code = {
         "jax": "import jax; print(jax.default_backend() == 'gpu')",
-        "numba": "from numba import cuda; print(cuda.is_available())",
+        "numba": "import numba.cuda.cudaimpl; print(numba.cuda.is_available())",  # not every NumPy has what this needs
     }[framework]
     return subprocess.run([sys.executable, "-c", code], text=True, capture_output=True).stdout.strip() == "True"
 

@@ -194,6 +194,21 @@ def test_rows_of_no_sequence_beside_a_dout_that_repeats():
     assert repeated.any() and (repeated == repeated[0]).all()
 
 
+def test_a_session_has_the_pages_of_all_its_steps(judge):
+    """The table of a session is that of its first step. Where it lacked the pages of later keys, a CPU refused the
+    calls, and a GPU, which clamps such pages, read keys that another sequence was adding."""
+    world = World(judge.places.backend, function="flash_attn_with_kvcache")
+    tables = 0
+    for number in range(60):
+        for step in generate(PLANTED, number, world)["steps"]:
+            if "session" in step and step["spec"].get("pages"):
+                prepared = prepare(step, {})
+                table = prepared.cache.values(prepared.cache_before, "block_table")
+                assert sorted(table.flatten()) == sorted(set(table.flatten())) and table.min() >= 0
+                tables += 1
+    assert tables > 20
+
+
 def test_a_dout_that_nobody_has_written():
     """PyTorch casts a dout of another dtype. The campaign takes one from memory that nobody has written, so the
     gradients are not those of the same call alone."""

@@ -561,9 +561,9 @@ def test_what_sampling_takes_a_step_takes(device, temperature, top_k, top_p):
     """A step is shared by sequences, so arguments that the library would refuse must be refused before."""
     place = device("flash")
     sampler, xp = Sampler(place, 2), place.xp
-    tokens, steps = xp.zeros((2, 1), np.int32), xp.zeros(2, np.int32)
     sampler.set(1, Sampling(temperature, top_k, top_p))
     with place.scope():
+        tokens, steps = xp.zeros((2, 1), np.int32), xp.zeros(2, np.int32)  # on the stream that draws
         sampler.draw(place.vector(np.float32([[0, 9], [9, 0]])), tokens, steps, sampler.synchronise([0, 1]))
         place.synchronize()
     assert np.asarray(tokens.get() if hasattr(tokens, "get") else tokens)[0] == 1

@@ -405,6 +405,44 @@ void plans_give_max_score() {
                     }
 }
 
+// A left edge, softcap, ALiBi and masks of keys have plans of their own; bare calls and all other options do not take them.
+void plans_by_options() {
+    static float floats[1];
+    const auto expect = [](const fa::AttentionParams& p, const char* what, bool options, bool general) {
+        const fa::WgmmaPlan plan = fa::wgmma_plan(fa::wgmma_choose(p, 132));
+        if (plan.options != options || plan.general != general)
+            complain("headdim=%d, %s: %s", p.headdim, what,
+                     plan.options   ? "a plan with options"
+                     : plan.general ? "a general plan"
+                                    : "a bare plan");
+    };
+    for (const int headdim : {64, 96, 128, 192, 256}) {
+        fa::AttentionParams bare{};
+        bare.batch = 1, bare.nheads = bare.nheads_k = 16, bare.group = 1, bare.headdim = bare.headdim_v = headdim;
+        bare.seqlen_q = bare.seqlen_k = 4096, bare.scale = 1, bare.window_left = bare.window_right = -1;
+        expect(bare, "bare", false, false);
+        fa::AttentionParams p = bare;
+        p.window_left = 8;
+        expect(p, "window", true, false);
+        p.max_score = floats;
+        expect(p, "window and max_score", false, true);
+        p = bare, p.alibi_slopes = floats;
+        expect(p, "ALiBi", true, false);
+        p.scale = -1;
+        expect(p, "ALiBi and a scale below zero", false, true);
+        p = bare, p.softcap = 30;
+        expect(p, "softcap", true, false);
+        p.dropout_threshold = 1;
+        expect(p, "softcap and dropout", false, true);
+        p = bare, p.mask.data = floats;
+        expect(p, "mask of keys", true, false);
+        p.mask.row = 4096;
+        expect(p, "mask of pairs", false, true);
+        p = bare, p.bias.data = floats;
+        expect(p, "bias", false, true);
+    }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -417,6 +455,7 @@ int main(int argc, char** argv) {
     walk<W4>("w4", count, kW4, fa_w4_linear_query);
     walk<Chain>("chain", count / 4, kChain, fa_w4_linear_chain_query);
     plans_give_max_score();
+    plans_by_options();
     if (failures) std::printf("%d failures\n", failures);
     return failures ? 1 : 0;
 }

@@ -112,15 +112,18 @@ void check_key_blocks(const AttentionParams& p, bool in_order) {
             const Range blocks = key_blocks_of(visible_band(p, s), m * kBlockM, kBlockM, kBlockN);
             const bool meets = m >= w.first_m && m < w.end_m, met = w.key0 / kBlockN >= blocks.begin && w.key0 / kBlockN < blocks.end;
             EXPECT(meets == met, "tile %d and key %d of (%d, %d): %d, %d", m, w.key0, s.seqlen_q, s.seqlen_k, meets, met);
-            bool visible = false, hidden = false;
+            bool visible = false, hidden = false, cut = false;
             for (int i = m * kBlockM; i < (m + 1) * kBlockM && i < s.seqlen_q; ++i) {
                 const KeyRange range = key_range(p, s, i);
                 visible = visible || (range.begin < w.key0 + kBlockN && range.end > w.key0 && range.begin < range.end);
                 hidden = hidden || range.end < w.key0 + kBlockN;
+                cut = cut || range.begin > w.key0;
             }
             EXPECT(meets || !visible, "tile %d sees keys from %d on of (%d, %d)", m, w.key0, s.seqlen_q, s.seqlen_k);
             EXPECT(!meets || !hidden || m * w.width < w.mask_place, "tile %d is not masked at key %d of (%d, %d)", m, w.key0, s.seqlen_q,
                    s.seqlen_k);
+            EXPECT(!meets || !cut || m * w.width >= left_place_of(p, w, kBlockM), "tile %d: no left edge at key %d of (%d, %d)", m, w.key0,
+                   s.seqlen_q, s.seqlen_k);
         }
     }
     for (int b = 0; b < p.batch; ++b)
@@ -220,6 +223,56 @@ void test_items() {
             check_key_blocks<64, 64>(p, in_order);
         }
     }
+}
+
+// ---- backward: which plan serves a call. A plan that serves less than the call asks for would give wrong gradients ----
+
+void test_choice() {
+    const auto expect = [](BackwardPlanId want, int headdim, int headdim_v, const auto& change, const char* what) {
+        const float slopes[] = {1};
+        const uint8_t mask[] = {1};
+        AttentionParams p{};
+        p.batch = 2, p.nheads = 4, p.nheads_k = 2, p.group = 2, p.headdim = headdim, p.headdim_v = headdim_v, p.scale = 0.125f;
+        p.window_left = p.window_right = -1;
+        change(p, slopes, mask);
+        const int chosen = int(backward_choose(p));
+        EXPECT(chosen == int(want), "%s, head dims %d and %d: plan %d, not %d", what, headdim, headdim_v, chosen, int(want));
+    };
+    const auto each = [&](BackwardPlanId d64, BackwardPlanId d128, BackwardPlanId d192, const char* what, const auto& change) {
+        expect(d64, 64, 64, change, what), expect(d64, 32, 40, change, what);
+        expect(d128, 128, 128, change, what), expect(d128, 72, 64, change, what), expect(d128, 64, 72, change, what);
+        expect(d192, 192, 192, change, what);
+    };
+    using Id = BackwardPlanId;
+    using P = AttentionParams;
+    const auto bare = [&](const char* what, const auto& change) { each(Id::kD64, Id::kD128, Id::kD192, what, change); };
+    const auto options = [&](const char* what, const auto& change) {
+        each(Id::kD64Options, Id::kD128Options, Id::kD192General, what, change);
+    };
+    const auto softcap = [&](const char* what, const auto& change) {
+        each(Id::kD64Softcap, Id::kD128Softcap, Id::kD192General, what, change);
+    };
+    const auto general = [&](const char* what, const auto& change) {
+        each(Id::kD64General, Id::kD128General, Id::kD192General, what, change);
+    };
+    bare("bare", [](P&, auto*, auto*) {});
+    bare("causal", [](P& p, auto*, auto*) { p.window_right = 0; });
+    options("window", [](P& p, auto*, auto*) { p.window_left = 100, p.window_right = 0; });
+    options("alibi", [](P& p, auto* slopes, auto*) { p.alibi_slopes = slopes; });
+    options("mask of keys", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 0, 0}; });
+    options("all three", [](P& p, auto* slopes, auto* mask) { p.mask = {mask, 7, 0, 0}, p.alibi_slopes = slopes, p.window_left = 0; });
+    options("mask of the keys of each head", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 9, 0}, p.group = 1; });
+    softcap("softcap", [](P& p, auto*, auto*) { p.softcap = 50; });
+    softcap("softcap, window and mask", [](P& p, auto*, auto* mask) { p.softcap = 30, p.window_left = 5, p.mask = {mask, 7, 0, 0}; });
+    general("softcap too small", [](P& p, auto*, auto*) { p.softcap = 5; });
+    general("softcap and alibi", [](P& p, auto* slopes, auto*) { p.softcap = 50, p.alibi_slopes = slopes; });
+    general("mask of pairs", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 0, 1}; });
+    general("mask of keys of query heads", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 9, 0}; });
+    general("bias and window", [](P& p, auto* slopes, auto*) { p.bias = {slopes, 0, 0, 0}, p.window_left = 5; });
+    general("dropout and window", [](P& p, auto*, auto*) { p.dropout_threshold = 9, p.window_left = 5; });
+    general("scale below zero", [](P& p, auto*, auto*) { p.scale = -1, p.window_left = 5; });
+    general("scale of zero", [](P& p, auto* slopes, auto*) { p.scale = 0, p.alibi_slopes = slopes; });
+    general("tiny scale and alibi", [](P& p, auto* slopes, auto*) { p.scale = 1e-7f, p.alibi_slopes = slopes; });
 }
 
 // ---- one tile through the hardware: S = Q K^T, O = S V, and K read back through the swizzle formula ----
@@ -361,6 +414,7 @@ void test_failed_map() {
 int main() {
     test_items();
     test_any_lengths();
+    test_choice();
     std::printf("work items: %s\n", failures ? "FAILED" : "passed");
     int major = 0, minor = 0;
     const bool hopper = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) == cudaSuccess &&

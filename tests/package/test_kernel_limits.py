@@ -51,7 +51,9 @@ TABLES = {"fwd": "forward", "decode": "forward", "bwd": "backward", "w4": "w4_li
 UNPUBLISHED = {  # a published row takes its kernel off this list
     ("forward", "decode_split_sm80"), ("forward", "decode_lanes_sm80"), ("linear", "linear_small_sm80"),
     ("linear", "linear_mma_sm80"), ("linear", "linear_gemv_sm80"), ("w4_linear", "mma_w4"),
-    ("w4_linear_chain", "chain_w4_sm90"), ("w4_linear_chain", "one_by_one"),
+    ("w4_linear_chain", "chain_w4_sm90"), ("w4_linear_chain", "one_by_one"), ("forward", "wgmma_float32_sm90"),
+    ("forward", "mma_float32_sm80"), ("backward", "mma_float32_sm80"), ("backward", "wgmma_float32_sm90"),
+    ("backward", "wgmma_float32_wide_sm90"),
 }  # fmt: skip
 
 

@@ -28,14 +28,16 @@ TABLES = {
 # it.
 ROWS = {
     "flash_attn_minimal.cu": {"forward": ["minimal"]},
-    "attention/forward/mma_sm80/kernel.cuh": {"forward": ["mma_sm80", "mma_tf32_sm80"]},
+    "attention/forward/mma_sm80/kernel.cuh": {"forward": ["mma_sm80", "mma_tf32_sm80", "mma_float32_sm80"]},
     "attention/forward/fp8_sm90/kernel.cuh": {"forward": ["fp8_sm90", "fp8_fast_sm90"]},
     "attention/decode/lanes/kernel.cuh": {"forward": ["decode_lanes_sm80", "decode_lanes_cluster_sm90"]},
     "attention/decode/combine.cu": {"forward": ["decode_split_sm80", "decode_ring_sm90", "decode_lanes_sm80"]},
     "attention/decode/mla_sm90/merge.cuh": {"forward": ["decode_mla_sm90"]},
     "attention/backward/mma_sm80/side.cuh": {"backward": ["mma_sm80"]},
     "attention/backward/wgmma_sm90/rows.cu": {"backward": ["wgmma_sm90", "wgmma_pair_sm90"]},
-    "attention/backward/delta.cu": {"backward": ["simple", "mma_wide_sm80"]},
+    "attention/backward/delta.cu": {
+        "backward": ["simple", "mma_wide_sm80", "mma_float32_sm80", "wgmma_float32_sm90", "wgmma_float32_wide_sm90"]
+    },
     "attention/common/large_rows.cuh": {"backward": ["mma_wide_sm80"]},  # and key_sums of fa_attention_forward
     "attention/backward/scores.cu": "fa_attention_backward",
     "attention/decode/append.cu": "fa_kvcache_attention",

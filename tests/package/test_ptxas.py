@@ -28,6 +28,15 @@ MAY_SPILL = {
     r"gradient_kernelI\w+Li256ELi256ELNS_5MmaSmE4E": 8,
     # In the product for dQ: the number of query tiles of the block, read once for each tile.
     r"backward_wgmma_pair_kernelI\w+BackwardPlanIdE8E": 4,
+    # wgmma_float32_sm90, dK and dV of head dim 128: twelve registers in a step of 192 wgmmas.
+    r"gradient_kernelILi128ELNS0_3OwnE0EEEvNS0_11PartsParams": 68,
+    r"gradient_kernelILi64ELNS0_3OwnE0EEEvNS0_11PartsParams": 4,  # in the warp that loads statistics
+    # mma_float32_sm80: up to ten registers in a step of 1500 instructions and more; head dims above 192.
+    r"attention_kernelINS_10SplitFloatELi256E": 24,
+    r"gradient_kernelILi256E\w+GradientParams": 40,
+    # Softcap backward. Head dim 64: two registers in a step of 2300 instructions; 128, float16: after the loop.
+    r"backward_wgmma_kernelI\w+BackwardPlanIdE12E": 8,
+    r"backward_wgmma_kernelI6__half\w+BackwardPlanIdE13E": 16,
     # float32_sm80: a pointer, outside the loops over columns and keys.
     r"attention_kernelILi256ELi128ELi32EEEvNS0_13Float32Params": 8,
 }

@@ -3,6 +3,8 @@
 #include "api/attention/limits.h"
 #include "api/attention/registry.h"
 #include "attention/backward/wgmma_sm90/tiles.h"
+#include "attention/common/float16_parts.h"
+#include "attention/common/tiles_mma_sm80.h"
 #include "cpu/attention/kernels.h"
 
 #if FA_WITH_CUDA
@@ -42,6 +44,14 @@ bool has_blocks_for_tiles_of_32(const BackwardParams& b, const DeviceInfo&) {
     const AttentionParams& p = b.forward;
     return ceil_div(p.seqlen_q > p.seqlen_k ? p.seqlen_q : p.seqlen_k, 32) * p.nheads * p.batch <= kMostBlocks;
 }
+bool has_blocks_for_halves_of_32(const BackwardParams& b, const DeviceInfo&) {
+    const AttentionParams& p = b.forward;
+    return 2 * ceil_div(p.seqlen_q > p.seqlen_k ? p.seqlen_q : p.seqlen_k, 32) * p.nheads * p.batch <= kMostBlocks;
+}
+// As in registry_forward.cpp.
+const char* split_products_yield(const BackwardParams&, const DeviceInfo& device, char*, size_t) {
+    return device.shared_memory > kMostSharedSm86 ? nullptr : "the CUDA cores of this GPU are faster";
+}
 bool has_indices_for_chunks(const BackwardParams& b, const DeviceInfo&) {
     constexpr int kMost = 1 << 30;  // whole chunks of rows and keys still have 32-bit indices
     return b.forward.seqlen_q <= kMost && b.forward.seqlen_k <= kMost;
@@ -60,6 +70,20 @@ const char* pair_refuses(const BackwardParams& b, const DeviceInfo& device, char
     if (p.headdim <= 128 && p.headdim_v <= 128)
         return say(text, size, "headdim=%d, headdim_v=%d: wgmma_sm90 serves up to 128", p.headdim, p.headdim_v);
     return needs_queries(b, device, text, size);
+}
+const char* wide_float32_refuses(const BackwardParams& b, const DeviceInfo&, char* text, size_t size) {
+    const AttentionParams& p = b.forward;
+    if (p.headdim > 128 || p.headdim_v > 128) return nullptr;
+    return say(text, size, "headdim=%d, headdim_v=%d: wgmma_float32_sm90 serves up to 128", p.headdim, p.headdim_v);
+}
+bool has_blocks_for_parts(const BackwardParams& b, const DeviceInfo&) {
+    const AttentionParams& p = b.forward;
+    return 2 * p.batch * (ceil_div(p.seqlen_q + 128, 16) * p.nheads + ceil_div(p.seqlen_k + 128, 16) * p.nheads_k) <= kMostBlocks;
+}
+const char* float16_parts_yield(const BackwardParams& b, const DeviceInfo&, char* text, size_t size) {
+    const AttentionParams& p = b.forward;
+    if (float16_parts_are_faster(p)) return nullptr;
+    return say(text, size, "seqlen_q=%d, seqlen_k=%d: mma_float32_sm80 is faster for short calls", p.seqlen_q, p.seqlen_k);
 }
 bool wgmma_fits(const BackwardParams& b, const DeviceInfo&) {
     const BackwardPlan plan = backward_plan(backward_choose(b.forward));
@@ -107,6 +131,39 @@ constexpr BackwardKernel kKernels[] = {
      .fits = FA_SM80(has_indices_for_chunks),
      .workspace = FA_SM80(backward_mma_wide_sm80_workspace),
      .launch = FA_SM80(backward_mma_wide_sm80)},
+    {.name = "wgmma_float32_sm90",
+     .summary = "Hopper: float32 with float32's accuracy, wgmma on float16 parts; head dims to 128, plain, causal and windowed calls",
+     .device = FA_CUDA,
+     .limits = {.dtypes = kFloat32,
+                .gpus = kHopper,
+                .head_dims = head_dims(4, 128),
+                .takes = kHints | kMaxScore | kKeySums | kLeftEdge | kSinks,
+                .memory = Memory::kWideRows},
+     .fits = FA_SM90(has_blocks_for_parts),
+     .yields = FA_SM90(float16_parts_yield),
+     .workspace = FA_SM90(backward_wgmma_float32_sm90_workspace),
+     .launch = FA_SM90(backward_wgmma_float32_sm90)},
+    {.name = "wgmma_float32_wide_sm90",
+     .summary = "Hopper: as wgmma_float32_sm90, warpgroups divide the products; head dims above 128, to 256",
+     .device = FA_CUDA,
+     .limits = {.dtypes = kFloat32,
+                .gpus = kHopper,
+                .head_dims = head_dims(4, 256),
+                .takes = kHints | kMaxScore | kKeySums | kLeftEdge | kSinks,
+                .memory = Memory::kWideRows},
+     .refuses = FA_SM90(wide_float32_refuses),
+     .fits = FA_SM90(has_blocks_for_parts),
+     .yields = FA_SM90(float16_parts_yield),
+     .workspace = FA_SM90(backward_wgmma_float32_wide_sm90_workspace),
+     .launch = FA_SM90(backward_wgmma_float32_wide_sm90)},
+    {.name = "mma_float32_sm80",
+     .summary = "tensor cores (mma.sync): float32 with float32's accuracy, three products of tf32 parts; head dims to 256, every option",
+     .device = FA_CUDA,
+     .limits = {.dtypes = kFloat32, .gpus = kFromSm80, .head_dims = head_dims(1, 256)},
+     .fits = FA_SM80(has_blocks_for_halves_of_32),
+     .yields = FA_SM80(split_products_yield),
+     .workspace = FA_SM80(backward_mma_float32_sm80_workspace),
+     .launch = FA_SM80(backward_mma_float32_sm80)},
     {.name = "simple",
      .summary = "CUDA cores, no atomics: any head dim, dtype, mask and option; deterministic",
      .device = FA_CUDA,

@@ -2,6 +2,7 @@
 // registry_decode.cpp come before them.
 #include "api/attention/limits.h"
 #include "api/attention/registry.h"
+#include "attention/common/float16_parts.h"
 #include "attention/common/interval_bounds.h"
 #include "attention/common/tiles_mma_sm80.h"
 #include "attention/forward/common/work_list.h"
@@ -62,6 +63,11 @@ size_t bounds_workspace(const AttentionParams& p, const DeviceInfo&) { return in
 const char* takes_no_padding_in_pages(const AttentionParams& p, const DeviceInfo&, char*, size_t) {
     return p.cache.leftpad && p.cache.block_table ? "cache_leftpad is set: it takes none with pages" : nullptr;
 }
+// Tensor cores with float32's accuracy are ahead of the CUDA cores of sm_80, 90 and 100, but not of their smaller relatives, whose tensor
+// cores have a quarter of the rate.
+const char* split_products_yield(const AttentionParams&, const DeviceInfo& device, char*, size_t) {
+    return device.shared_memory > kMostSharedSm86 ? nullptr : "the CUDA cores of this GPU are faster";
+}
 const char* needs_shared_memory(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
     const size_t bytes = forward_float32_sm80_shared(p);
     if (bytes <= device.shared_memory) return nullptr;
@@ -85,6 +91,16 @@ const char* wgmma_yields(const AttentionParams& p, const DeviceInfo& device, cha
         return say(text, size, "seqlen_q=%d, seqlen_k=%d: mma_sm80 is faster for short sequences", p.seqlen_q, p.seqlen_k);
 #endif
     return nullptr;
+}
+const char* wgmma_variant(const AttentionParams& p, const DeviceInfo& device) {
+    return wgmma_plan_name(wgmma_choose(p, device.multiprocessors));
+}
+bool has_blocks_for_parts(const AttentionParams& p, const DeviceInfo&) {
+    return p.batch * (ceil_div(p.seqlen_q, 32) * p.nheads + ceil_div(p.seqlen_k, 16) * p.nheads_k) <= kMostBlocks;
+}
+const char* float16_parts_yield(const AttentionParams& p, const DeviceInfo&, char* text, size_t size) {
+    if (float16_parts_are_faster(p)) return nullptr;
+    return say(text, size, "seqlen_q=%d, seqlen_k=%d: mma_float32_sm80 is faster for short calls", p.seqlen_q, p.seqlen_k);
 }
 const char* wide_yields(const AttentionParams& p, const DeviceInfo&, char* text, size_t size) {
     if (p.headdim > kWgmmaMaxHeadDim || p.headdim_v > kWgmmaMaxHeadDim) return nullptr;
@@ -148,7 +164,8 @@ constexpr Kernel kKernels[] = {
      .fits = FA_SM90(has_items_for_tiles_of_64),
      .yields = FA_SM90(wgmma_yields),
      .workspace = FA_SM90(forward_wgmma_sm90_workspace),
-     .launch = FA_SM90(forward_wgmma_sm90)},
+     .launch = FA_SM90(forward_wgmma_sm90),
+     .variant = FA_SM90(wgmma_variant)},
     {.name = "wgmma_wide_sm90",
      .summary = "Hopper: pairs of blocks that share K and V; float16, bfloat16, head dims to 512, no bias, mask or dropout",
      .device = FA_CUDA,
@@ -181,6 +198,25 @@ constexpr Kernel kKernels[] = {
      .fits = FA_SM80(has_blocks_for_tiles_of_32),
      .workspace = FA_SM80(bounds_workspace),
      .launch = FA_SM80(forward_mma_tf32_sm80)},
+    {.name = "wgmma_float32_sm90",
+     .summary = "Hopper: float32 with float32's accuracy, wgmma on float16 parts; head dims to 256, plain, causal and windowed calls",
+     .device = FA_CUDA,
+     .limits = {.dtypes = kFloat32,
+                .gpus = kHopper,
+                .head_dims = head_dims(4, 256),
+                .takes = kHints | kKeySums | kLeftEdge | kSinks,
+                .memory = Memory::kWideRows},
+     .fits = FA_SM90(has_blocks_for_parts),
+     .yields = FA_SM90(float16_parts_yield),
+     .workspace = FA_SM90(forward_wgmma_float32_sm90_workspace),
+     .launch = FA_SM90(forward_wgmma_float32_sm90)},
+    {.name = "mma_float32_sm80",
+     .summary = "tensor cores (mma.sync): float32 with float32's accuracy, three products of tf32 parts; head dims to 256, every option",
+     .device = FA_CUDA,
+     .limits = {.dtypes = kFloat32, .gpus = kFromSm80, .head_dims = head_dims(1, 256), .takes = kAllFeatures & ~(k8BitCache | kPages)},
+     .fits = FA_SM80(has_blocks_for_tiles_of_32),
+     .yields = FA_SM80(split_products_yield),
+     .launch = FA_SM80(forward_mma_float32_sm80)},
     {.name = "float32_sm80",
      .summary = "CUDA cores: float32 without tf32, head dims to 256, plain, causal and windowed calls",
      .device = FA_CUDA,

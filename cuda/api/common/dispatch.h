@@ -131,12 +131,13 @@ fa_status query(const Args* args, fa_attention_plan* plan) {
         return fail(FA_BAD_ARGUMENT, "plan is NULL or plan.struct_size is not sizeof(fa_attention_plan) = %zu", sizeof(fa_attention_plan));
     plan->reserved = 0;
     plan->workspace_bytes = 0;
-    plan->kernel[0] = '\0';
+    plan->kernel[0] = plan->variant[0] = '\0';
     Lines why_not(plan->why_not, sizeof plan->why_not);
     AnyCall call;
     plan->status = call.prepare(args, Pointers::kOptional, &why_not);
     if (plan->status != FA_OK) return fa_status(plan->status);
     std::snprintf(plan->kernel, sizeof plan->kernel, "%s", call.kernel->name);
+    std::snprintf(plan->variant, sizeof plan->variant, "%s", variant_of(*call.kernel, call.params, call.device));
     plan->workspace_bytes = call.workspace();
     return FA_OK;
 }

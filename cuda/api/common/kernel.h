@@ -81,6 +81,7 @@ struct KernelOf {
     void (*run)(const Params&) = nullptr;  // on the CPU
     Launch<Params> launch = nullptr;
     fa_status (*others)(const Params&, const DeviceInfo&, void* stream) = nullptr;
+    const char* (*variant)(const Params&, const DeviceInfo&) = nullptr;  // the name of the plan that it follows, for queries
 
     constexpr bool built() const { return run || launch || others; }
 };
@@ -97,6 +98,11 @@ Refusal refusal(const Row& kernel, uint32_t call, const Params& params, const De
 template <typename Row, typename Params>
 size_t workspace_of(const Row& kernel, const Params& params, const DeviceInfo& device) {
     return kernel.workspace ? kernel.workspace(params, device) : 0;
+}
+
+template <typename Row, typename Params>
+const char* variant_of(const Row& kernel, const Params& params, const DeviceInfo& device) {
+    return kernel.variant ? kernel.variant(params, device) : "";
 }
 
 // Returns FA_OK or records the error.

@@ -20,6 +20,7 @@ struct DeltaParams {
     BackwardParams backward;
     float* delta;
     float2* bases;  // nullptr = not wanted
+    int* some_large;
 };
 
 // A varlen call is treated as one batch entry of total_q rows. Nobody reads the delta of a row that belongs to no sequence, or that has lse
@@ -62,7 +63,10 @@ __global__ void __launch_bounds__(kThreads, kFullSm / kThreads) delta_kernel(con
     const int64_t place = (batch * p.nheads + head) * rows + i;
     if (params.bases) {
         RowBase base{0.0f, p.lse[place]};
-        if (is_large(base.rest)) base = base_of_large_row<T>(p, int(batch), int(head), int(i), base);
+        if (is_large(base.rest)) {
+            base = base_of_large_row<T>(p, int(batch), int(head), int(i), base);
+            if (params.some_large) *params.some_large = 1;
+        }
         if (lane == 0) params.bases[place] = make_float2(base.max, base.rest);
     }
     if (lane > 0) return;
@@ -78,11 +82,11 @@ int64_t backward_delta_blocks(const AttentionParams& p) {
     return (backward_delta_count(p) + kRows - 1) / kRows;
 }
 
-cudaError_t backward_delta(const BackwardParams& b, float* delta, float2* bases, cudaStream_t stream) {
+cudaError_t backward_delta(const BackwardParams& b, float* delta, float2* bases, cudaStream_t stream, int* some_large) {
     const int64_t blocks = backward_delta_blocks(b.forward);
     if (blocks == 0) return cudaSuccess;
     return with_dtype(b.forward.dtype, [&](auto zero) {
-        return launch_kernel(delta_kernel<decltype(zero)>, unsigned(blocks), kThreads, 0, stream, DeltaParams{b, delta, bases});
+        return launch_kernel(delta_kernel<decltype(zero)>, unsigned(blocks), kThreads, 0, stream, DeltaParams{b, delta, bases, some_large});
     });
 }
 

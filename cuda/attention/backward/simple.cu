@@ -116,7 +116,9 @@ __device__ __forceinline__ void store_gradient(const float (&acc)[kChunks][4][4]
 }
 
 template <typename T, int kChunks, Own kOwn>
-__global__ void __launch_bounds__(kThreads, kChunks <= 2 ? kResident : 1) gradient_kernel(const __grid_constant__ BackwardParams b) {
+__global__ void __launch_bounds__(kThreads, kChunks <= 2 ? kResident : 1)
+    gradient_kernel(const __grid_constant__ BackwardParams b, const int* wanted) {
+    if (wanted && *wanted == 0) return;
     extern __shared__ __align__(16) unsigned char shared[];
     Smem<kWalk>& smem = *reinterpret_cast<Smem<kWalk>*>(shared);
     constexpr bool kOwnsKeys = kOwn == Own::kKeys;
@@ -266,17 +268,17 @@ __global__ void __launch_bounds__(kThreads, kChunks <= 2 ? kResident : 1) gradie
 // Launches the smallest instantiation that holds all columns of an output, or else the largest. (Head dims up to 64 would be 9 % slower on
 // an H200 in the instantiation for 128.)
 template <typename T, Own kOwn, int kChunks = 1>
-cudaError_t launch(const BackwardParams& b, size_t shared_memory, cudaStream_t stream) {
+cudaError_t launch(const BackwardParams& b, const int* wanted, size_t shared_memory, cudaStream_t stream) {
     const AttentionParams& p = b.forward;
     const int parts = gradient_parts(p, kOwn, kChunks * kTile);
     if (parts > 1) {
-        if constexpr (kChunks < kMaxChunks) return launch<T, kOwn, 2 * kChunks>(b, shared_memory, stream);
+        if constexpr (kChunks < kMaxChunks) return launch<T, kOwn, 2 * kChunks>(b, wanted, shared_memory, stream);
     }
     const int64_t rows = kOwn == Own::kKeys ? p.seqlen_k : p.seqlen_q, heads = kOwn == Own::kKeys ? p.nheads_k : p.nheads;
     const int64_t blocks = (rows + kTile - 1) / kTile * heads * p.batch * parts;
     if (blocks == 0) return cudaSuccess;
     const size_t bytes = sizeof(Smem<64>) <= shared_memory ? sizeof(Smem<64>) : sizeof(Smem<kSmallWalk>);
-    return launch_kernel(gradient_kernel<T, kChunks, kOwn>, unsigned(blocks), kThreads, bytes, stream, b);
+    return launch_kernel(gradient_kernel<T, kChunks, kOwn>, unsigned(blocks), kThreads, bytes, stream, b, wanted);
 }
 
 }  // namespace
@@ -294,12 +296,17 @@ cudaError_t backward_simple(const BackwardParams& params, const DeviceInfo& devi
     BackwardParams b = params;
     b.forward.workspace = align_up(params.forward.workspace, alignof(float2));
     const RowsOfCall rows = rows_of_call(b.forward);
-    cudaError_t error = backward_delta(b, rows.delta, rows.bases, stream);
+    if (const cudaError_t error = backward_delta(b, rows.delta, rows.bases, stream)) return error;
+    return backward_simple_if(nullptr, b, device, stream);
+}
+
+cudaError_t backward_simple_if(const int* wanted, const BackwardParams& params, const DeviceInfo& device, cudaStream_t stream) {
+    BackwardParams b = params;
+    b.forward.workspace = align_up(params.forward.workspace, alignof(float2));
     return with_dtype(b.forward.dtype, [&](auto zero) {
         using T = decltype(zero);
-        if (error == cudaSuccess) error = launch<T, Own::kKeys>(b, device.shared_memory, stream);
-        if (error == cudaSuccess) error = launch<T, Own::kQueries>(b, device.shared_memory, stream);
-        return error;
+        if (const cudaError_t error = launch<T, Own::kKeys>(b, wanted, device.shared_memory, stream)) return error;
+        return launch<T, Own::kQueries>(b, wanted, device.shared_memory, stream);
     });
 }
 

@@ -92,7 +92,8 @@ __device__ __noinline__ RowBase large_row(const AttentionParams& p, const Sequen
 
 // ---- kernels on tensor cores ----
 
-// Scores are either natural, or products that scale_log2 > 0 turns into exponents of 2. max and rest are in the unit of the scores.
+// Scores are either natural, or products that scale_log2 > 0 turns into exponents of 2; products may have a mask and ALiBi, in their own
+// unit. max and rest are in the unit of the scores.
 //
 // The main loops of these kernels take lse as an exponent of 2, subtract it in one multiply-add per score, and have no room for `rest`. For
 // a large row they find the statistic kLargeRow in place of lse, and its RowBase elsewhere. They replace the row's scores by large_score
@@ -108,6 +109,27 @@ __device__ __forceinline__ float row_statistic(float lse) {
 __device__ __forceinline__ float large_score(float S, float2 base) { return fminf((S - base.x) - base.y, 0.0f); }
 
 constexpr float kZeroProbability = 1e4f;  // 2^-x is 0
+
+// ALiBi of scores that are still products. The functions fix the rounding: at such sizes another rounding gives another P.
+__device__ __forceinline__ float alibi_of_products(const AttentionParams& p, int batch, int head) {
+    return __fdiv_rn(p.alibi_slopes[batch * p.alibi_batch + head], p.scale);
+}
+__device__ __forceinline__ float alibi_product(float product, float slope, int distance) {
+    return __fsub_rn(product, __fmul_rn(slope, fabsf(float(distance))));
+}
+// The mask and ALiBi on a fragment of products.
+template <int kCount>
+__device__ __forceinline__ void change_products(const AttentionParams& p, const FragmentPlace& at, float (&S)[kCount]) {
+    const float slope = p.alibi_slopes ? alibi_of_products(p, at.batch, at.head) : 0.0f;
+    const uint8_t* attend = static_cast<const uint8_t*>(p.mask.data);
+    const int64_t base = at.batch * p.mask.batch + at.head * p.mask.head;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        const int query = at.row + i / 2 % 2 * 8, key = at.key + i / 4 * 8 + i % 2;
+        if (p.alibi_slopes) S[i] = alibi_product(S[i], slope, query + at.shift - key);
+        if (p.mask.data && query < at.seqlen_q && key < at.seqlen_k && !attend[base + query * p.mask.row + key]) S[i] = -INFINITY;
+    }
+}
 
 // Called by a whole warp. Calls store(i, base) for each large row i among row0 .. row0 + 15 of a head, in one lane each.
 template <typename T, typename Store>
@@ -153,10 +175,12 @@ __device__ __forceinline__ void find_large_rows_inline(const AttentionParams& p,
             mma<T>(terms, A, B[0] & kNoSigns, B[1] & kNoSigns);
         }
         const int key = key0 + 2 * quad;
+        const FragmentPlace at{b, head, row0 + g, key, s.seqlen_q, s.seqlen_k, s.shift};
         if (natural) {
-            const FragmentPlace at{b, head, row0 + g, key, s.seqlen_q, s.seqlen_k, s.shift};
             transform_fragment<T>(p, at, S);
             if (p.intervals.data) hide_by_intervals(p, at, S);
+        } else if (p.alibi_slopes || p.mask.data) {
+            change_products(p, at, S);
         }
 #pragma unroll
         for (int e = 0; e < 4; ++e) {

@@ -58,21 +58,21 @@ FA_HOST_DEVICE bool tree_shows(const AttentionParams& p, const Sequence& s, int3
 #define FA_INLINED inline __attribute__((always_inline))
 #endif
 
-// Whether row i is in begin[x] .. end[x] - 1 for x = 0 or 1. Each is a number, or a vector with a number in each lane; then so is the
-// result.
-template <typename Rows, typename Row>
-FA_INLINED auto is_hidden(const Rows (&begin)[2], const Rows (&end)[2], const Row& i) {
-    return ((i >= begin[0]) & (i < end[0])) | ((i >= begin[1]) & (i < end[1]));
-}
-
-// The rows that do not see a key: begin[x] .. end[x] - 1 for x = 0 and 1. Either may be empty, with begin[x] >= end[x].
-struct HiddenRows {
-    int32_t begin[2], end[2];
+// The rows that do not see a key: begin[x] .. end[x] - 1 for x = 0 and 1. Either may be empty, with begin[x] >= end[x]. Of::Rows is a
+// number, or a vector with a number for each of several keys. (A vector type as an argument of a template loses its attributes.)
+template <typename Of>
+struct HiddenRowsOf {
+    typename Of::Rows begin[2], end[2];
+    // Whether row i is hidden: a bool, or a mask of lanes where one of the two is a vector.
     template <typename Row>
-    FA_INLINED auto hides(const Row& i) const {
-        return is_hidden(begin, end, i);
+    FA_INLINED auto hides(Row i) const {
+        return ((i >= begin[0]) & (i < end[0])) | ((i >= begin[1]) & (i < end[1]));
     }
 };
+struct OneKey {
+    using Rows = int32_t;
+};
+using HiddenRows = HiddenRowsOf<OneKey>;
 
 // The numbers of key 0 of sequence b, for a query head.
 FA_INLINED const int32_t* row_indices_of(const AttentionParams& p, int32_t b, int32_t head) {

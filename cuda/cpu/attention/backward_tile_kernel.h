@@ -131,13 +131,11 @@ struct Panel {
     const KeyTile& t;
     const QueryBlock& q;
     const AttentionParams& p;
-    const int key;           // the first key of the panel, relative to the tile
-    int row_begin, row_end;  // the rows of the block that see a key of the panel
-    int begin, end;          // the keys of the panel that such a row sees
-    bool cut;                // masks by intervals hide some of these pairs
-    struct {
-        IVec begin[2], end[2];
-    } hidden[kPanelVectors];                       // the keys' HiddenRows, set where cut
+    const int key;                                 // the first key of the panel, relative to the tile
+    int row_begin, row_end;                        // the rows of the block that see a key of the panel
+    int begin, end;                                // the keys of the panel that such a row sees
+    bool cut;                                      // masks by intervals hide some of these pairs
+    HiddenRowsOf<KeysOfLanes> hidden[kPanelVectors];      // set where cut
     uint16_t bits[(kBlockRows + L) * kPanelKeys];  // dropout: 16 random bits for every pair, from row_begin on
 
     Panel(const KeyTile& tile, const QueryBlock& block, int first_key)
@@ -169,7 +167,7 @@ struct Panel {
         cut = bounds.seen_by(first_query, last_query) != Seen::kEverything;
         if (!cut) return;
         const int32_t* const numbers = row_indices_of(p, t.batch, q.head) + int64_t(t.first + key) * p.intervals.key;
-        __builtin_memset(hidden, 0, sizeof hidden);
+        for (HiddenRowsOf<KeysOfLanes>& rows : hidden) rows = {};
         int first = end, last = begin;  // of the keys that a row may see
         for (int j = begin; j < end; ++j) {
             const HiddenRows rows = hidden_rows(p, numbers + j * p.intervals.key);
@@ -248,8 +246,7 @@ struct Panel {
                 s[n] = __builtin_convertvector(load_unaligned<ByteVec>(bytes), IVec) == 0 ? splat(-kInfinity) : s[n];
             }
         }
-        for (int n = 0; cut && n < kPanelVectors; ++n)
-            s[n] = is_hidden(hidden[n].begin, hidden[n].end, splat(int32_t(query))) ? splat(-kInfinity) : s[n];
+        for (int n = 0; cut && n < kPanelVectors; ++n) s[n] = hidden[n].hides(splat(int32_t(query))) ? splat(-kInfinity) : s[n];
     }
 
     // softmax_scale Q K^T, rounded to float32 as in every other pass.

@@ -284,14 +284,14 @@ struct Group {
             const int32_t* numbers[L];
             for (int l = 0; l < L; ++l) numbers[l] = row_indices_of(p, t.batch, row(n * L + l).head);
             for (int j = begin; j < end; ++j) {
-                int32_t begins[2][L], ends[2][L];
+                alignas(4 * L) int32_t begins[2][L], ends[2][L];
                 for (int l = 0; l < L; ++l) {
                     const HiddenRows one = hidden_rows(p, numbers[l] + int64_t(key + j) * p.intervals.key);
                     for (int x = 0; x < 2; ++x) begins[x][l] = one.begin[x], ends[x][l] = one.end[x];
                 }
-                const IVec hidden_begin[2] = {load_unaligned<IVec>(begins[0]), load_unaligned<IVec>(begins[1])};
-                const IVec hidden_end[2] = {load_unaligned<IVec>(ends[0]), load_unaligned<IVec>(ends[1])};
-                score(j, n) = is_hidden(hidden_begin, hidden_end, query[n]) ? splat(-kInfinity) : score(j, n);
+                const auto lanes = [](const int32_t* numbers) { return *reinterpret_cast<const IVec*>(numbers); };
+                const HiddenRowsOf<KeysOfLanes> hidden{{lanes(begins[0]), lanes(begins[1])}, {lanes(ends[0]), lanes(ends[1])}};
+                score(j, n) = hidden.hides(query[n]) ? splat(-kInfinity) : score(j, n);
             }
         }
     }

@@ -6,6 +6,9 @@
 constexpr int L = FA_LANES;
 typedef float Vec __attribute__((vector_size(4 * L), may_alias));
 typedef int32_t IVec __attribute__((vector_size(4 * L), may_alias));
+struct KeysOfLanes {  // for templates: see HiddenRowsOf
+    using Rows = IVec;
+};
 typedef uint32_t UVec __attribute__((vector_size(4 * L), may_alias));
 typedef uint64_t U64Vec __attribute__((vector_size(8 * L), may_alias));
 typedef uint16_t HalfVec __attribute__((vector_size(2 * L), may_alias));

@@ -46,7 +46,7 @@ class Cached(Function):
         "sinks": False, "softmax_scale": None, "rotary_dim": 0, "rotary_interleaved": True, "rotary_float32": False,
         "rotary_rows": 0, "num_splits": 0, "tree": 0, "trees": 1, "batch_invariant": False, "programmatic": False,
         "out": False, "return_softmax_lse": True, "layouts": {}, "num_threads": 0, "spread": 1.0, "repeats": 0,
-        "kernel": None, "attention_chunk": 0, "leftpad": False,
+        "kernel": None, "attention_chunk": 0, "leftpad": False, "whole_table": False,
     }  # fmt: skip
     LEAST = {"nheads_k": 1, "group": 1, "headdim": 1, "headdim_v": 1, "rows": 1, "batch": 1, "trees": 1}
     REQUIRED = ("q", "k_cache", "v_cache")
@@ -294,6 +294,7 @@ class Cached(Function):
         used = [-(-(n + new) // get("rows")) if n >= 0 else 0 for n in before]
         if get("pages"):
             pages = get("pages")
+            used = [pages] * batch if get("whole_table") else used
             nonsense = np.where(rng.random((batch, pages)) < 0.5, 2**31 - 1, -(2**31))
             table = order[: batch * pages].reshape(batch, pages)
             values["block_table"] = np.where(np.arange(pages) < np.array(used)[:, None], table, nonsense).astype(

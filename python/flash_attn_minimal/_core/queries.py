@@ -21,6 +21,7 @@ class Plan:
     kernel: str  # the kernel that would run, "" when none would
     workspace_bytes: int  # scratch memory that the kernel takes, allocated by the call itself
     why_not: dict[str, str]  # for each kernel preferred to this one, the reason why it does not serve
+    variant: str = ""  # which of the kernel's plans, of tiles and options, it follows; "" where it does not name them
 
 
 def plan_of(args: AttentionArgs) -> Plan:
@@ -38,6 +39,7 @@ def plan_from(ask: Callable[[AttentionPlan], int], struct: Any = None) -> Plan:
         kernel=plan.kernel.decode(),
         workspace_bytes=plan.workspace_bytes,
         why_not=reasons(plan.why_not),
+        variant=plan.variant.decode(),
     )
 
 

@@ -201,6 +201,7 @@ class AttentionPlan(ct.Structure):
         ("reserved", ct.c_int32),
         ("workspace_bytes", ct.c_size_t),
         ("kernel", ct.c_char * 32),
+        ("variant", ct.c_char * 32),
         ("why_not", ct.c_char * 1472),
     ]
 

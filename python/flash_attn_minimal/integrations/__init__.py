@@ -4,4 +4,5 @@ PyTorch.
 flash_attn      flash_attn and flash_attn_interface, the packages of FlashAttention-2 and -3
 transformers    an attention implementation for Hugging Face transformers
 diffusers       an attention backend for Hugging Face diffusers
+vllm            an attention backend for vLLM
 """

@@ -107,6 +107,18 @@ inline size_t workspace_bytes(const BackwardParams& b, int block_m, int d) {
            sizeof(int) + 128;
 }
 
+// Where the parts of the workspace lie.
+inline BackwardWorkspace workspace_of(const BackwardParams& b, int block_m, int d) {
+    BackwardWorkspace w{};
+    w.tiles = workspace_tiles(b.forward, block_m);
+    const int64_t rows = int64_t(w.tiles) * b.forward.nheads * block_m;
+    w.dq = static_cast<float*>(align_up(b.forward.workspace, 128));
+    w.rows = w.dq + (b.deterministic ? 0 : rows * d);
+    w.large = w.rows + 2 * rows;
+    w.some_large = reinterpret_cast<int*>(w.large + 2 * rows);
+    return w;
+}
+
 template <typename T, int kD, int kDv>
 cudaError_t launch_bucket(const BackwardParams& backward, size_t shared_memory, cudaStream_t stream) {
     const AttentionParams& p = backward.forward;
@@ -127,12 +139,8 @@ cudaError_t launch_bucket(const BackwardParams& backward, size_t shared_memory, 
         constexpr const BackwardTile& kTile = kBackwardTileOf<kD, kDv, kSm>;
         params.tiles_q = (p.seqlen_q + kTile.block_m - 1) / kTile.block_m,
         params.tiles_k = (p.seqlen_k + kTile.block_n - 1) / kTile.block_n;
-        params.workspace.tiles = workspace_tiles(p, kTile.block_m);
-        const int64_t rows = int64_t(params.workspace.tiles) * p.nheads * kTile.block_m, heads = int64_t(p.nheads_k) * p.batch;
-        params.workspace.dq = static_cast<float*>(align_up(p.workspace, 128));
-        params.workspace.rows = params.workspace.dq + (backward.deterministic ? 0 : rows * kD);
-        params.workspace.large = params.workspace.rows + 2 * rows;
-        params.workspace.some_large = reinterpret_cast<int*>(params.workspace.large + 2 * rows);
+        params.workspace = workspace_of(backward, kTile.block_m, kD);
+        const int64_t heads = int64_t(p.nheads_k) * p.batch;
         params.natural = kScores == Scores::kGeneral;
         const int64_t row_bytes = (kD + kDv) * int64_t(sizeof(T)) + kD * int64_t(sizeof(float));
         const int64_t section = heads_per_section(p.seqlen_q, p.group * row_bytes, 1);

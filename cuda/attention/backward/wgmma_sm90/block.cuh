@@ -2,11 +2,19 @@
 #pragma once
 
 #include "attention/backward/wgmma_sm90/dq.cuh"
+#include "attention/backward/wgmma_sm90/options.cuh"
 #include "attention/backward/wgmma_sm90/plan.h"
 #include "attention/backward/wgmma_sm90/turns.cuh"
 #include "attention/backward/wgmma_sm90/work.cuh"
 
 namespace fa {
+
+// What plans with options keep in shared memory, because registers are scarce.
+template <int kStages>
+struct OptionsSmem {
+    uint32_t hidden[kMainWarps];  // which of a warp's 16 keys the mask hides
+    AlibiTile alibi[kStages];     // with alibi_slopes: of the tile of Q in the slot
+};
 
 template <typename T, BackwardPlanId kId>
 struct alignas(1024) BackwardSmem {
@@ -25,6 +33,7 @@ struct alignas(1024) BackwardSmem {
     uint64_t ds_full[2], ds_empty[2];
     DqTurns turns;
     WorkList list;
+    std::conditional_t<kPlan.options, OptionsSmem<kStages>, char> options;
 };
 
 template <typename T, BackwardPlanId kId>

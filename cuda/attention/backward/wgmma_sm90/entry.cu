@@ -13,8 +13,12 @@ cudaError_t backward_wgmma_sm90(const BackwardParams& b, const DeviceInfo& devic
 #define FA_BACKWARD_CASE(id) \
     case BackwardPlanId::id: return launch_backward_wgmma<BackwardPlanId::id>(b, device.multiprocessors, stream);
         FA_BACKWARD_CASE(kD64)
+        FA_BACKWARD_CASE(kD64Options)
+        FA_BACKWARD_CASE(kD64Softcap)
         FA_BACKWARD_CASE(kD64General)
         FA_BACKWARD_CASE(kD128)
+        FA_BACKWARD_CASE(kD128Options)
+        FA_BACKWARD_CASE(kD128Softcap)
         FA_BACKWARD_CASE(kD128General)
         FA_BACKWARD_CASE(kD192V128)
         FA_BACKWARD_CASE(kD192V128General)

@@ -50,19 +50,21 @@ __device__ __forceinline__ void zero_rows_past_end(const BackwardWork& w, T (&ti
 
 // Zeroes those of the 64 keys from row0 on, in a tile of K or V, that no query of the sequence sees: keys past the end, cut off by causal
 // or a window, or hidden by a mask or a bias in every row. Past the end of a dense tensor the copy engine has written zeros. Called by a
-// whole main warpgroup.
+// whole main warpgroup. masked, in plans with options: bit i says that a mask of keys hides key i of the warp's sixteen.
 template <BackwardPlanId kId, typename T, int kCount>
-__device__ __forceinline__ void zero_hidden_keys(const AttentionParams& p, const BackwardWork& w, T (&tile)[kCount], int row0) {
-    constexpr bool kGeneral = kBackwardPlan<kId>.general;
+__device__ __forceinline__ void zero_hidden_keys(const AttentionParams& p, const BackwardWork& w, T (&tile)[kCount], int row0,
+                                                 uint32_t masked = 0) {
+    constexpr bool kGeneral = kBackwardPlan<kId>.general, kOptions = kBackwardPlan<kId>.options;
     constexpr int kBlockN = kBackwardPlan<kId>.block_n, kPieces = kCount / kBlockN / 8;  // pieces of eight columns
     const int begin = clamp_to(w.left, 0, w.seqlen_k), end = clamp_to(w.seqlen_q + w.right, 0, w.seqlen_k);
     const bool outside = w.key0 < begin || (w.key0 + kBlockN > end && (p.cu_seqlens_q || end < w.seqlen_k));
-    const bool may_hide = kGeneral && (p.bias.data || p.mask.data);
+    const bool may_hide = (kGeneral && (p.bias.data || p.mask.data)) || (kOptions && p.mask.data);
     if (!outside && !may_hide) return;
     // Two neighbouring threads share a row.
     const int t = opaque(int(threadIdx.x % 128)), row = row0 + t / 2, key = w.key0 + row;
     uint4* pieces = reinterpret_cast<uint4*>(tile);
     bool hidden = key < begin || key >= end;
+    if constexpr (kOptions) hidden = hidden || (masked >> t % 32 / 2 & 1);
     if constexpr (kGeneral) {
         const uint32_t pair = 3u << t % 32 / 2 * 2;
         bool finite = true;

@@ -25,6 +25,10 @@
 // mask on an H200 that took 18 % longer at seqlen 512 and head dim 64 (where a second K and V fit), 9 % at seqlen 512 and head dim 128, and
 // 3 % at seqlen 2048.
 //
+// Plans with options (wgmma_sm90/options.cuh) share this code and its tiles. They are instantiations of their own, because a branch in the
+// loop would cost the bare plans 1 to 3 % (H200). They change S of the next tile while dK is multiplied. General plans keep P and the
+// factor of dP - delta apart (wgmma_sm90/scores.cuh).
+//
 // Bound by shared memory: on an H200 at head dim 128 (seqlen 16384), it is busy 86 % of the time, the tensor cores 77 %. Short sequences
 // are bound by the memory traffic of the kernels before and after, wgmma_sm90/rows.cu.
 #pragma once
@@ -65,6 +69,8 @@ __device__ __forceinline__ void take_and_load_keys(const CUtensorMap& map_k, con
         mbarrier_wait(shared_address(&smem.list.empty[n & 1]), n >> 1 & 1 ^ 1);
         while (index < schedule.blocks && !find_key_block<kBlockM, kBlockN>(p, schedule, index, w)) index = take();
         w.valid = index < schedule.blocks, w.it0 = it0;
+        if constexpr (kPlan.options)
+            if (w.valid && schedule.tiles.skipped && all_hidden<kBlockN>(p, w)) w.rounds = 0;
         mbarrier_arrive(shared_address(&smem.list.full[n & 1]));
         if (index >= schedule.blocks) return;
         it0 += count_tiles(w);
@@ -75,6 +81,17 @@ __device__ __forceinline__ void take_and_load_keys(const CUtensorMap& map_k, con
     }
 }
 
+// Writes what ALiBi needs to know of a tile of Q, once its slot is free.
+template <BackwardPlanId kId, typename T>
+__device__ __forceinline__ void describe_alibi(const AttentionParams& p, const QueryTiles& tiles, const BackwardWork& w,
+                                               BackwardSmem<T, kId>& smem, uint32_t it, Visited at) {
+    constexpr int kStages = kBackwardPlan<kId>.stages;
+    const float slope = alibi_of_products(p, w.batch, w.head_k * p.group + at.head);
+    const bool large = some_large(tiles);
+    mbarrier_wait(shared_address(&smem.q_empty[it % kStages]), it / kStages & 1 ^ 1);
+    smem.options.alibi[it % kStages] = {large ? 0.0f : slope, slope, at.m * kBackwardPlan<kId>.block_m + w.shift};
+}
+
 // Warp 1: loads the query tiles of the walk.
 template <typename T, BackwardPlanId kId>
 __device__ __forceinline__ void load_queries(const CUtensorMap& map_q, const CUtensorMap& map_dout, const AttentionParams& p,
@@ -83,6 +100,8 @@ __device__ __forceinline__ void load_queries(const CUtensorMap& map_q, const CUt
         const auto visit = [&](uint32_t it, Visited at, uint32_t tile) {
             const int row = w.q_row + at.m * kBackwardPlan<kId>.block_m, head = w.head_k * p.group + at.head;
             const int batch = p.cu_seqlens_q ? 0 : w.batch;
+            if constexpr (kBackwardPlan<kId>.options)
+                if (p.alibi_slopes) describe_alibi<kId>(p, schedule.tiles, w, smem, it, at);
             load_query_tile(map_q, schedule.q_loads, smem.q, schedule.tiles.lse, smem.lse, smem.q_full, smem.q_empty, it, row, head, batch,
                             tile);
             load_query_tile(map_dout, schedule.dout_loads, smem.dout, schedule.tiles.delta, smem.delta, smem.dout_full, smem.dout_empty, it,

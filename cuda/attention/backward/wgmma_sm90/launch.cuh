@@ -2,6 +2,7 @@
 // after.
 #pragma once
 
+#include "attention/backward/wgmma_sm90/options.cuh"
 #include "attention/backward/wgmma_sm90/rows.h"
 #include "attention/backward/wgmma_sm90/work.cuh"
 #include "attention/kernels.h"
@@ -27,6 +28,7 @@ cudaError_t launch_backward_block(BackwardKernelPointer function, int shared_byt
     schedule.by_section = p.window_right >= 0 || schedule.in_order;
     schedule.section_heads = int(schedule.in_order ? backward_section_heads_in_order(p) : backward_section_heads(p));
     schedule.blocks = int(backward_blocks(p, kPlan));
+    if (kPlan.softcap) schedule.softcap = softcap_factors(p);
 
     CUtensorMap map_q, map_k, map_v, map_dout;
     const auto encode = [&](const char* name, const TensorView& x, int columns, int64_t rows, int heads, int box_rows, int padded,

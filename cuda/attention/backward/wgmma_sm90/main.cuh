@@ -4,6 +4,7 @@
 #include "attention/backward/wgmma_sm90/block.cuh"
 #include "attention/backward/wgmma_sm90/fragments.cuh"
 #include "attention/backward/wgmma_sm90/hidden.cuh"
+#include "attention/backward/wgmma_sm90/options.cuh"
 #include "attention/backward/wgmma_sm90/scores.cuh"
 #include "attention/backward/wgmma_sm90/store.cuh"
 #include "common/constants.h"
@@ -16,13 +17,18 @@ struct MainWarpgroup {
     using Smem = BackwardSmem<T, kId>;
     static constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
     static constexpr int kD = kPlan.columns(), kBlockM = kPlan.block_m, kBlockN = kPlan.block_n;
-    static constexpr bool kGeneral = kPlan.general;
+    static constexpr bool kGeneral = kPlan.general, kOptions = kPlan.options, kSoftcap = kPlan.softcap;
     static constexpr int kStages = kPlan.stages, kKeyStages = kPlan.key_stages();
     static constexpr uint32_t kTileBytes = kBlockM * kD * 2, kKeysBytes = kBlockN * kD * 2, kDsBytes = kBlockN * kBlockM * 2;
     using Scores = float[kBlockM / 2];       // rows are keys, columns queries
     using Fragment = uint32_t[kBlockM / 4];  // P as A operand; general: P d(score) / d(scaled product)
     using Gradient = float[kD / 2];          // row g + 8 r of the warp's 16 keys: elements with i / 2 % 2 = r
     using Statistics = float4[2];            // the first values of lse
+    // What dS needs beside P, dP and delta. softcap: the first values of lse; options: own_hidden.
+    struct OptionInputs {
+        float4 lse;
+        uint32_t hidden;
+    };
     // Q, dout, K, V and dS lie at fixed distances from low_k and low_q, in units of descriptors. 64 keys take as many bytes in K as in dS.
     static constexpr uint32_t kV = kKeyStages * kKeysBytes >> 4, kDout = kStages * kTileBytes >> 4;
     static constexpr uint32_t kDs = (2 * kKeyStages * kKeysBytes + 2 * kStages * kTileBytes) >> 4, kP = kDs + (2 * kDsBytes >> 4);
@@ -69,6 +75,8 @@ struct MainWarpgroup {
                 walk(w, key_slot, it0, tiles, s, dp, prob, lse, dk, dv);
                 release_keys(key_slot);
                 const int key = w.key0 + wg * 64 + warp * 16 + lane / 4;
+                if constexpr (kOptions)
+                    if (const uint32_t hidden = own_hidden(lane); hidden) clear_hidden(dv, hidden), clear_hidden(dk, hidden);
                 store_dv<T, kId>(dv, b, w, key);
                 store_dk<T>(dk, b, w, key);
             }
@@ -83,17 +91,25 @@ struct MainWarpgroup {
                                          Fragment& prob, Statistics& lse, Gradient& dk, Gradient& dv) {
         const uint32_t keys = key_slot * (kKeysBytes >> 4);
         const int last = w.last_place, wrap = w.wrap_place, ragged = ragged_place(p, w, kBlockM);
+        const int left_place = kOptions ? left_place_of(p, w, kBlockM) : INT_MAX;
         int place = w.start_place;
         // Where rows may be large, every tile takes the path of masked tiles.
-        const int mask_place = !kGeneral && some_large(schedule.tiles) ? INT_MAX : w.mask_place;
-        zero_hidden_keys<kId>(p, w, smem.k[key_slot], wg * 64);
-        zero_hidden_keys<kId>(p, w, smem.v[key_slot], wg * 64);
+        const int mask_place = !kGeneral && !kSoftcap && some_large(schedule.tiles) ? INT_MAX : w.mask_place;
+        uint32_t hidden = 0;
+        if constexpr (kOptions) {
+            hidden = hidden_keys(p, w, w.key0 + wg * 64 + warp * 16);
+            smem.options.hidden[4 * wg + warp] = hidden;
+            __syncwarp();
+        }
+        zero_hidden_keys<kId>(p, w, smem.k[key_slot], wg * 64, hidden);
+        zero_hidden_keys<kId>(p, w, smem.v[key_slot], wg * 64, hidden);
         const uint32_t slot0 = it0 % kStages;
         mbarrier_wait(q_full + 8 * slot0, it0 / kStages & 1);
         if (place >= ragged) zero_rows_past_end<kBlockM>(w, smem.q[slot0]);
         multiply_s(s, slot0, keys);
         if (!kGeneral) read_lse(lse, slot0);
         wgmma_wait<0>(s);
+        if constexpr (kOptions) change_scores(w, s, slot0, place, mask_place, left_place, 0);
 #pragma unroll 1
         for (uint32_t it = it0; it < it0 + tiles; ++it) {  // S of this tile is complete, nothing is in flight
             const uint32_t slot = it % kStages, phase = it / kStages & 1, ds_slot = it & 1;
@@ -112,12 +128,15 @@ struct MainWarpgroup {
             multiply_dp(dp, slot, keys);
             if (kBlockM == 64) multiply_dv(dv, prob, slot, it == it0);
             const float4 delta = statistic(smem.delta[slot], quad, 0);
+            OptionInputs first{};
+            if constexpr (kSoftcap) first = {statistic(smem.lse[slot], quad, 0), own_hidden(opaque(int(threadIdx.x)) % 32)};
             mbarrier_wait(ds_empty + 8 * ds_slot, it >> 1 & 1 ^ 1);
+            if constexpr (kOptions && !kSoftcap) first.hidden = own_hidden(opaque(int(threadIdx.x)) % 32);  // earlier, registers spill
             if (kBlockM == 64) wgmma_wait<1>(dp);
             else wgmma_wait<0>(dp), multiply_dv(dv, prob, slot, it == it0);  // drained alone, dP frees its registers one by one
             if constexpr (kGeneral)
                 if (p.dropout_threshold) drop_gradients<kBlockM>(smem.keep + 8 * wg, p.dropout_scale, dp);
-            store_ds(dp, prob, slot, ds_slot, delta);  // while dV is multiplied
+            store_ds(dp, prob, slot, ds_slot, delta, first);  // while dV is multiplied
             if (it + 1 < it0 + tiles) {
                 mbarrier_wait(q_full + 8 * next_slot, (it + 1) / kStages & 1);
                 if (next >= ragged) zero_rows_past_end<kBlockM>(w, smem.q[next_slot]);
@@ -128,6 +147,10 @@ struct MainWarpgroup {
             release(dout_empty, slot);
             multiply_dk(dk, slot, ds_slot, it == it0);
             if (!kGeneral) read_lse(lse, next_slot);
+            if constexpr (kOptions) {  // while dK is multiplied
+                wgmma_wait<1>(s);
+                if (it + 1 < it0 + tiles) change_scores(w, s, next_slot, next, mask_place, left_place, it + 1 - it0);
+            }
             wgmma_wait<0>(dk, s);
             release(q_empty, slot);
             place = next;
@@ -207,23 +230,53 @@ struct MainWarpgroup {
     }
     __device__ __forceinline__ void plain_p(const BackwardWork& w, Scores& s, Fragment& prob, const Statistics& lse, uint32_t slot,
                                             int place, int mask_place, uint32_t walked) const {
-        if (place < mask_place) {
-            const int ln = opaque(lane);
-            mask_fragment(s, w, w.key0 + wg * 64 + warp * 16 + ln / 4, place / w.width * kBlockM + ln % 4 * 2);
-            if (some_large(schedule.tiles))
-                adjust_products(s, smem.lse[slot], large_rows_of<kBlockM>(p, schedule.tiles, w, visited(w, int(walked))), ln % 4);
-        }
-        probabilities<T>(s, prob, scale_log2, lse, smem.lse[slot], quad);
+        if (!kOptions && place < mask_place) mask_scores(w, s, slot, place, walked);
+        probabilities<T>(s, prob, kSoftcap ? schedule.softcap.exponent : scale_log2, lse, smem.lse[slot], quad);
     }
-    // Stores dS to its slot. P is unpacked from its 16 bits, because its float registers are needed elsewhere. `delta` holds the values for
-    // i = 0. Later values are read one step ahead, because a read cannot overtake the store before it.
-    __device__ __forceinline__ void store_ds(const Scores& dp, const Fragment& prob, uint32_t slot, uint32_t ds_slot, float4 delta) const {
+    // Hides pairs beyond the right edge, and corrects the scores of large rows.
+    __device__ __forceinline__ void mask_scores(const BackwardWork& w, Scores& s, uint32_t slot, int place, uint32_t walked) const {
+        const int ln = opaque(lane);
+        mask_fragment(s, w, first_key(w, ln), place / w.width * kBlockM + ln % 4 * 2);
+        if (!kSoftcap && some_large(schedule.tiles)) {
+            if constexpr (kOptions)
+                if (p.alibi_slopes) add_large_alibi(s, smem.options.alibi[slot], first_key(w, ln), ln % 4 * 2);
+            adjust_products(s, smem.lse[slot], large_rows_of<kBlockM>(p, schedule.tiles, w, visited(w, int(walked))), ln % 4);
+        }
+    }
+    // All options of a tile's scores that change S.
+    __device__ __forceinline__ void change_scores(const BackwardWork& w, Scores& s, uint32_t slot, int place, int mask_place,
+                                                  int left_place, uint32_t walked) const {
+        if constexpr (kSoftcap) cap_scores(s, schedule.softcap);
+        if (place < mask_place) mask_scores(w, s, slot, place, walked);
+        if (place >= left_place) {
+            const int ln = opaque(lane);
+            mask_left_edge(s, w, first_key(w, ln), place / w.width * kBlockM + ln % 4 * 2);
+        }
+        if (!kSoftcap && p.alibi_slopes) {
+            const int ln = opaque(lane);
+            add_alibi(s, smem.options.alibi[slot], first_key(w, ln), ln % 4 * 2);
+        }
+    }
+    // The key of element 0 of lane `ln`.
+    __device__ __forceinline__ int first_key(const BackwardWork& w, int ln) const { return w.key0 + wg * 64 + warp * 16 + ln / 4; }
+    // Bits 0 and 8: whether the mask hides the thread's two keys.
+    __device__ __forceinline__ uint32_t own_hidden(int ln) const { return smem.options.hidden[4 * wg + warp] >> ln / 4; }
+    // Stores dS to its slot. P is unpacked from its 16 bits, because its float registers are needed elsewhere. `delta` and `next.lse`
+    // hold the values for i = 0. Later values are read one step ahead, because a read cannot overtake the store before it. Softcap reads
+    // them as late as that allows, because registers are scarce.
+    __device__ __forceinline__ void store_ds(const Scores& dp, const Fragment& prob, uint32_t slot, uint32_t ds_slot, float4 delta,
+                                             OptionInputs next) const {
 #pragma unroll
         for (int i = 0; i < kBlockM / 16; ++i) {
             uint32_t ds[4];
-            const float4 own = delta;
-            if (i + 1 < kBlockM / 16) delta = statistic(smem.delta[slot], quad, i + 1);
-            score_gradients<T>(ds, prob + 4 * i, dp + 8 * i, own);
+            const float4 own = delta, lse = next.lse;
+            if (!kSoftcap && i + 1 < kBlockM / 16) delta = statistic(smem.delta[slot], quad, i + 1);
+            if constexpr (kSoftcap) capped_gradients<T>(ds, prob + 4 * i, dp + 8 * i, own, lse, schedule.softcap);
+            else score_gradients<T>(ds, prob + 4 * i, dp + 8 * i, own);
+            if constexpr (kOptions) clear_hidden(ds, next.hidden);
+            if constexpr (kSoftcap)
+                if (i + 1 < kBlockM / 16)
+                    delta = statistic(smem.delta[slot], quad, i + 1), next.lse = statistic(smem.lse[slot], quad, i + 1);
             stmatrix_x4(smem_ds + ds_slot * kDsBytes + matrix_offset<kBlockN>(ds_row, lane, i), ds);
         }
         fence_proxy_async();

@@ -5,8 +5,24 @@
 
 namespace fa {
 
-// General plans serve every option of a score and windows with a left edge. The other plans serve causal and full attention.
-enum class BackwardPlanId { kD64, kD64General, kD128, kD128General, kD192V128, kD192V128General, kD192, kD192General, kD256, kD256General };
+// Bare plans serve causal and full attention. To head dim 128, plans with options have the tiles and products of the bare plans, and serve
+// options that change S before the exponential (backward_serves_options). General plans serve everything else.
+enum class BackwardPlanId {
+    kD64,
+    kD64General,
+    kD128,
+    kD128General,
+    kD192V128,
+    kD192V128General,
+    kD192,
+    kD192General,
+    kD256,
+    kD256General,
+    kD64Options,
+    kD128Options,
+    kD64Softcap,
+    kD128Softcap
+};
 
 // The warpgroups of a block: one copies, two are the main warpgroups, which own 64 keys each, and one multiplies dQ.
 constexpr int kWarpgroupWarps = 4, kMainWarps = 2 * kWarpgroupWarps, kDqWarps = kWarpgroupWarps;
@@ -21,6 +37,8 @@ struct BackwardPlan {
     int stages = 2;                  // slots of Q and of dout
     int dq_stages = 0;               // slots for 64 x 64 pieces of dQ on their way through shared memory; 0: dQ leaves from registers
     bool general = false;
+    bool options = false;  // windows with a left edge, masks of keys, and ALiBi or softcap
+    bool softcap = false;  // with options: softcap, always, and no ALiBi
 
     FA_HOST_DEVICE constexpr int columns() const { return (headdim + 63) / 64 * 64; }  // in shared memory, in chunks of 64
     FA_HOST_DEVICE constexpr int columns_v() const { return (headdim_v + 63) / 64 * 64; }
@@ -46,9 +64,13 @@ FA_HOST_DEVICE constexpr BackwardPlan backward_plan(BackwardPlanId id) {
         // S and dP of 128 x 128 take 64 registers each, which leaves room for the 32 each of dK and dV. K or V as A operands would take 16
         // more, and ptxas could not run the exponentials under dP.
         case BackwardPlanId::kD64: plan.headdim = plan.headdim_v = 64, plan.block_m = 128; break;
+        case BackwardPlanId::kD64Options: plan = backward_plan(BackwardPlanId::kD64), plan.options = true; break;
+        case BackwardPlanId::kD64Softcap: plan = backward_plan(BackwardPlanId::kD64Options), plan.softcap = true; break;
         case BackwardPlanId::kD64General: plan.headdim = plan.headdim_v = 64, plan.general = true; break;
         // 64 queries: dK and dV fill 128 registers, S and dP 32 each. Four pieces of dQ fill shared memory.
         case BackwardPlanId::kD128: plan.headdim = plan.headdim_v = 128, plan.dq_stages = 4; break;
+        case BackwardPlanId::kD128Options: plan = backward_plan(BackwardPlanId::kD128), plan.options = true; break;
+        case BackwardPlanId::kD128Softcap: plan = backward_plan(BackwardPlanId::kD128Options), plan.softcap = true; break;
         case BackwardPlanId::kD128General: plan.headdim = plan.headdim_v = 128, plan.general = true; break;
         // dK of 64 keys alone fills 96 or 128 registers, and K and Q fill shared memory: two blocks share the keys
         // (wgmma_pair_sm90/kernel.cuh).
@@ -65,12 +87,33 @@ FA_HOST_DEVICE constexpr BackwardPlan backward_plan(BackwardPlanId id) {
 template <BackwardPlanId kId>
 inline constexpr BackwardPlan kBackwardPlan = backward_plan(kId);
 
-// Plain plans mask a score before they multiply it by the scale. A scale that is not positive would turn -inf into +inf or NaN.
+// Bare plans mask a score before they multiply it by the scale. A scale that is not positive would turn -inf into +inf or NaN.
 FA_HOST_DEVICE bool backward_scores_are_natural(const AttentionParams& p) { return p.general_scores() || !(p.scale > 0); }
+
+// Whether the boolean mask hides whole keys: from all rows, and from all query heads that share them.
+FA_HOST_DEVICE bool backward_masks_keys(const AttentionParams& p) {
+    return p.mask.data && p.mask.row == 0 && (p.mask.head == 0 || p.group == 1);
+}
+// Whether the plans with options serve the call.
+//     softcap    The derivative needs t = tanh(score / softcap), which is found again from P, in bfloat16 to 0.03 / softcap
+//                (softcap_slope). Scores and lse stay below kLargeLse (attention/common/large_rows.cuh), unless a sink lies above:
+//                then P is 0.
+//     ALiBi      It is added to products, as slope / softmax_scale.
+inline bool backward_serves_options(const AttentionParams& p) {
+    AttentionParams rest = p;
+    rest.softcap = 0, rest.alibi_slopes = nullptr;
+    if (backward_masks_keys(p)) rest.mask.data = nullptr;
+    const bool softcap = p.softcap == 0 || (p.softcap >= 30 && p.softcap <= 2000 && !p.alibi_slopes);
+    return softcap && !rest.general_scores() && p.scale > (p.alibi_slopes ? 1e-6f : 0.0f);
+}
 
 inline BackwardPlanId backward_choose(const AttentionParams& p) {
     const bool general = backward_scores_are_natural(p) || p.window_left >= 0;
     const int d = p.headdim > p.headdim_v ? p.headdim : p.headdim_v;
+    if (general && d <= 128 && backward_serves_options(p)) {
+        if (p.softcap != 0) return d <= 64 ? BackwardPlanId::kD64Softcap : BackwardPlanId::kD128Softcap;
+        return d <= 64 ? BackwardPlanId::kD64Options : BackwardPlanId::kD128Options;
+    }
     if (d <= 64) return general ? BackwardPlanId::kD64General : BackwardPlanId::kD64;
     if (d <= 128) return general ? BackwardPlanId::kD128General : BackwardPlanId::kD128;
     if (d <= 192 && p.headdim_v <= 128) return general ? BackwardPlanId::kD192V128General : BackwardPlanId::kD192V128;

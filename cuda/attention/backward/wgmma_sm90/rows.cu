@@ -129,7 +129,8 @@ __global__ void __launch_bounds__(kThreads, kBeforeBlocks) before_kernel(const _
 #pragma unroll
         for (int i = threadIdx.x; i < kBlockM * kColumns / 4; i += kThreads) dq[i] = make_float4(0, 0, 0, 0);
     }
-    if (__syncthreads_or(large)) prepare_large_rows<T, kBlockM>(params);  // rare
+    // Rare. Under softcap, in plans that are not natural, P of a large row is 0: backward_serves_options.
+    if (__syncthreads_or(large) && (params.tiles.natural || p.softcap == 0)) prepare_large_rows<T, kBlockM>(params);
 }
 
 // Writes eight columns of dQ, scaled, to 16 bytes of a row; zeros where scale is 0.
@@ -159,7 +160,9 @@ __global__ void __launch_bounds__(kThreads) after_kernel(const __grid_constant__
     if (blockIdx.x == 0 && threadIdx.x == 0) *params.tiles.some_large() = 0;
     if (!find_tile(params, blockIdx.x / kBlocks, at)) return;
     const Range blocks = key_blocks_of(visible_band(p, at.s), at.row0, kBlockM, params.tiles.block_n);
-    const bool written = params.tiles.zeroed || blocks.begin < blocks.end;  // else no key block meets the tile, and its gradient is zero
+    // A tile that no key block meets has a gradient of zero. A tile that a block has written has a counter above zero.
+    const bool meets = params.tiles.skipped ? params.tiles.turn[at.tile] != 0 : blocks.begin < blocks.end;
+    const bool written = params.tiles.zeroed || meets;
     T* rows = static_cast<T*>(params.b.dq.data) + gradients_of(params.b, at.batch).dq + at.head * params.b.dq.head;
     // The sum of a row without keys may be NaN: 0 times a NaN in V, which other rows see. Its gradient is 0. Its lse is +inf
     // (before_kernel).

@@ -1,6 +1,8 @@
 // wgmma_sm90/work.cuh: the work of a block of the Hopper backward: which keys it owns, which query tiles it walks over, and in which order.
 #pragma once
 
+#include <climits>
+
 #include "attention/backward/wgmma_sm90/tiles.h"
 #include "attention/common/params.h"
 #include "device/mma.cuh"
@@ -33,6 +35,15 @@ struct alignas(16) BackwardWork {
     int mask_place;  // places before this one have rows that do not see all of the keys; keys past the end count as unseen
 };
 
+// What softcap multiplies by. An instruction takes these from the kernel's arguments, so they need no registers.
+struct SoftcapFactors {
+    float argument;  // scale / softcap: turns products into arguments of tanh
+    float exponent;  // softcap log2(e): turns tanh into exponents of 2
+    float inverse;   // 1 / exponent
+    float bits;      // inverse / 2^15
+    float offset;    // softcap_slope in options.cuh
+};
+
 struct BackwardSchedule {
     QueryTiles tiles;
     int n_blocks;       // key blocks of a sequence (dense)
@@ -41,6 +52,7 @@ struct BackwardSchedule {
     bool in_order;      // deterministic: blocks add to every query tile in the order of their keys
     int blocks;         // blocks of 128 keys; the thread blocks of the grid take them in turn
     int q_loads, k_loads, v_loads, dout_loads;  // boxes of a tile
+    SoftcapFactors softcap;
 };
 
 // The first lane's value, in all lanes that still run. The shuffle tells the compiler that it is uniform.
@@ -52,6 +64,11 @@ __device__ __forceinline__ X uniform(X x) {
 FA_HOST_DEVICE int next_step(int step, int first, int end) { return step + 1 == end ? first : step + 1; }
 // In order, places go down; otherwise they go up. `wrap` tells which.
 FA_HOST_DEVICE int next_place(int place, int last, int wrap) { return place == last ? wrap : wrap > last ? place - 1 : place + 1; }
+
+// Places from this one on have rows whose window begins after the first of the keys.
+FA_HOST_DEVICE int left_place_of(const AttentionParams& p, const BackwardWork& w, int block_m) {
+    return p.window_left < 0 ? INT_MAX : max(w.key0 - w.left + 1, 0) / block_m * w.width;
+}
 
 // A step of a walk: a query tile of a head of the group.
 struct Visited {

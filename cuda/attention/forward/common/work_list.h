@@ -37,7 +37,8 @@ inline WorkOrder work_order(const AttentionParams& p, int64_t items, int multipr
     // is 8 .. 17 % of calls of 12 to 20 us and 3 % of a 39 us call, whose `work` is 10^10.
     const double work = double(p.batch) * p.nheads * p.seqlen_q * p.seqlen_k * (p.headdim + p.headdim_v);
     if (items <= multiprocessors || (!p.cu_seqlens_q && work <= 1e10)) return WorkOrder::kStride;
-    const bool uneven = p.cu_seqlens_q || p.cache.seqlens || p.window_left >= 0 || p.window_right >= 0;
+    const bool padded = p.mask.data && p.mask.row == 0;  // a mask of keys may leave each sequence another number of tiles
+    const bool uneven = p.cu_seqlens_q || p.cache.seqlens || p.window_left >= 0 || p.window_right >= 0 || padded;
     return uneven ? WorkOrder::kCounter : WorkOrder::kStride;
 }
 

@@ -12,6 +12,7 @@ namespace fa {
 enum class WalkedBy {
     kThread,          // one thread, which keeps its position in the ring
     kThreadByCounts,  // one thread, which computes its position from the item's number to save registers: fp8's producer has 24
+    kWarp,            // the first warp of the block, in the same way; its lane 0 finds the work
     kWarpgroup        // the producer's warpgroup; its thread 0 finds the work
 };
 
@@ -21,12 +22,12 @@ template <typename Tiles, WalkedBy kWalkedBy, typename Item, int kSlots, typenam
 __device__ __forceinline__ void for_each_item(const AttentionParams& p, const ForwardWorkList& list, Item (&items)[kSlots],
                                               const uint64_t (&full)[kSlots], const uint64_t (&empty)[kSlots], const Prepare& prepare,
                                               const Produce& produce) {
-    constexpr bool kWarpgroup = kWalkedBy == WalkedBy::kWarpgroup;
-    const bool finds = !kWarpgroup || threadIdx.x == 0;
+    constexpr bool kWarp = kWalkedBy == WalkedBy::kWarp, kWarpgroup = kWalkedBy == WalkedBy::kWarpgroup;
+    const bool finds = !(kWarp || kWarpgroup) || threadIdx.x == 0;
     uint32_t item = 0;
     Ring<kSlots> ring(full, empty);
     for (int index = blockIdx.x;;) {
-        if (kWalkedBy == WalkedBy::kThreadByCounts) ring = Ring<kSlots>(full, empty, item);
+        if (kWarp || kWalkedBy == WalkedBy::kThreadByCounts) ring = Ring<kSlots>(full, empty, item);
         Item& w = items[ring.slot];
         ring.wait_empty();
         if (finds) {
@@ -34,6 +35,7 @@ __device__ __forceinline__ void for_each_item(const AttentionParams& p, const Fo
             if (w.state == WorkState::kRows) prepare(w);
             if (w.state != WorkState::kEmpty) mbarrier_arrive(ring.full_barrier());
         }
+        if (kWarp) __syncwarp();
         if (kWarpgroup) bar_sync(kProducer, 128);
         if (w.state == WorkState::kEnd) return;
         if (w.state == WorkState::kRows) {
@@ -41,6 +43,7 @@ __device__ __forceinline__ void for_each_item(const AttentionParams& p, const Fo
             ++item, ring.next();
         }
         if (finds) index = list.order == WorkOrder::kCounter ? gridDim.x + atomicAdd(list.counter, 1) : index + gridDim.x;
+        if (kWarp) __syncwarp();
         if (kWarpgroup) bar_sync(kProducer, 128);  // all have read the state of an item without rows: thread 0 may overwrite it
     }
 }

@@ -1,5 +1,6 @@
 // mma_sm80/kernel.cuh: FlashAttention-2 on tensor cores, for every GPU from sm_80 on, with every option. T is fp16 or bf16
-// (mma_sm80/entry.cu, head dims up to 512) or float with products in tf32 (mma_sm80/tf32.cu, head dims up to 256).
+// (mma_sm80/entry.cu, head dims up to 512), float with products in tf32 (mma_sm80/tf32.cu, head dims up to 256), or SplitFloat: float32
+// with float32's accuracy (mma_sm80/float32.cu, head dims up to 256).
 //
 // One block of 2 to 8 warps computes 32 to 128 query rows of one head, as in flash_attn_minimal.cu. New against that rung:
 //   - mma.sync computes S = Q K^T and O += P V. A warp owns 16 or 32 whole rows, and a row lies in the four lanes of a quad, so no softmax
@@ -35,6 +36,12 @@
 namespace fa {
 namespace {
 
+template <int kMmas, int kTiles>
+__device__ __forceinline__ void clear(float (&C)[kMmas][kTiles][4]) {
+#pragma unroll
+    for (int x = 0; x < kMmas * kTiles * 4; ++x) C[x / 4 / kTiles][x / 4 % kTiles][x % 4] = 0;
+}
+
 template <typename T, int kD, int kDv, MmaSm kSm, Options kOptions, KeyRows kKeyRows>
 __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T, kD, kDv, kSm>.blocks_per_sm)
     attention_kernel(const __grid_constant__ MmaParams params) {
@@ -45,6 +52,10 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
     }
 #endif
     using Warp = ForwardWarp<T, kD, kDv, kSm, kOptions, kKeyRows>;
+    if constexpr (Warp::kSplit) {  // a word in the workspace may say that another kernel has served the call
+        const int* const wanted = static_cast<const int*>(params.attention.workspace);
+        if (wanted && *wanted == 0) return;
+    }
     extern __shared__ __align__(128) unsigned char shared[];
     auto& smem = *reinterpret_cast<typename Warp::SharedMemory*>(shared);
     const Work work = Warp::work_at(params, blockIdx.x);
@@ -60,6 +71,17 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
     typename Warp::Queries Q;
     if (warp.first_tile <= warp.last_tile) warp.load_first(Q);
     warp.walk(Q, O, row_max, row_sum);
+    if constexpr (Warp::kSplit) {
+        if (__syncthreads_or(!warp.is_finite(O, row_sum))) {  // rare: infinity or NaN among the inputs, or a sum beyond float32
+            const Work again = Warp::work_at(params, opaque(blockIdx.x));
+            Warp other(params, smem, places, again, sequence_of(params.attention, opaque(again.b)));
+#pragma unroll
+            for (int r = 0; r < Warp::kRows; ++r) row_max[r] = -FLT_MAX, row_sum[r] = 0;
+            clear(O);
+            other.load_first(Q);
+            other.template walk<SplitRange::kAny>(Q, O, row_max, row_sum);
+        }
+    }
     warp.finish(O, row_max, row_sum);
 }
 
@@ -119,7 +141,7 @@ cudaError_t launch_tile(MmaParams& params, cudaStream_t stream) {
     params.parts = (p.headdim_v + kDv - 1) / kDv;
     if (p.max_score)
         if (const cudaError_t error = clear_max_score(p, nullptr, stream)) return error;
-    if constexpr (kOptions == Options::kAll && kKeyRows == KeyRows::kStrided) {
+    if constexpr (ForwardWarp<T, kD, kDv, kSm, kOptions, kKeyRows>::kSkips) {
         if (p.intervals.data)
             if (const cudaError_t error = launch_interval_bounds(p, p.workspace, &params.bounds, stream)) return error;
     }

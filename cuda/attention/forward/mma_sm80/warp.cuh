@@ -8,8 +8,10 @@
 #include "attention/common/max_score.cuh"
 #include "attention/common/shared_tile.cuh"
 #include "attention/common/tiles_mma_sm80.h"
+#include "attention/forward/mma_sm80/tiles_split.h"
 #include "common/constants.h"
 #include "device/mma.cuh"
+#include "device/split_tf32.cuh"
 
 #include <cfloat>
 #include <type_traits>
@@ -106,7 +108,9 @@ __device__ __forceinline__ Work work_of(const MmaParams& params, int block) {
 }
 
 template <typename T, int kD, int kDv, MmaSm kSm>
-inline constexpr MmaTile kTileOf = sizeof(T) == 2 ? mma_tile(kD, kDv, kSm) : mma_tile_tf32(kD, kDv, kSm);
+inline constexpr MmaTile kTileOf = sizeof(T) == 2                  ? mma_tile(kD, kDv, kSm)
+                                   : std::is_same_v<T, SplitFloat> ? mma_tile_split(kD, kDv, kSm)
+                                                                   : mma_tile_tf32(kD, kDv, kSm);
 
 enum class Options { kNone, kAll };         // kAll: every option of scores, and any scale
 enum class KeyRows { kStrided, kInPages };  // rows of K and V at a fixed stride, or in the pages of a cache
@@ -122,6 +126,8 @@ template <typename T, int kD, int kDv, MmaSm kSm, Options kOptions, KeyRows kKey
 struct ForwardWarp {
     static constexpr MmaTile kTile = kTileOf<T, kD, kDv, kSm>;
     static constexpr bool kGeneral = kOptions == Options::kAll, kPaged = kKeyRows == KeyRows::kInPages;
+    static constexpr bool kSplit = std::is_same_v<T, SplitFloat>;
+    using Stored = std::conditional_t<kSplit, float, T>;  // of a bias in T
     static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kThreads = kTile.warps * 32, kStages = kTile.stages;
     static constexpr int kWarpRows = kBlockM / kTile.warps, kMmas = kWarpRows / 16, kRows = 2 * kMmas;  // a thread has kRows rows of S, O
     static constexpr int kTilesN = kBlockN / 8, kTilesV = kDv / 8, kStep = 32 / int(sizeof(T));  // of an mma: columns of Q, K; keys of P, V
@@ -131,13 +137,14 @@ struct ForwardWarp {
     static_assert(kWarpRows == 16 || kWarpRows == 32, "one or two m16 tiles a warp");
     static constexpr bool kInParts = kD > 256;
     static_assert(!kPaged || sizeof(T) == 2, "pages hold 16-bit values here");
-    static_assert(!kFull || !kGeneral, "the stage follows from the tile only where no tile is skipped");
-    static_assert(kBlockN % kBoundsKeys == 0 || !kGeneral, "a tile has bounds of its own");
     static constexpr float kThreshold = kGeneral ? kRescaleThreshold * kLn2 : kRescaleThreshold;
+    static constexpr bool kRaw = kSplit && !kGeneral;  // row maxima are products: subtracted before scale, they may be as large as float32
     using SharedMemory = Smem<T, kTileOf<T, kD, kDv, kSm>, kD, kDv>;
     using TileQK = SharedTile<T, kD>;
     using TileV = SharedTile<T, kDv>;
-    static constexpr bool kSkips = kGeneral && !kPaged;  // tiles that masks by intervals hide from all rows of the block
+    // Whether tiles that masks by intervals hide from all rows of the block are skipped. (SplitFloat may walk twice.)
+    static constexpr bool kSkips = kGeneral && !kPaged && !kSplit;
+    static_assert(!kSkips || (!kFull && kBlockN % kBoundsKeys == 0), "the stage does not follow from the tile; a tile has its own bounds");
     // Row places in the tile to be loaded next. Where V is narrower than K, other lanes load V's rows.
     static constexpr bool kRowsOfV = kPaged && kD != kDv;
     struct Places {
@@ -161,9 +168,9 @@ struct ForwardWarp {
     int first_key, end_key, first_tile, last_tile;
     int lane, warp, warp_row;
     uint32_t q_lane, k_lane, v_lane;  // addresses of this lane's rows
-    // Row maxima are in units of log2, so that scale and subtraction are one multiply-add. General scores are scaled already and stay in
-    // natural units, where a mask written as a bias of -FLT_MAX does not overflow. The maximum of a row that has seen nothing is -FLT_MAX,
-    // not -inf: no difference of maxima is then NaN, and 2^(-inf + FLT_MAX) is zero.
+    // Row maxima are in units of log2, so that scale and subtraction are one multiply-add; of split products they are products. General
+    // scores are scaled already and stay in natural units, where a mask written as a bias of -FLT_MAX does not overflow. The maximum of a
+    // row that has seen nothing is -FLT_MAX, not -inf: no difference of maxima is then NaN, and 2^(-inf + FLT_MAX) is zero.
     float scale;
     bool hides;  // options may hide keys inside the window
     int stage = 0;
@@ -312,6 +319,7 @@ struct ForwardWarp {
     // ---- the tiles of keys ----
 
     // row_max: of the whole row; row_sum: this thread's share
+    template <SplitRange kRange = SplitRange::kUsual>
     __device__ __forceinline__ void walk(Queries& Q, Output& O, RowValues& row_max, RowValues& row_sum) {
 #pragma unroll 1
         for (int tile = last_tile; tile >= first_tile; --tile) {
@@ -325,7 +333,8 @@ struct ForwardWarp {
             load_ahead(tile);
             Scores S;
             if (sees) {
-                multiply_scores(Q, S);
+                if constexpr (kSplit) multiply_split_scores<kRange>(S);
+                else multiply_scores(Q, S);
                 if (kGeneral) transform_scores(S, key0);
                 if constexpr (kFull) {
                     if (const KeyRange now = smem.every[warp]; key0 < now.begin || key0 + kBlockN > now.end)
@@ -347,8 +356,9 @@ struct ForwardWarp {
             }
             if (kGeneral && hides) zero_unseen_values();
             if (sees) {
-                move_maxima(S, O, row_max, row_sum);
-                multiply_values(S, O, row_max, row_sum, key0);
+                move_maxima<kRange>(S, O, row_max, row_sum);
+                if constexpr (kSplit) multiply_split_values<kRange>(S, O, row_max, row_sum, key0);
+                else multiply_values(S, O, row_max, row_sum, key0);
             }
             if (!kFull && kStages == 2) stage ^= 1;
             if constexpr (kSkips) tile = places.seen.next + 1;
@@ -380,13 +390,46 @@ struct ForwardWarp {
             }
         }
     }
+    // The same in split products.
+    template <SplitRange kRange>
+    __device__ __forceinline__ void multiply_split_scores(Scores& S) const {
+        constexpr int kTiles = kRange == SplitRange::kUsual ? 4 : 2;  // of S at a time
+        const uint32_t k_stage = k_lane + stage * uint32_t(sizeof smem.k[0]);
+#pragma unroll
+        for (int m = 0; m < kMmas; ++m)
+#pragma unroll
+            for (int n = 0; n < kTilesN; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) S[m][n][i] = 0;
+#pragma unroll 1  // more steps at a time take registers
+        for (int step = 0; step < kStepsD; ++step) {
+            SplitParts<kRange, 4> A[kMmas];
+#pragma unroll
+            for (int m = 0; m < kMmas; ++m) {
+                uint32_t x[4];
+                ldmatrix_x4(x, TileQK::advance(q_lane + 16 * m * TileQK::kPitch, step));
+                A[m] = split_fragment<kRange, 4>(x);
+            }
+#pragma unroll
+            for (int n = 0; n < kTilesN; n += kTiles) {
+                SplitParts<kRange, 2> B[kTiles];
+#pragma unroll
+                for (int t = 0; t < kTiles; t += 2) {
+                    uint32_t x[4];
+                    ldmatrix_x4(x, TileQK::advance(k_stage, step) + 8 * (n + t) * TileQK::kPitch);
+                    B[t] = split_fragment<kRange, 2>(x), B[t + 1] = split_fragment<kRange, 2>(x + 2);
+                }
+                add_split_products(S, n, A, B);
+            }
+        }
+    }
     __device__ __forceinline__ FragmentPlace place(int m, int key0) const {
         const int here = opaque(lane);  // values that few options need are computed where they are used
         return {work.b, work.head, warp_row + 16 * m + mma_row(here, 0), key0 + mma_column(here, 0), s.seqlen_q, s.seqlen_k, s.shift};
     }
     __device__ __forceinline__ void transform_scores(Scores& S, int key0) const {
 #pragma unroll
-        for (int m = 0; m < kMmas; ++m) transform_fragment<T>(p, place(m, key0), flat(S[m]));
+        for (int m = 0; m < kMmas; ++m) transform_fragment<Stored>(p, place(m, key0), flat(S[m]));
         if (p.tree.rows) {
 #pragma unroll
             for (int m = 0; m < kMmas; ++m) hide_by_tree(p, place(m, key0), flat(S[m]));
@@ -405,6 +448,7 @@ struct ForwardWarp {
         __syncthreads();
     }
     // The maximum of each row; O and row_sum are rescaled when it has moved far.
+    template <SplitRange kRange = SplitRange::kUsual>
     __device__ __forceinline__ void move_maxima(const Scores& S, Output& O, RowValues& row_max, RowValues& row_sum) const {
         RowValues new_max;
         bool moved = false;
@@ -413,8 +457,8 @@ struct ForwardWarp {
             float x = fmaxf(S[r / 2][0][r % 2 * 2], S[r / 2][0][r % 2 * 2 + 1]);
 #pragma unroll
             for (int n = 1; n < kTilesN; ++n) x = fmaxf(x, fmaxf(S[r / 2][n][r % 2 * 2], S[r / 2][n][r % 2 * 2 + 1]));
-            new_max[r] = fmaxf(row_max[r], kGeneral ? quad_max(x) : quad_max(x) * scale);
-            moved |= new_max[r] - row_max[r] > kThreshold;
+            new_max[r] = fmaxf(row_max[r], kGeneral || kRaw ? quad_max(x) : quad_max(x) * scale);
+            moved |= has_moved<kRange>(new_max[r], row_max[r]);
         }
         if (!kPaged && p.max_score) {  // calls with a cache never want it
             const int thread = opaque(threadIdx.x);
@@ -426,16 +470,24 @@ struct ForwardWarp {
         if (!__any_sync(kFullWarp, moved)) return;
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
-            const float next = new_max[r] - row_max[r] > kThreshold ? new_max[r] : row_max[r];
-            const float factor = exp2_approx(kGeneral ? (row_max[r] - next) * kLog2e : row_max[r] - next);
+            const float next = has_moved<kRange>(new_max[r], row_max[r]) ? new_max[r] : row_max[r];
+            const float factor = exp2_approx(kRaw       ? (row_max[r] - next) * scale
+                                             : kGeneral ? (row_max[r] - next) * kLog2e
+                                                        : row_max[r] - next);
             row_max[r] = next;
             row_sum[r] *= factor;
 #pragma unroll
             for (int n = 0; n < kTilesV; ++n) O[r / 2][n][r % 2 * 2] *= factor, O[r / 2][n][r % 2 * 2 + 1] *= factor;
         }
     }
+    // Under SplitRange::kAny P is at most 1, so that P V overflows only where float32's does.
+    template <SplitRange kRange>
+    __device__ __forceinline__ bool has_moved(float new_max, float row_max) const {
+        if (kRange == SplitRange::kAny) return new_max > row_max;
+        return (kRaw ? (new_max - row_max) * scale : new_max - row_max) > kThreshold;
+    }
     __device__ __forceinline__ float exponential(float score, float max) const {
-        return exp2_approx(kGeneral ? (score - max) * kLog2e : fmaf(score, scale, -max));
+        return exp2_approx(kRaw ? (score - max) * scale : kGeneral ? (score - max) * kLog2e : fmaf(score, scale, -max));
     }
     // Exponentiates this thread's pairs of neighbouring keys [begin, end) of a step.
     __device__ __forceinline__ void exponentials(Scores& S, const RowValues& row_max, RowValues& row_sum, int step, int begin,
@@ -449,18 +501,20 @@ struct ForwardWarp {
             row_sum[r] += pair[0] + pair[1];
         }
     }
+    // The exponentials of all further steps, and dropout.
+    __device__ __forceinline__ void finish_probabilities(Scores& S, const RowValues& row_max, RowValues& row_sum, int key0) const {
+#pragma unroll
+        for (int step = 1; step < kStepsN; ++step) exponentials(S, row_max, row_sum, step, 0, kStepPairs);
+        if (p.dropout_threshold) {
+#pragma unroll
+            for (int m = 0; m < kMmas; ++m) drop_fragment(p, place(m, key0), lane % 4, flat(S[m]));
+        }
+    }
     // P = 2^(S - row_max), O += P V: the exponentials of the next step run between the products of this step.
     __device__ __forceinline__ void multiply_values(Scores& S, Output& O, const RowValues& row_max, RowValues& row_sum, int key0) const {
         const uint32_t v_stage = v_lane + stage * uint32_t(sizeof smem.v[0]);
         exponentials(S, row_max, row_sum, 0, 0, kStepPairs);
-        if constexpr (kGeneral) {
-#pragma unroll
-            for (int step = 1; step < kStepsN; ++step) exponentials(S, row_max, row_sum, step, 0, kStepPairs);
-            if (p.dropout_threshold) {
-#pragma unroll
-                for (int m = 0; m < kMmas; ++m) drop_fragment(p, place(m, key0), lane % 4, flat(S[m]));
-            }
-        }
+        if constexpr (kGeneral) finish_probabilities(S, row_max, row_sum, key0);
 #pragma unroll
         for (int step = 0; step < kStepsN; ++step) {
             uint32_t A[kMmas][4];
@@ -485,6 +539,53 @@ struct ForwardWarp {
             }
         }
     }
+    // The same in split products.
+    template <SplitRange kRange>
+    __device__ __forceinline__ void multiply_split_values(Scores& S, Output& O, const RowValues& row_max, RowValues& row_sum,
+                                                          int key0) const {
+        constexpr int kGroups = kTilesV / 4, kParts = kDv > 192 || kRange == SplitRange::kAny ? 2 : 1;  // four tiles of O; parts of a step
+        const uint32_t v_stage = v_lane + stage * uint32_t(sizeof smem.v[0]);
+        exponentials(S, row_max, row_sum, 0, 0, kStepPairs);
+        if constexpr (kGeneral) finish_probabilities(S, row_max, row_sum, key0);
+#pragma unroll
+        for (int x = 0; x < kStepsN * kParts; ++x) {
+            const int step = x / kParts, part = x % kParts;
+            // Keys that no row of the warp sees have P = 0. The branch also keeps the compiler from mixing the steps, which takes
+            // registers.
+            if (key0 + kStep * step >= smem.some[opaque(warp)].end) break;
+            SplitParts<kRange, 4> A[kMmas];
+#pragma unroll
+            for (int m = 0; m < kMmas; ++m) A[m] = split_accumulator<kRange>(S[m][step]);
+#pragma unroll
+            for (int n = kGroups * part / kParts; n < kGroups * (part + 1) / kParts; ++n) {
+                uint32_t V[4][2];
+                const uint32_t at = v_stage + 128 * n + kStep * step * TileV::kPitch;
+                load_two_rows(V, at, (at ^ 16) + TileV::kPitch);
+                constexpr int kTiles = kRange == SplitRange::kUsual ? 4 : 1;  // of O at a time
+#pragma unroll
+                for (int first = 0; first < 4; first += kTiles) {
+                    SplitParts<kRange, 2> B[kTiles];
+#pragma unroll
+                    for (int t = 0; t < kTiles; ++t) B[t] = split_fragment<kRange, 2>(V[first + t]);
+                    add_split_products(O, 4 * n + first, A, B);
+                }
+            }
+            if (!kGeneral && part == kParts - 1 && step + 1 < kStepsN) exponentials(S, row_max, row_sum, step + 1, 0, kStepPairs);
+        }
+    }
+
+    // Split products alone: whether every sum of this thread is finite. If not, the walk with SplitRange::kAny says what float32 gives.
+    __device__ __forceinline__ bool is_finite(const Output& O, const RowValues& row_sum) const {
+        float zero = 0;
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            zero = fmaf(row_sum[r], 0.0f, zero);
+#pragma unroll
+            for (int n = 0; n < kTilesV; ++n)
+                zero = fmaf(O[r / 2][n][r % 2 * 2], 0.0f, zero), zero = fmaf(O[r / 2][n][r % 2 * 2 + 1], 0.0f, zero);
+        }
+        return zero == 0;
+    }
 
     // ---- out = O / row_sum, in 16-byte pieces; lse ----
 
@@ -507,14 +608,17 @@ struct ForwardWarp {
                 if (sees && end_row + row < done_s.seqlen_q && last_lane % 4 == 0)
                     score = fmaxf(score, smem.greatest[last_warp * kWarpRows + row]);
             }
-            raise_max_score(p, done.b, done.head, kGeneral ? score : score * kLn2);
+            raise_max_score(p, done.b, done.head, kGeneral ? score : score * (kRaw ? p.scale : kLn2));
         }
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
             const int i = end_row + 16 * (r / 2) + mma_row(last_lane, r % 2 * 2);
-            RowEnd end = finish_row<kGeneral ? ScoreUnit::kNatural : ScoreUnit::kLog2>(row_max[r], quad_sum(row_sum[r]), sink);
+            const float sum = quad_sum(row_sum[r]), max = kRaw ? row_max[r] * p.scale : row_max[r];
+            constexpr ScoreUnit kUnit = kGeneral || kRaw ? ScoreUnit::kNatural : ScoreUnit::kLog2;
+            RowEnd end = finish_row<kUnit>(max, sum, sink);
+            if constexpr (kSplit) end.lse = natural_lse(kRaw ? row_max[r] : max, kRaw ? p.scale : 1.0f, sum, sink);
             if (p.lse && last_lane % 4 == 0 && i < done_s.seqlen_q && part == 0)
-                p.lse[lse_offset(p, done_s, done.head) + i] = kGeneral ? end.lse : end.lse * kLn2;
+                p.lse[lse_offset(p, done_s, done.head) + i] = kUnit == ScoreUnit::kNatural ? end.lse : end.lse * kLn2;
             if (kGeneral && p.dropout_threshold) end.inverse *= p.dropout_scale;
             store_row(O, r, end, last_lane, part, out + i * p.out.row, i < done_s.seqlen_q);
         }

@@ -23,6 +23,35 @@ struct WgmmaItem {
     using Type = ForwardWork;
 };
 
+// Plans with options: what the producer tells the other roles about a tile of keys.
+struct alignas(16) KeyTile {
+    // The keys that the mask hides. Bit 2 i + e of word q: key 8 i + 2 q + e. A lane with quad q has it in elements 4 i + e, 4 i + 2 + e.
+    uint32_t hidden[4];
+    int place;  // n: tile n of the sequence; ~n: the same, and the last one of its item
+    int cut;    // whether the mask hides any of its keys
+};
+constexpr int kNoTile = -1;
+
+constexpr int kWgmmaWorkSlots = 3;  // consumers keep an item until its last store, and the producer is one item ahead
+
+// Plans with options have this in shared memory, too. Tiles count over all items.
+template <WgmmaPlanId kId, bool kOptions = kWgmmaPlan<kId>.options>
+struct WgmmaKeyTiles {};
+template <WgmmaPlanId kId>
+struct WgmmaKeyTiles<kId, true> {
+    static constexpr int kStages = kWgmmaPlan<kId>.stages;
+    // The entry of tile i is number i % kEntries. It is written before K of tile i - 2 is loaded. Consumers, and the warps that zero V, are
+    // then done with tile i - kStages - 3.
+    static constexpr uint32_t kEntries = 8;
+    static_assert(kEntries >= kStages + 3, "the last user of an entry is done before it is written again");
+    KeyTile tiles[kEntries];
+    // Tiles that a mask cuts, counted by themselves: V of cut tile c, which is tile cut[c % kStages], lands at v_landed[c % kStages]. Its
+    // barrier in v_full follows when the hidden rows are zero.
+    uint64_t v_landed[kStages];
+    uint32_t cut[kStages], cuts;
+    float slope[kWgmmaWorkSlots];  // of ALiBi, in the unit of the scores before they are scaled
+};
+
 template <typename T, WgmmaPlanId kId>
 struct alignas(1024) WgmmaSmem {
     static constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
@@ -31,10 +60,11 @@ struct alignas(1024) WgmmaSmem {
     T v[kPlan.stages][kPlan.block_n * kPlan.columns_v()];
     uint64_t q_full[1], q_empty[1];
     uint64_t k_full[kPlan.stages], k_empty[kPlan.stages], v_full[kPlan.stages], v_empty[kPlan.stages];
-    static constexpr int kWorkSlots = 3;  // consumers keep an item until its last store, and the producer is one item ahead
+    static constexpr int kWorkSlots = kWgmmaWorkSlots;
     uint64_t work_full[kWorkSlots], work_empty[kWorkSlots];
     typename WgmmaItem<kId>::Type work[kWorkSlots];
     uint8_t seen[2][kPlan.general ? kPlan.block_n : 1];  // does any row of the block see this key? One slot each for two consecutive tiles
+    WgmmaKeyTiles<kId> keys;
 };
 
 template <typename T, WgmmaPlanId kId>
@@ -49,6 +79,10 @@ __device__ __forceinline__ void init_barriers(WgmmaSmem<T, kId>& smem, bool page
     }
     for (int i = 0; i < WgmmaSmem<T, kId>::kWorkSlots; ++i)
         mbarrier_init(shared_address(smem.work_full + i), 1), mbarrier_init(shared_address(smem.work_empty + i), kConsumerArrivals);
+    if constexpr (kPlan.options) {
+        for (int i = 0; i < kPlan.stages; ++i) mbarrier_init(shared_address(smem.keys.v_landed + i), 1);
+        smem.keys.cuts = 0;
+    }
     fence_mbarrier_init();
 }
 

@@ -94,9 +94,12 @@ template <WgmmaPlanId kId>
 __device__ __forceinline__ MaskedTiles masked_tiles(const ForwardWork& w, int wg) {
     constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
     MaskedTiles tiles;
-    tiles.right_tile = clamp_to(w.row0 + wg * 64 + w.right + 1, 0, w.seqlen_k) / kPlan.block_n;
+    // Plans with options find the maximum of masked tiles. So they count the tile of the first row's last key to them, even if all rows see
+    // all of it: the row may have seen no key before.
+    tiles.right_tile = clamp_to(w.row0 + wg * 64 + w.right + (kPlan.options ? 0 : 1), 0, w.seqlen_k) / kPlan.block_n;
     tiles.left_tile = 0;
-    if (kPlan.general) tiles.left_tile = (clamp_to(w.row0 + wg * 64 + 63 + w.left, 0, w.seqlen_k) + kPlan.block_n - 1) / kPlan.block_n;
+    if (kPlan.general || kPlan.options)
+        tiles.left_tile = (clamp_to(w.row0 + wg * 64 + 63 + w.left, 0, w.seqlen_k) + kPlan.block_n - 1) / kPlan.block_n;
     return tiles;
 }
 // Sets the scores of tile n that lie outside the window of their row to -inf.
@@ -104,11 +107,12 @@ template <WgmmaPlanId kId, int kScores>
 __device__ __forceinline__ void mask_scores(float (&S)[kScores], const ForwardWork& w, const MaskedTiles& masked, int n,
                                             const Consumer& me) {
     constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
-    if (n < masked.right_tile && (!kPlan.general || n >= masked.left_tile)) return;
+    constexpr bool kLeftEdge = kPlan.general || kPlan.options;
+    if (n < masked.right_tile && (!kLeftEdge || n >= masked.left_tile)) return;
     const Consumer at = me.rare();
     const int row = w.row0 + at.row(), key = n * kPlan.block_n + 2 * at.quad();
     if (n >= masked.right_tile) mask_right(S, min(row + w.right, w.seqlen_k - 1) - key, min(row + 8 + w.right, w.seqlen_k - 1) - key);
-    if (kPlan.general && n < masked.left_tile) mask_left(S, row + w.left - key, row + 8 + w.left - key);
+    if (kLeftEdge && n < masked.left_tile) mask_left(S, row + w.left - key, row + 8 + w.left - key);
 }
 
 template <WgmmaPlanId kId>
@@ -159,18 +163,25 @@ __device__ __forceinline__ bool softmax_lazy(float (&S)[kScores], const Exponent
     return moved;
 }
 
-// A later tile, under the current maximum. Returns false when P or its sums come close to overflow or are NaN, or when a row has no maximum
-// yet: S is then lost and must be computed again. `after_exponentials` runs before the test.
-template <typename T, WgmmaPlanId kId, int kScores, typename After>
-__device__ __forceinline__ bool softmax_speculative(float (&S)[kScores], const Exponent& exponent, RowStatistics& rows,
-                                                    const After& after_exponentials) {
+// Adds the sums of a tile whose exponentials were taken under the current maximum. Returns false when P or its sums come close to overflow
+// or are NaN, or when a row has no maximum yet.
+template <typename T>
+__device__ __forceinline__ bool accept_sums(const float (&sum)[2], RowStatistics& rows) {
     constexpr float kLimit = std::is_same_v<T, __half> ? 0x1p15f : 0x1p60f;  // P fits fp16 (65504); fp32 sums stay far from 2^127
-    float sum[2];
-    exponentials(S, exponent, rows.row_max, sum);
-    after_exponentials();
     if (!__all_sync(~0u, sum[0] < kLimit && sum[1] < kLimit && rows.row_max[0] > -INFINITY && rows.row_max[1] > -INFINITY)) return false;
     rows.row_sum[0] += sum[0], rows.row_sum[1] += sum[1];
     return true;
+}
+
+// A later tile, under the current maximum. Returns false when accept_sums does: S is then lost and must be computed again.
+// `after_exponentials` runs before the test.
+template <typename T, WgmmaPlanId kId, int kScores, typename After>
+__device__ __forceinline__ bool softmax_speculative(float (&S)[kScores], const Exponent& exponent, RowStatistics& rows,
+                                                    const After& after_exponentials) {
+    float sum[2];
+    exponentials(S, exponent, rows.row_max, sum);
+    after_exponentials();
+    return accept_sums<T>(sum, rows);
 }
 
 // ---- hidden rows of V have P = 0, but 0 x NaN is NaN: they are zeroed in shared memory before the product ----

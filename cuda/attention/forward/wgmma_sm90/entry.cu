@@ -16,17 +16,23 @@ cudaError_t forward_wgmma_sm90(const AttentionParams& p, const DeviceInfo& devic
         FA_WGMMA_CASE(kD64Short)
         FA_WGMMA_CASE(kD64Long)
         FA_WGMMA_CASE(kD64General)
+        FA_WGMMA_CASE(kD64Options)
         FA_WGMMA_CASE(kD96)
         FA_WGMMA_CASE(kD96General)
+        FA_WGMMA_CASE(kD96Options)
         FA_WGMMA_CASE(kD128Short)
         FA_WGMMA_CASE(kD128Middle)
         FA_WGMMA_CASE(kD128Long)
         FA_WGMMA_CASE(kD128General)
+        FA_WGMMA_CASE(kD128Options)
+        FA_WGMMA_CASE(kD128MiddleOptions)
         FA_WGMMA_CASE(kD192V128)
         FA_WGMMA_CASE(kD192)
         FA_WGMMA_CASE(kD192General)
+        FA_WGMMA_CASE(kD192Options)
         FA_WGMMA_CASE(kD256)
         FA_WGMMA_CASE(kD256General)
+        FA_WGMMA_CASE(kD256Options)
 #undef FA_WGMMA_CASE
     }
     return cudaErrorInvalidValue;

@@ -23,7 +23,8 @@
 // bound by the cost of an item before its first and after its last product.
 //
 // The parts: wgmma_sm90/plan.h: the shapes; work_list.h: the items; wgmma_sm90/block.cuh: shared memory and barriers;
-// wgmma_sm90/produce.cuh: the copies; wgmma_sm90/consume.cuh: the steps of the loop below.
+// wgmma_sm90/produce.cuh: the copies; wgmma_sm90/consume.cuh: the steps of the loop below. Plans with options have loops of their own, of
+// the producer in wgmma_sm90/key_tiles.cuh and of the consumers in wgmma_sm90/options.cuh.
 #pragma once
 
 #include <numeric>
@@ -31,6 +32,8 @@
 
 #include "attention/forward/wgmma_sm90/block.cuh"
 #include "attention/forward/wgmma_sm90/consume.cuh"
+#include "attention/forward/wgmma_sm90/key_tiles.cuh"
+#include "attention/forward/wgmma_sm90/options.cuh"
 #include "attention/forward/wgmma_sm90/plan.h"
 #include "attention/forward/wgmma_sm90/produce.cuh"
 #include "attention/kernels.h"
@@ -243,6 +246,11 @@ __global__ void __launch_bounds__(128 * (kWgmmaPlan<kId>.warpgroups + 1), 1)
 
     if (warpgroup == 0) {
         if constexpr (kPlan.moves_registers()) setmaxnreg_dec<kPlan.producer_registers()>();
+        if constexpr (kPlan.options) {
+            if (threadIdx.x < 32) produce_with_options(map_q, p, schedule, smem, ThreadTiles<T, kId>(map_k, map_v, p, schedule, smem));
+            else if (p.mask.data) zero_hidden_values(smem);
+            return;
+        }
         if constexpr (kLoads == KeyLoads::kPageBoxes) {
             produce(map_q, p, schedule, smem, WarpgroupBoxes<T, kId>(map_k, map_v, p, schedule, smem));
             return;
@@ -256,7 +264,9 @@ __global__ void __launch_bounds__(128 * (kWgmmaPlan<kId>.warpgroups + 1), 1)
         return;
     }
     if constexpr (kPlan.moves_registers()) setmaxnreg_inc<kPlan.consumer_registers()>();
-    consume(p, smem, Consumer{warpgroup - 1, int(threadIdx.x % 128 / 32), int(threadIdx.x % 32)});
+    const Consumer me{warpgroup - 1, int(threadIdx.x % 128 / 32), int(threadIdx.x % 32)};
+    if constexpr (kPlan.options) consume_with_options(p, smem, me);
+    else consume(p, smem, me);
 }
 
 // ---- launch ----

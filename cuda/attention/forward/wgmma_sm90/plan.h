@@ -8,7 +8,8 @@
 
 namespace fa {
 
-// General plans serve every option of a score and windows with a left edge. The other plans serve causal and full attention.
+// General plans serve every option of a score and windows with a left edge. Plans with options serve some of them at nearly the speed of
+// the bare plans, which serve causal and full attention.
 enum class WgmmaPlanId {
     kD64Short,
     kD64Long,
@@ -23,7 +24,13 @@ enum class WgmmaPlanId {
     kD192,
     kD192General,
     kD256,
-    kD256General
+    kD256General,
+    kD64Options,
+    kD96Options,
+    kD128Options,
+    kD128MiddleOptions,
+    kD192Options,
+    kD256Options
 };
 
 // How the running row maximum is kept. P = 2^(S - m) gives the right answer for any m as long as nothing overflows, so m need not be the
@@ -43,6 +50,8 @@ struct WgmmaPlan {
     bool q_in_registers = false;     // Q leaves its buffer at once, so that the next item's Q can arrive during this item
     RowMaximum maximum = RowMaximum::kLazy;
     bool general = false;
+    // Serves a left edge, ALiBi, softcap and masks of keys, with the loop in options.cuh. In a bare plan their code costs 1 .. 13 %.
+    bool options = false;
     // Speculative plans: wait for O before the exponentials instead of after them. The packing of P is then interleaved with the
     // exponentials and hides under them. This warpgroup's own product no longer hides there: the products of other warpgroups must fill the
     // tensor cores.
@@ -53,8 +62,9 @@ struct WgmmaPlan {
 
     FA_HOST_DEVICE constexpr int block_m() const { return 64 * warpgroups; }
     FA_HOST_DEVICE constexpr bool speculative() const { return maximum != RowMaximum::kLazy; }
-    // Lazy plans compute the maximum of every tile, so that max_score costs nothing more; but a tile of a piece is not all of a row.
-    FA_HOST_DEVICE constexpr bool gives_max_score() const { return !pieces && !speculative(); }
+    // Lazy plans compute the maximum of every tile, so that max_score costs nothing more; but a tile of a piece is not all of a row. The
+    // loop of plans with options does not keep it.
+    FA_HOST_DEVICE constexpr bool gives_max_score() const { return !pieces && !options && !speculative(); }
     // Pages copied row by row. With three consumer warpgroups the producer has too few registers for that.
     FA_HOST_DEVICE constexpr bool pages() const { return paged && warpgroups == 2; }
     // Pages copied box by box: the plans that calls with such pages choose.
@@ -72,6 +82,11 @@ struct WgmmaPlan {
         return (all - producer_registers()) / warpgroups / 8 * 8;
     }
 };
+
+FA_HOST_DEVICE constexpr WgmmaPlan with_options(WgmmaPlan plan) {
+    plan.options = true, plan.paged = plan.q_in_registers = false;
+    return plan;
+}
 
 // The comparisons are from one H200 with CUDA 13.0, bf16, 16384 tokens, heads x headdim = 2048, in a prototype of the same loop.
 FA_HOST_DEVICE constexpr WgmmaPlan wgmma_plan(WgmmaPlanId id) {
@@ -113,8 +128,41 @@ FA_HOST_DEVICE constexpr WgmmaPlan wgmma_plan(WgmmaPlanId id) {
         // 64 keys beat 80 by 2 .. 5 % up to 4k and equal it beyond; turns +0.5 %.
         case WgmmaPlanId::kD256: plan.headdim = plan.headdim_v = 256, plan.block_n = 64, plan.ping_pong = true; break;
         case WgmmaPlanId::kD256General: plan.headdim = plan.headdim_v = 256, plan.block_n = 64, plan.general = true; break;
+        case WgmmaPlanId::kD64Options: return with_options(wgmma_plan(WgmmaPlanId::kD64Long));
+        case WgmmaPlanId::kD96Options: return with_options(wgmma_plan(WgmmaPlanId::kD96));
+        case WgmmaPlanId::kD128Options: return with_options(wgmma_plan(WgmmaPlanId::kD128Long));
+        // 128 rows: fewer keys outside a short window, and blocks for more multiprocessors.
+        case WgmmaPlanId::kD128MiddleOptions: return with_options(wgmma_plan(WgmmaPlanId::kD128Middle));
+        case WgmmaPlanId::kD192Options: return with_options(wgmma_plan(WgmmaPlanId::kD192));
+        case WgmmaPlanId::kD256Options: return with_options(wgmma_plan(WgmmaPlanId::kD256));
     }
     return plan;
+}
+// For queries.
+constexpr const char* wgmma_plan_name(WgmmaPlanId id) {
+    switch (id) {
+        case WgmmaPlanId::kD64Short: return "d64_short";
+        case WgmmaPlanId::kD64Long: return "d64_long";
+        case WgmmaPlanId::kD64General: return "d64_general";
+        case WgmmaPlanId::kD96: return "d96";
+        case WgmmaPlanId::kD96General: return "d96_general";
+        case WgmmaPlanId::kD128Short: return "d128_short";
+        case WgmmaPlanId::kD128Middle: return "d128_middle";
+        case WgmmaPlanId::kD128Long: return "d128_long";
+        case WgmmaPlanId::kD128General: return "d128_general";
+        case WgmmaPlanId::kD192V128: return "d192_v128";
+        case WgmmaPlanId::kD192: return "d192";
+        case WgmmaPlanId::kD192General: return "d192_general";
+        case WgmmaPlanId::kD256: return "d256";
+        case WgmmaPlanId::kD256General: return "d256_general";
+        case WgmmaPlanId::kD64Options: return "d64_options";
+        case WgmmaPlanId::kD96Options: return "d96_options";
+        case WgmmaPlanId::kD128Options: return "d128_options";
+        case WgmmaPlanId::kD128MiddleOptions: return "d128_middle_options";
+        case WgmmaPlanId::kD192Options: return "d192_options";
+        case WgmmaPlanId::kD256Options: return "d256_options";
+    }
+    return "";
 }
 // The plan of an instantiation. The experiments (ladder/variants) specialise it for their own ids.
 template <WgmmaPlanId kId>
@@ -126,6 +174,15 @@ constexpr int kWgmmaMaxHeadDim = 256, kWgmmaWideMaxHeadDim = 512;  // of wgmma_s
 // products under a scale that is not positive, which would reverse their order.
 FA_HOST_DEVICE bool wgmma_scores_are_natural(const AttentionParams& p) { return p.general_scores() || !(p.scale > 0); }
 inline bool wgmma_needs_general(const AttentionParams& p) { return wgmma_scores_are_natural(p) || p.window_left >= 0; }
+
+// Whether a plan with options serves a call that no bare plan serves. It divides ALiBi's slopes by the unit of the scores before they are
+// scaled: softmax_scale, or softcap.
+inline bool wgmma_options_serve(const AttentionParams& p) {
+    const bool rest = p.cache.entries || p.max_score || p.bias.data || p.tree.rows || p.dropout_threshold;
+    const bool pairs = p.mask.data && p.mask.row != 0 && p.seqlen_q > 1;
+    constexpr float kLeastUnit = 1e-6f;
+    return !rest && !pairs && p.scale > kLeastUnit && (p.softcap == 0 || p.softcap > kLeastUnit);
+}
 
 // Whether blocks of 192 rows take longer than blocks of 128 rows because they leave more of the GPU idle, although they read K and V less
 // often. That happens up to two rounds of blocks. 512 rows x 32 heads over 8192 keys: 124 -> 99 us with 128 rows (on pages of 256 keys).
@@ -145,13 +202,19 @@ inline WgmmaPlanId wgmma_choose(const AttentionParams& p, int multiprocessors) {
     // would send its warp down the slow path of the speculative maximum.
     const bool aligned = !causal || p.cu_seqlens_q || p.top_left ||
                          (!p.cache.seqlens && !p.cache.batch_invariant && (int64_t(p.seqlen_k) - p.seqlen_q + p.window_right) % 128 == 0);
+    const bool options = general && wgmma_options_serve(p);
     if (d <= 64) {
-        if (general) return WgmmaPlanId::kD64General;
+        if (general) return options ? WgmmaPlanId::kD64Options : WgmmaPlanId::kD64General;
         const bool few_tiles = keys <= (causal ? 2048 : 1024);
         return few_tiles || p.max_score || (pages && p.cache.page_size % 8) ? WgmmaPlanId::kD64Short : WgmmaPlanId::kD64Long;
     }
-    if (d <= 96) return general ? WgmmaPlanId::kD96General : WgmmaPlanId::kD96;
+    if (d <= 96) return options ? WgmmaPlanId::kD96Options : general ? WgmmaPlanId::kD96General : WgmmaPlanId::kD96;
     if (d <= 128) {
+        if (options) {
+            const bool short_window = p.window_left >= 0 && p.window_right >= 0 && int64_t(p.window_left) + p.window_right < 2048;
+            const bool middle = short_window || keys < (causal ? 8192 : 2048) || wgmma_blocks_of_192_idle(p, multiprocessors);
+            return middle ? WgmmaPlanId::kD128MiddleOptions : WgmmaPlanId::kD128Options;
+        }
         if (general) return WgmmaPlanId::kD128General;
         if (p.max_score) return WgmmaPlanId::kD128Short;
         if (keys >= (causal ? 8192 : 2048))
@@ -160,10 +223,10 @@ inline WgmmaPlanId wgmma_choose(const AttentionParams& p, int multiprocessors) {
         return !aligned || few_tiles ? WgmmaPlanId::kD128Short : WgmmaPlanId::kD128Middle;
     }
     if (d <= 192) {
-        if (general) return WgmmaPlanId::kD192General;
+        if (general) return options ? WgmmaPlanId::kD192Options : WgmmaPlanId::kD192General;
         return p.headdim_v <= 128 ? WgmmaPlanId::kD192V128 : WgmmaPlanId::kD192;
     }
-    return general ? WgmmaPlanId::kD256General : WgmmaPlanId::kD256;
+    return options ? WgmmaPlanId::kD256Options : general ? WgmmaPlanId::kD256General : WgmmaPlanId::kD256;
 }
 
 }  // namespace fa

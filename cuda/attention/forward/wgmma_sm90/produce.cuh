@@ -39,7 +39,7 @@ struct ThreadTiles {
 
     __device__ __forceinline__ void begin_item(const ForwardWork& w) {
         const int batch = p.cu_seqlens_q ? 0 : w.batch;
-        head = w.head / p.group, entry = p.cache.entries ? cache_entry(p.cache, batch) : batch;
+        head = w.head / p.group, entry = !kPlan.options && p.cache.entries ? cache_entry(p.cache, batch) : batch;
     }
     template <int kCount>
     __device__ __forceinline__ void load(const ForwardWork& w, int n, const CUtensorMap& map, int loads, const Ring<kPlan.stages>& ring,
@@ -229,7 +229,7 @@ __device__ __forceinline__ void load_q(const CUtensorMap& map, const AttentionPa
 template <WgmmaPlanId kId>
 struct WgmmaWorkTiles {
     static constexpr int kBlockM = kWgmmaPlan<kId>.block_m(), kBlockN = kWgmmaPlan<kId>.block_n;
-    static constexpr bool kCaches = true;
+    static constexpr bool kCaches = !kWgmmaPlan<kId>.options;
 };
 
 // Loads the tiles of one item, last keys first. K is one tile ahead of V, because the consumers multiply S(n) before P(n + 1) V(n + 1).

@@ -328,8 +328,8 @@ class Session:
         batch = min(function.batch(spec), 4)
         lengths = [draw.below(draw.pick((1, 4, 20))) for _ in range(batch)]
         room = max(draw.size(4 * draw.most, 32), max(lengths) + 16)
-        if spec.get("pages"):
-            spec["pages"] = -(-room // function.get(spec, "rows"))
+        if spec.get("pages"):  # the table is that of the first step: it has the pages of all
+            spec["pages"], spec["whole_table"] = -(-room // function.get(spec, "rows")), True
         else:
             spec["rows"] = room
         spec |= {"function": function.name, "lengths": lengths, "batch": batch, "seed": draw.seed()}

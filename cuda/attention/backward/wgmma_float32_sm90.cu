@@ -1,0 +1,518 @@
+// wgmma_float32_sm90.cu: the gradients of attention in float32, with float32's accuracy, on Hopper's tensor cores, in float16 parts
+// (attention/forward/wgmma_float32_sm90.cu has the idea, attention/common/float16_parts.cuh the parts). Plain, causal and windowed calls,
+// head dims to 128; deterministic.
+//
+// The two mirrored kernels of mma_float32_sm80.cu. A first kernel writes the parts of q, k, v and dout, in tiles of 64 rows with a scale
+// each. New against mma_float32_sm80.cu:
+//   - wgmma: two warpgroups own 64 rows each and walk over tiles of 64 rows, which a producer warp copies. A second producer warp loads the
+//     statistics of walked queries.
+//   - P is scaled by 2^8, and each row of dS in a tile by a power of 2 of its own, before they are split in registers.
+//   - The products come in an order that frees one walked tile early: the next one arrives during the products of the other.
+//
+// Where the parts are not precise enough, mma_float32_sm80 serves the call, and simple where a row's |lse| is beyond 4096.
+//
+// Shared memory (PartsSmem)     own a, own b 2 x 64 x d | walked a, walked b stages x 64 x d; two parts each | statistics of queries
+// Bound by the tensor cores, and by their reads of both operands of S and dP.
+#include "attention/common/float16_parts.cuh"
+#include "attention/common/mask.h"
+#include "attention/common/simple_tiles.cuh"
+#include "attention/kernels.h"
+#include "common/constants.h"
+#include "device/launch.h"
+#include "device/ptx.cuh"
+#include "device/ring.cuh"
+
+namespace fa {
+
+namespace {
+
+constexpr int kWarpgroups = 2, kRows = 64, kOwnRows = kWarpgroups * kRows;
+constexpr int kBlockThreads = 128 * (kWarpgroups + 1);
+constexpr int kChain = 4;                                         // steps of 16 that a chain of products adds up
+constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // 40 x 128 + 232 x 256 <= 65536
+constexpr float kProbability = 0x1p8f;
+
+enum class Own { kKeys, kQueries };  // what a block owns; it walks over the other
+
+struct PartsParams {
+    BackwardParams backward;
+    SplitTensor q, k, v, dout;
+    int tiles;          // of kOwnRows own rows
+    int* out_of_range;  // two words: the parts are not precise enough; some row is large
+};
+
+template <int kD>
+__global__ void __launch_bounds__(kSplitThreads) split_kernel(const __grid_constant__ PartsParams params) {
+    __shared__ float shared[kSplitThreads / 32 + kD];
+    const AttentionParams& p = params.backward.forward;
+    const int blocks_q = params.q.tiles * p.nheads * p.batch, blocks_k = params.k.tiles * p.nheads_k * p.batch;
+    int index = blockIdx.x;
+    const SplitTensor* t = &params.q;
+    if (index >= blocks_q) index -= blocks_q, t = &params.dout;
+    if (t == &params.dout && index >= blocks_q) index -= blocks_q, t = &params.k;
+    if (t == &params.k && index >= blocks_k) index -= blocks_k, t = &params.v;
+    split_tile<kD, kRows, false, true>(*t, index, params.out_of_range, shared);
+}
+
+// What a block does. In shared memory it takes no registers.
+struct BlockWork {
+    Sequence s;
+    int batch, head, own0;  // head: of the own rows
+    int own_rows;
+    int first_tile, steps, all_steps;  // walked tiles of a head, of all heads
+};
+
+template <int kD>
+struct alignas(1024) PartsSmem {
+    static constexpr int kStages = kD <= 64 ? 2 : 1;
+    __half own_a[kWarpgroups][2][kRows * kD];
+    __half own_b[kWarpgroups][2][kRows * kD];
+    __half walked_a[kStages][2][kRows * kD];
+    __half walked_b[kStages][2][kRows * kD];
+    static constexpr bool kHoldsDs = kD > 64;  // registers do not hold dS beside dK, dV, P and a chain
+    __half ds[kWarpgroups][2][kHoldsDs ? kRows * kRows : 8];
+    Query query[kStages][kRows];  // own keys: of the walked queries
+    int cut[kStages];             // own keys: some pair of the tile is hidden
+    BlockWork work;
+    uint64_t own_full[1], a_full[kStages], a_empty[kStages], b_full[kStages], b_empty[kStages];
+};
+
+template <Own kOwn>
+__device__ __forceinline__ BlockWork work_of(const PartsParams& params, unsigned index) {
+    constexpr bool kOwnsKeys = kOwn == Own::kKeys;
+    const AttentionParams& p = params.backward.forward;
+    const int heads = kOwnsKeys ? p.nheads_k : p.nheads;
+    BlockWork w{};
+    w.head = index % heads;
+    index /= heads;
+    w.batch = index % p.batch;
+    // Under a causal mask the first keys and the last queries have the longest walks, so they come first.
+    w.own0 = (kOwnsKeys ? index / p.batch : params.tiles - 1 - index / p.batch) * kOwnRows;
+    w.s = sequence_of(p, w.batch);
+    w.own_rows = kOwnsKeys ? w.s.seqlen_k : w.s.seqlen_q;
+    const int last = min(w.own0 + kOwnRows, w.own_rows) - 1;
+    const int begin = kOwnsKeys ? query_range(p, w.s, w.own0).begin : key_range(p, w.s, w.own0).begin;
+    const int end = kOwnsKeys ? query_range(p, w.s, last).end : key_range(p, w.s, last).end;
+    w.first_tile = begin / kRows;
+    w.steps = end > begin ? (end - 1) / kRows + 1 - w.first_tile : 0;
+    w.all_steps = w.steps * (kOwnsKeys ? p.group : 1);
+    return w;
+}
+
+// The tile of a tensor that holds row 64 `tile` of a head.
+__device__ __forceinline__ int64_t tile_of(const SplitTensor& t, int batch, int head, int tile) {
+    return (int64_t(batch) * t.heads + head) * t.tiles + tile;
+}
+
+template <int kD, Own kOwn>
+struct PartsBlock {
+    static constexpr bool kOwnsKeys = kOwn == Own::kKeys;
+    static constexpr int kStages = PartsSmem<kD>::kStages, kPairs = kRows / 2, kSums = kD / 2;
+    static constexpr int64_t kTileElements = 2 * kRows * kD;
+    static constexpr uint32_t kTileBytes = kTileElements * 2;
+
+    const PartsParams& params;
+    const AttentionParams& p;
+    PartsSmem<kD>& smem;
+    const BlockWork& w;
+
+    __device__ __forceinline__ const SplitTensor& own_a() const { return kOwnsKeys ? params.k : params.q; }
+    __device__ __forceinline__ const SplitTensor& own_b() const { return kOwnsKeys ? params.v : params.dout; }
+    __device__ __forceinline__ const SplitTensor& walked_a() const { return kOwnsKeys ? params.q : params.k; }
+    __device__ __forceinline__ const SplitTensor& walked_b() const { return kOwnsKeys ? params.dout : params.v; }
+    // Head and tile of a step.
+    __device__ __forceinline__ int walked_head(int step) const { return kOwnsKeys ? w.head * p.group + step / w.steps : w.head / p.group; }
+    __device__ __forceinline__ int walked_tile(int step) const { return w.first_tile + (kOwnsKeys ? step % w.steps : step); }
+
+    // One thread: all tiles.
+    __device__ __forceinline__ void produce() const {
+        const uint32_t own_full = shared_address(smem.own_full);
+        mbarrier_arrive_expect_tx(own_full, 2 * kWarpgroups * kTileBytes);
+        const int64_t own = tile_of(own_a(), w.batch, w.head, w.own0 / kRows) * kTileElements;
+        bulk_load(shared_address(smem.own_a), own_a().parts + own, kWarpgroups * kTileBytes, own_full);
+        bulk_load(shared_address(smem.own_b), own_b().parts + own, kWarpgroups * kTileBytes, own_full);
+        Ring<kStages> a(smem.a_full, smem.a_empty), b(smem.b_full, smem.b_empty);
+#pragma unroll 1
+        for (int step = 0; step < w.all_steps; ++step) {
+            const int64_t walked = tile_of(walked_a(), w.batch, walked_head(step), walked_tile(step)) * kTileElements;
+            const auto load = [&](Ring<kStages>& ring, const auto& to, const SplitTensor& from) {
+                ring.wait_empty();
+                mbarrier_arrive_expect_tx(ring.full_barrier(), kTileBytes);
+                bulk_load(shared_address(to[ring.slot]), from.parts + walked, kTileBytes, ring.full_barrier());
+                ring.next();
+            };
+            if (kOwnsKeys) load(a, smem.walked_a, walked_a());  // in the order of their use
+            load(b, smem.walked_b, walked_b());
+            if (!kOwnsKeys) load(a, smem.walked_a, walked_a());
+        }
+    }
+    // One warp: the statistics of walked queries, which arrive with the tiles of q.
+    __device__ __forceinline__ void produce_queries() const {
+        const int lane = threadIdx.x % 32;
+        const RowsOfCall rows = rows_of_call(p);
+        Ring<kStages> a(smem.a_full, smem.a_empty);
+#pragma unroll 1
+        for (int step = 0; step < w.all_steps; ++step) {
+            const int head = walked_head(step), row0 = walked_tile(step) * kRows;
+            bool cut = false;
+            a.wait_empty();
+#pragma unroll 1
+            for (int x = lane; x < kRows; x += 32) {
+                const Query query = query_of(rows, head, row0 + x);
+                cut |= query.begin > w.own0 || query.end < w.own0 + kOwnRows;
+                smem.query[a.slot][x] = query;
+            }
+            cut = __any_sync(~0u, cut);
+            if (lane == 0) smem.cut[a.slot] = cut;
+            __syncwarp();
+            if (arrives(lane)) mbarrier_arrive(a.full_barrier());
+            a.next();
+        }
+    }
+    __device__ __forceinline__ Query query_of(const RowsOfCall& rows, int head, int i) const {
+        if (i >= w.s.seqlen_q) return {0, 0, 0, 0, 0};
+        const int64_t row = lse_offset(p, w.s, head) + i;
+        if (p.lse[row] == -INFINITY) return {0, 0, 0, 0, 0};
+        const KeyRange range = key_range(p, w.s, i);
+        const float2 base = rows.bases[row];
+        return {range.begin, range.end, base.x, base.y, rows.delta[row]};
+    }
+
+    // C = own walked^T over kD columns. Each 64 columns have a chain of their own, or all have one.
+    template <bool kOneChain>
+    static __device__ __forceinline__ void multiply_rows(float (&C)[kPairs], uint32_t own, uint32_t walked) {
+        constexpr int kSteps = kD / 16;
+        if constexpr (kOneChain || kSteps == kChain) {
+            chain_of_rows<kSteps>(C, own, walked, 0);
+            wgmma_wait<0>(C);
+        } else {
+            float T[kPairs];
+            chain_of_rows<kChain>(C, own, walked, 0);
+            chain_of_rows<kChain>(T, own, walked, kChain);
+            wgmma_wait<0>(C, T);
+#pragma unroll
+            for (int i = 0; i < kPairs; ++i) C[i] += T[i];
+        }
+    }
+    template <int kSteps>
+    static __device__ __forceinline__ void chain_of_rows(float (&C)[kPairs], uint32_t own, uint32_t walked, int first) {
+        own = opaque(own), walked = opaque(walked);  // else all descriptors are kept in registers, as they are the same in each step
+        constexpr uint64_t kLow = descriptor_step(kTileBytes / 2);
+        wgmma_fence();
+#pragma unroll
+        for (int x = 0; x < 3; ++x)
+#pragma unroll
+            for (int i = first; i < first + kSteps; ++i) {
+                const uint64_t a = descriptor_from(own, (x == 0 ? kLow : 0) + descriptor_k_step(i, kRows));
+                const uint64_t b = descriptor_from(walked, (x == 1 ? kLow : 0) + descriptor_k_step(i, kRows));
+                if (x == 0 && i == first) wgmma_ss_first<__half, kRows>(C, a, b);
+                else wgmma_ss<__half, kRows>(C, a, b, 1);
+            }
+        wgmma_commit();
+    }
+    // acc += weights walked, times a factor for each of the thread's two rows; 64 columns at a time.
+    static __device__ __forceinline__ void add_rows(float (&acc)[kSums], const uint32_t (&high)[kPairs / 2],
+                                                    const uint32_t (&low)[kPairs / 2], uint32_t walked, const float (&factor)[2]) {
+        constexpr uint64_t kLow = descriptor_step(kTileBytes / 2);
+#pragma unroll
+        for (int half = 0; half < kD / 64; ++half) {
+            float T[kPairs];
+            const uint32_t columns = opaque(walked) + uint32_t(descriptor_step(half * kRows * kChunkRowBytes));
+            wgmma_fence();
+#pragma unroll
+            for (int x = 0; x < 3; ++x)
+#pragma unroll
+                for (int i = 0; i < kChain; ++i)
+                    wgmma_rs<__half, 64, 1>(T, (x == 0 ? low : high) + 4 * i,
+                                            descriptor_from(columns, (x == 1 ? kLow : 0) + descriptor_row_step(i)), x != 0 || i != 0);
+            wgmma_commit();
+            wgmma_wait<0>(T);
+#pragma unroll
+            for (int i = 0; i < kPairs; ++i) acc[half * kPairs + i] = fmaf(T[i], factor[i / 2 % 2], acc[half * kPairs + i]);
+        }
+    }
+    static __device__ __forceinline__ void split(uint32_t (&high)[kPairs / 2], uint32_t (&low)[kPairs / 2], const float (&x)[kPairs],
+                                                 const float (&factor)[2]) {
+#pragma unroll
+        for (int i = 0; i < kPairs; i += 2) {
+            const float a = x[i] * factor[i / 2 % 2], b = x[i + 1] * factor[i / 2 % 2];
+            high[i / 2] = pack_16<__half>(a, b);
+            const float2 rounded = unpack_16<__half>(high[i / 2]);
+            low[i / 2] = pack_16<__half>(a - rounded.x, b - rounded.y);
+        }
+    }
+
+    // The same with weights in shared memory, as store_parts leaves them.
+    static __device__ __forceinline__ void add_shared_rows(float (&acc)[kSums], uint32_t weights, uint32_t walked,
+                                                           const float (&factor)[2]) {
+        constexpr uint64_t kLow = descriptor_step(kTileBytes / 2), kLowWeights = descriptor_step(kRows * kRows * 2);
+#pragma unroll
+        for (int half = 0; half < kD / 64; ++half) {
+            float T[kPairs];
+            weights = opaque(weights);
+            const uint32_t columns = opaque(walked) + uint32_t(descriptor_step(half * kRows * kChunkRowBytes));
+            wgmma_fence();
+#pragma unroll
+            for (int x = 0; x < 3; ++x)
+#pragma unroll
+                for (int i = 0; i < kChain; ++i) {
+                    const uint64_t a = descriptor_from(weights, (x == 0 ? kLowWeights : 0) + descriptor_k_step(i, kRows));
+                    const uint64_t b = descriptor_from(columns, (x == 1 ? kLow : 0) + descriptor_row_step(i));
+                    if (x == 0 && i == 0) wgmma_ss_first<__half, 64, 0, 1>(T, a, b);
+                    else wgmma_ss<__half, 64, 0, 1>(T, a, b, 1);
+                }
+            wgmma_commit();
+            wgmma_wait<0>(T);
+#pragma unroll
+            for (int i = 0; i < kPairs; ++i) acc[half * kPairs + i] = fmaf(T[i], factor[i / 2 % 2], acc[half * kPairs + i]);
+        }
+    }
+    // Stores the parts of x times a factor for each row as an A operand. Other warps of the warpgroup see them when it returns.
+    __device__ __forceinline__ void store_parts(const float (&x)[kPairs], const float (&factor)[2], int wg) const {
+        const int thread = opaque(int(threadIdx.x)), quad = thread % 4, row = thread % 128 / 32 * 16 + thread % 32 / 4;
+        const uint32_t to = shared_address(smem.ds[wg][0]) + 4 * quad;
+        bar_sync(1 + wg, 128);  // nobody reads the parts of the last step any more
+#pragma unroll
+        for (int i = 0; i < kPairs; i += 2) {
+            const int r = i / 2 % 2;
+            const float a = x[i] * factor[r], b = x[i + 1] * factor[r];
+            const uint32_t high = pack_16<__half>(a, b);
+            const float2 rounded = unpack_16<__half>(high);
+            const uint32_t place = to + swizzled_offset(kRows, row + 8 * r, i / 4);
+            store_shared_4(place, high);
+            store_shared_4(place + kRows * kRows * 2, pack_16<__half>(a - rounded.x, b - rounded.y));
+        }
+        fence_proxy_async();
+        bar_sync(1 + wg, 128);
+    }
+
+    // S and dP become P and dS. element i: own row g + 8 (i / 2 % 2), walked row 8 (i / 4) + 2 quad + i % 2.
+    template <typename StatisticsOf>
+    __device__ __forceinline__ void gradients(float (&S)[kPairs], float (&dP)[kPairs], float scale_s, float scale_dp, bool cut, int own,
+                                              int walked, const StatisticsOf& statistics) const {
+#pragma unroll
+        for (int n = 0; n < kPairs; n += 4) {
+            if (kOwnsKeys) forget_registers();  // or the statistics of all columns are loaded at once
+#pragma unroll
+            for (int i = n; i < n + 4; ++i) {
+                const Query& query = statistics(i);
+                const float P = exp2_approx(fmaf(fmaf(S[i], scale_s, -query.max), p.scale, -query.rest) * kLog2e);
+                S[i] = P;
+                dP[i] = P * fmaf(dP[i], scale_dp, -query.delta);
+            }
+            if (!cut) continue;
+#pragma unroll
+            for (int i = n; i < n + 4; ++i) {
+                const Query& query = statistics(i);
+                const int a = own + i / 2 % 2 * 8, b = walked + i / 4 * 8 + i % 2, key = kOwnsKeys ? a : b;
+                const bool seen = key >= query.begin && key < query.end;
+                S[i] = seen ? S[i] : 0.0f, dP[i] = seen ? dP[i] : 0.0f;
+            }
+        }
+    }
+
+    __device__ __forceinline__ void consume(int wg) const {
+        const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0), quad = lane % 4;
+        const int own = w.own0 + wg * kRows + warp * 16 + lane / 4;  // and own + 8
+        const auto descriptor = [](const __half* tile) { return descriptor_low(shared_address(tile), kRows * kChunkRowBytes); };
+        const uint32_t own_a_tile = descriptor(smem.own_a[wg][0]), own_b_tile = descriptor(smem.own_b[wg][0]);
+        const int64_t own_tile = tile_of(own_a(), w.batch, w.head, w.own0 / kRows + wg);
+        const float own_a_scale = own_a().scales[own_tile], own_b_scale = own_b().scales[own_tile];
+        Query mine[kOwnsKeys ? 1 : 2];
+        if constexpr (!kOwnsKeys)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) mine[r] = query_of(rows_of_call(p), w.head, own + 8 * r);
+        float acc_a[kSums] = {}, acc_b[kSums] = {};
+        mbarrier_wait(shared_address(smem.own_full), 0);
+#pragma unroll 1
+        for (int step = 0; step < w.all_steps; ++step) {
+            Ring<kStages> a(smem.a_full, smem.a_empty, step), b(smem.b_full, smem.b_empty, step);
+            const int64_t walked = tile_of(walked_a(), w.batch, walked_head(step), walked_tile(step));
+            const float a_scale = walked_a().scales[walked], b_scale = walked_b().scales[walked];
+            const uint32_t a_tile = descriptor(smem.walked_a[a.slot][0]), b_tile = descriptor(smem.walked_b[b.slot][0]);
+            constexpr bool kShared = kOwnsKeys && PartsSmem<kD>::kHoldsDs;
+            float S[kPairs], dP[kPairs];
+            if constexpr (kOwnsKeys) {
+                a.wait_full();
+                multiply_rows<false>(S, own_a_tile, a_tile);
+                b.wait_full();
+                multiply_rows<kShared>(dP, own_b_tile, b_tile);  // beside dK, dV and S there are no registers for a second chain
+            } else {
+                b.wait_full();
+                multiply_rows<false>(dP, own_b_tile, b_tile);
+                b.release(lane);
+                a.wait_full();
+                multiply_rows<false>(S, own_a_tile, a_tile);
+            }
+            const float scale_s = own_a_scale * a_scale, scale_dp = own_b_scale * b_scale;
+            const int walked0 = walked_tile(step) * kRows + 2 * quad;
+            if constexpr (kOwnsKeys) {
+                const Query* const query = smem.query[a.slot] + 2 * quad;
+                gradients(S, dP, scale_s, scale_dp, smem.cut[a.slot], own, walked0,
+                          [=](int i) -> const Query& { return query[i / 4 * 8 + i % 2]; });
+            } else {
+                const int key0 = walked_tile(step) * kRows;
+                bool less = false;
+#pragma unroll
+                for (int r = 0; r < 2; ++r) less |= mine[r].begin > key0 || mine[r].end < key0 + kRows;
+                gradients(S, dP, scale_s, scale_dp, __any_sync(~0u, less), own, walked0,
+                          [&](int i) -> const Query& { return mine[i / 2 % 2]; });
+            }
+            float up[2], down[2];  // of dS
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                float most = 0;
+#pragma unroll
+                for (int i = 2 * r; i < kPairs; i += 4) most = fmaxf(most, fmaxf(fabsf(dP[i]), fabsf(dP[i + 1])));
+                const Scale scale = scale_of(fminf(fmaxf(quad_max(most), 0x1p-100f), 0x1p100f));
+                up[r] = scale.down, down[r] = scale.up * a_scale;
+            }
+            uint32_t high[kPairs / 2], low[kPairs / 2];
+            if constexpr (kShared) {
+                store_parts(dP, up, wg);
+                add_shared_rows(acc_a, descriptor(smem.ds[wg][0]), a_tile, down);
+            } else {
+                split(high, low, dP, up);
+                add_rows(acc_a, high, low, a_tile, down);
+            }
+            a.release(lane);
+            if constexpr (kOwnsKeys) {
+                const float up_p[2] = {kProbability, kProbability}, down_p[2] = {b_scale / kProbability, b_scale / kProbability};
+                split(high, low, S, up_p);
+                add_rows(acc_b, high, low, b_tile, down_p);
+                b.release(lane);
+            }
+        }
+        finish(acc_a, acc_b, wg);
+    }
+    __device__ __forceinline__ void finish(const float (&acc_a)[kSums], const float (&acc_b)[kSums], int wg) const {
+        const int thread = opaque(int(threadIdx.x)), quad = thread % 4,
+                  own = w.own0 + wg * kRows + thread % 128 / 32 * 16 + thread % 32 / 4;
+        const BackwardParams& b = params.backward;
+        const GradientSequence g = gradients_of(b, w.batch);
+        const auto put = [&](const float(&acc)[kSums], float scale, const TensorView& t, int64_t first, int columns) {
+            float* const to = static_cast<float*>(const_cast<void*>(static_cast<const void*>(t.data))) + first + w.head * t.head;
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                if (own + 8 * r >= w.own_rows) continue;
+#pragma unroll
+                for (int i = 2 * r; i < kSums; i += 4) {
+                    const int column = i / 4 * 8 + 2 * quad;
+                    if (column >= columns) continue;
+                    float2& two = *reinterpret_cast<float2*>(to + (own + 8 * r) * t.row + column);
+                    const float2 old = b.accumulate ? two : float2{};
+                    two = make_float2(fmaf(acc[i], scale, old.x), fmaf(acc[i + 1], scale, old.y));
+                }
+            }
+        };
+        if (kOwnsKeys) {
+            put(acc_a, p.scale, b.dk, g.dk, p.headdim);
+            put(acc_b, 1.0f, b.dv, g.dv, p.headdim_v);
+        } else {
+            put(acc_a, p.scale, b.dq, g.dq, p.headdim);
+        }
+    }
+};
+
+template <int kD, Own kOwn>
+__global__ void __launch_bounds__(kBlockThreads, 1) gradient_kernel(const __grid_constant__ PartsParams params) {
+    if (params.out_of_range[0] || params.out_of_range[1]) return;
+    static_assert(sizeof(PartsSmem<kD>) <= 227 * 1024, "a block of sm_90 has no more");
+    extern __shared__ __align__(1024) unsigned char shared[];
+    auto& smem = *reinterpret_cast<PartsSmem<kD>*>(shared);
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    if (threadIdx.x == 0) {
+        smem.work = work_of<kOwn>(params, blockIdx.x);
+        mbarrier_init(shared_address(smem.own_full), 1);
+        for (int i = 0; i < PartsSmem<kD>::kStages; ++i) {
+            mbarrier_init(shared_address(smem.b_full + i), 1);
+            mbarrier_init(shared_address(smem.a_full + i), 1 + (kOwn == Own::kKeys ? kWarpArrivals : 0));
+            mbarrier_init(shared_address(smem.a_empty + i), 4 * kWarpgroups * kWarpArrivals);
+            mbarrier_init(shared_address(smem.b_empty + i), 4 * kWarpgroups * kWarpArrivals);
+        }
+        fence_mbarrier_init();
+    }
+    __syncthreads();
+    const PartsBlock<kD, kOwn> block{params, params.backward.forward, smem, smem.work};
+    if (warpgroup == 0) {
+        setmaxnreg_dec<kProducerRegisters>();
+        if (threadIdx.x == 0) block.produce();
+        if (kOwn == Own::kKeys && threadIdx.x / 32 == 1) block.produce_queries();
+        return;
+    }
+    setmaxnreg_inc<kConsumerRegisters>();
+    block.consume(warpgroup - 1);
+}
+
+// ---- launch ----
+
+int bucket(const AttentionParams& p) { return p.headdim <= 64 && p.headdim_v <= 64 ? 64 : 128; }
+
+// Divides the workspace behind the statistics of the rows, and returns the bytes of the whole.
+size_t divide(const AttentionParams& p, unsigned char* base, PartsParams* to) {
+    const int64_t d = bucket(p), heads_q = int64_t(p.nheads) * p.batch, heads_k = int64_t(p.nheads_k) * p.batch;
+    const int64_t tiles_q = (p.seqlen_q + kOwnRows - 1) / kOwnRows * kWarpgroups,
+                  tiles_k = (p.seqlen_k + kOwnRows - 1) / kOwnRows * kWarpgroups;
+    size_t used = 0;
+    const auto take = [&](int64_t bytes) {
+        unsigned char* const at = base + used;
+        used += (size_t(bytes) + 1023) / 1024 * 1024;
+        return at;
+    };
+    take(int64_t(rows_of_call_bytes(p)));
+    to->out_of_range = reinterpret_cast<int*>(take(2 * sizeof(int)));
+    const auto place = [&](SplitTensor& t, int64_t heads, int64_t tiles) {
+        t.scales = reinterpret_cast<float*>(take(heads * tiles * 4));
+        t.parts = reinterpret_cast<__half*>(take(heads * tiles * kRows * d * 4));
+        t.tiles = int(tiles);
+    };
+    place(to->q, heads_q, tiles_q), place(to->dout, heads_q, tiles_q), place(to->k, heads_k, tiles_k), place(to->v, heads_k, tiles_k);
+    return used;
+}
+
+template <int kD, Own kOwn>
+cudaError_t launch(PartsParams& params, cudaStream_t stream) {
+    const AttentionParams& p = params.backward.forward;
+    params.tiles = ((kOwn == Own::kKeys ? p.seqlen_k : p.seqlen_q) + kOwnRows - 1) / kOwnRows;
+    const int64_t blocks = int64_t(params.tiles) * (kOwn == Own::kKeys ? p.nheads_k : p.nheads) * p.batch;
+    if (blocks == 0) return cudaSuccess;
+    return launch_kernel(gradient_kernel<kD, kOwn>, unsigned(blocks), kBlockThreads, sizeof(PartsSmem<kD>), stream, params);
+}
+template <int kD>
+cudaError_t launch(PartsParams& params, cudaStream_t stream) {
+    const AttentionParams& p = params.backward.forward;
+    const int64_t blocks = 2 * p.batch * (int64_t(params.q.tiles) * p.nheads + int64_t(params.k.tiles) * p.nheads_k);
+    if (const cudaError_t error = launch_kernel(split_kernel<kD>, unsigned(blocks), kSplitThreads, 0, stream, params)) return error;
+    if (const cudaError_t error = launch<kD, Own::kKeys>(params, stream)) return error;
+    return launch<kD, Own::kQueries>(params, stream);
+}
+
+}  // namespace
+
+size_t backward_wgmma_float32_sm90_workspace(const BackwardParams& b, const DeviceInfo&) {
+    PartsParams params{};
+    return divide(b.forward, nullptr, &params) + 1024;
+}
+
+cudaError_t backward_wgmma_float32_sm90(const BackwardParams& b, const DeviceInfo& device, cudaStream_t stream) {
+    PartsParams params{};
+    params.backward = b;
+    AttentionParams& p = params.backward.forward;
+    p.workspace = align_up(b.forward.workspace, 1024);
+    divide(p, static_cast<unsigned char*>(p.workspace), &params);
+    const auto view = [](SplitTensor& t, const TensorView& x, int heads, int rows, int columns) {
+        t.data = static_cast<const float*>(x.data), t.batch = x.batch, t.head = x.head, t.row = x.row;
+        t.heads = heads, t.rows = rows, t.columns = columns;
+    };
+    view(params.q, p.q, p.nheads, p.seqlen_q, p.headdim), view(params.dout, b.dout, p.nheads, p.seqlen_q, p.headdim_v);
+    view(params.k, p.k, p.nheads_k, p.seqlen_k, p.headdim), view(params.v, p.v, p.nheads_k, p.seqlen_k, p.headdim_v);
+    const RowsOfCall rows = rows_of_call(p);
+    int *const out_of_range = params.out_of_range, *const some_large = out_of_range + 1;
+    if (const cudaError_t error = cudaMemsetAsync(out_of_range, 0, 2 * sizeof(int), stream)) return cudaGetLastError(), error;
+    if (const cudaError_t error = backward_delta(params.backward, rows.delta, rows.bases, stream, some_large)) return error;
+    if (const cudaError_t error = bucket(p) == 64 ? launch<64>(params, stream) : launch<128>(params, stream)) return error;
+    if (const cudaError_t error = backward_mma_float32_sm80_if(out_of_range, some_large, params.backward, device, stream)) return error;
+    return backward_simple_if(some_large, params.backward, device, stream);
+}
+
+}  // namespace fa

@@ -1,0 +1,210 @@
+// wgmma_sm90/key_tiles.cuh: the producer's side of plans with options: which tiles of keys an item needs, in which order, and what a mask
+// of keys hides in them.
+//
+// A mask of keys is (batch, heads, 1, seqlen_k), so it is the same for all rows of an item. Warp 0 reads its bytes once for a tile and
+// sorts the tile into one of three classes:
+//
+//     empty   all keys are hidden: the tile is not loaded, and the consumers never hear of it
+//     whole   no key is hidden: the consumers treat it as in a call without a mask
+//     cut     the consumers get one bit for each key, and V is zeroed where keys are hidden, because P = 0 times NaN is NaN
+//
+// The other three warps of the producer do the zeroing, once for all consumers, while other tiles are multiplied.
+#pragma once
+
+#include "attention/forward/common/work_loop.cuh"
+#include "attention/forward/wgmma_sm90/block.cuh"
+#include "attention/forward/wgmma_sm90/produce.cuh"
+#include "device/mma.cuh"
+#include "device/ring.cuh"
+
+namespace fa {
+
+constexpr int kZeroingWarps = 3;
+constexpr uint32_t kNoMoreTiles = ~0u;
+
+// Finds the tiles of one item in their order and loads them, by a whole warp. Keys are walked downwards, as in the bare plans. But under
+// ALiBi scores fall on both sides of the diagonal: the walk goes down from the diagonal of the item's last row, and then up from there. So
+// a row's first tiles hold its greatest scores as far as the distance decides, and later tiles need no new maximum.
+//
+// A tile of K, and its V, has a number, `count`: tiles count over all items. The registers of a producer are few, so what is known of a
+// tile goes to its entry in shared memory at once, and the item is read from there.
+template <typename T, WgmmaPlanId kId>
+struct KeyTileLoads {
+    static constexpr int kBlockN = kWgmmaPlan<kId>.block_n, kStages = kWgmmaPlan<kId>.stages;
+    static constexpr int kStride = 32 * 16 / kBlockN;  // tiles whose bytes of the mask the lanes read at once, 16 bytes each
+    using Stages = Ring<kStages>;
+    const AttentionParams& p;
+    WgmmaSmem<T, kId>& smem;
+    ThreadTiles<T, kId>& tiles;
+
+    // Opaque: what follows from these is computed where it is used, and takes no register or predicate elsewhere.
+    __device__ __forceinline__ int lane() const { return opaque(int(threadIdx.x % 32)); }
+    __device__ __forceinline__ bool has_mask() const { return opaque(static_cast<const uint8_t*>(p.mask.data)); }
+    __device__ __forceinline__ bool has_slopes() const { return opaque(p.alibi_slopes); }
+    __device__ __forceinline__ KeyTile& entry(uint32_t count) const { return smem.keys.tiles[count % WgmmaKeyTiles<kId>::kEntries]; }
+    // The mask's byte of key 0.
+    __device__ __forceinline__ const uint8_t* mask_of(const ForwardWork& w) const {
+        return static_cast<const uint8_t*>(p.mask.data) + w.batch * p.mask.batch + w.head * p.mask.head;
+    }
+    // The walk goes from here down to the first tile, and then from the next tile above up to the last one.
+    __device__ __forceinline__ int start_of(const ForwardWork& w) const {
+        if (!has_slopes()) return w.last_tile;
+        const int last_row = min(w.row0 + kWgmmaPlan<kId>.block_m(), w.seqlen_q) - 1;
+        return clamp_to((last_row + w.shift) / kBlockN, w.first_tile, w.last_tile);
+    }
+    __device__ __forceinline__ int after(const ForwardWork& w, int n) const {
+        const int start = start_of(w);
+        if (w.first_tile < n && n <= start) return n - 1;
+        n = max(n, start) + 1;
+        return n <= w.last_tile ? n : kNoTile;
+    }
+    // Reads the mask of tile n into its entry. Returns whether any key is visible.
+    __device__ __forceinline__ bool read(const ForwardWork& w, int n, KeyTile& tile) const {
+        const int lane = this->lane();
+        const int key = n * kBlockN + lane / 2 * 8 + lane % 2, keys = lane / 2 * 8 < kBlockN ? w.seqlen_k - key : 0;
+        const uint8_t* attend = mask_of(w) + key;
+        uint8_t sees[4];
+#pragma unroll
+        for (int q = 0; q < 4; ++q) sees[q] = 2 * q < keys ? attend[2 * q] : 0;
+        const bool visible = __any_sync(~0u, sees[0] | sees[1] | sees[2] | sees[3]);
+        uint32_t any = 0;
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+            const uint32_t word = __ballot_sync(~0u, 2 * q < keys && !sees[q]);
+            if (lane == q) tile.hidden[q] = word;
+            any |= word;
+        }
+        tile.cut = any != 0;
+        return visible;
+    }
+    // Passes over hidden tiles, kStride at a time, from tile n downwards. All keys of these tiles exist.
+    __device__ __forceinline__ int pass_hidden(const ForwardWork& w, int n) const {
+        for (; n - kStride >= w.first_tile; n -= kStride) {
+            const int lane = this->lane();
+            const uint8_t* bytes = mask_of(w) + (n + 1 - kStride) * kBlockN + lane * 16;
+            if (reinterpret_cast<uintptr_t>(bytes) % 16) return n;
+            uint4 x{};
+            if (lane * 16 < kStride * kBlockN) x = *reinterpret_cast<const uint4*>(bytes);
+            if (__any_sync(~0u, x.x | x.y | x.z | x.w)) return n;
+        }
+        return n;
+    }
+    // The first tile from n on that has a visible key, or kNoTile. Its number is `count`.
+    __device__ __forceinline__ int find(const ForwardWork& w, int n, uint32_t count) const {
+        KeyTile& tile = entry(count);
+        if (has_mask()) {
+#pragma unroll 1
+            while (n != kNoTile && !read(w, n, tile)) {
+                n = after(w, n);
+                if (w.first_tile < n && n < start_of(w)) n = pass_hidden(w, n);
+            }
+        } else {
+            tile.cut = false;
+        }
+        tile.place = n;
+        return n;
+    }
+    // An item has at least one tile, so that rows without keys need no code path.
+    __device__ __forceinline__ int find_first(const ForwardWork& w, uint32_t count) const {
+        const int n = find(w, start_of(w), count);
+        if (n != kNoTile) return n;
+        read(w, start_of(w), entry(count));
+        return entry(count).place = start_of(w);
+    }
+    // Loads K of tile number `count`, and finds the next tile of the item, because the consumers must know whether there is one.
+    __device__ __forceinline__ int load_k(const ForwardWork& w, int n, uint32_t count) const {
+        const int next = find(w, after(w, n), count + 1);
+        if (next == kNoTile) entry(count).place = ~n;
+        __syncwarp();
+        if (lane() == 0) tiles.load_k(w, n, Stages(smem.k_full, smem.k_empty, count));
+        __syncwarp();
+        return next;
+    }
+    // V of a cut tile goes through the zeroing warps.
+    __device__ __forceinline__ void load_v(const ForwardWork& w, int n, uint32_t count) const {
+        if (lane() == 0) {
+            Stages v(smem.v_full, smem.v_empty, count);
+            if (entry(count).cut) {
+                v.wait_empty();
+                v.full = next_landing(count) - 8 * v.slot;
+            }
+            tiles.load_v(w, n, v);
+        }
+        __syncwarp();
+    }
+    // The barrier for the next cut tile. Its slot is free once there is room for V, because the cut tile that had it before lies at least
+    // kStages tiles back.
+    __device__ __forceinline__ uint32_t next_landing(uint32_t count) const {
+        const uint32_t slot = smem.keys.cuts++ % kStages;
+        smem.keys.cut[slot] = count;
+        return shared_address(smem.keys.v_landed + slot);
+    }
+    // Tells the zeroing warps that no more tiles come, after they have done all.
+    __device__ __forceinline__ void end(uint32_t count) const {
+        if (!has_mask() || lane() != 0) return;
+        for (int i = 0; i < kStages; ++i) Stages(smem.v_full, smem.v_empty, count + i).wait_empty();
+        mbarrier_arrive(next_landing(kNoMoreTiles));
+    }
+};
+
+template <typename T, WgmmaPlanId kId>
+__device__ __forceinline__ void produce_with_options(const CUtensorMap& map_q, const AttentionParams& p, const WgmmaSchedule& schedule,
+                                                     WgmmaSmem<T, kId>& smem, ThreadTiles<T, kId> tiles) {
+    const KeyTileLoads<T, kId> loads{p, smem, tiles};
+    uint32_t count = 0;
+    const auto prepare = [&](ForwardWork& w) {
+        if (!loads.has_slopes()) return;
+        const float softcap = __int_as_float(opaque(__float_as_int(p.softcap))), unit = softcap != 0 ? softcap : p.scale;
+        smem.keys.slope[&w - smem.work] = __fdividef(p.alibi_slopes[w.batch * p.alibi_batch + w.head], unit);
+    };
+    const auto load = [&](const ForwardWork& w, uint32_t item) {
+        tiles.begin_item(w);
+        int before = kNoTile, n = loads.find_first(w, count);
+#pragma unroll 1
+        for (;; ++count) {
+            const int next = n == kNoTile ? kNoTile : loads.load_k(w, n, count);
+            if (before != kNoTile) {
+                loads.load_v(w, before, count - 1);
+            } else {
+                const Ring<1> q(smem.q_full, smem.q_empty, item);
+                q.wait_empty();
+                if (loads.lane() == 0) load_q(map_q, p, schedule, w, smem, q.full_barrier());
+                __syncwarp();
+            }
+            if (n == kNoTile) break;
+            before = n, n = next;
+        }
+    };
+    for_each_item<WgmmaWorkTiles<kId>, WalkedBy::kWarp>(p, schedule.list, smem.work, smem.work_full, smem.work_empty, prepare, load);
+    loads.end(count);
+}
+
+// The zeroing warps: rows of V that the mask hides become zeros before the consumers see the tile. Eight lanes share a row, so a warp takes
+// four rows at a time, and the three warps take twelve.
+template <typename T, WgmmaPlanId kId>
+__device__ __forceinline__ void zero_hidden_values(WgmmaSmem<T, kId>& smem) {
+    constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
+    constexpr int kBlockN = kPlan.block_n, kStages = kPlan.stages, kChunks = kPlan.columns_v() / kChunkColumns;
+    const int warp = int(threadIdx.x) / 32 - 1, r = threadIdx.x % 32 / 8, piece = threadIdx.x % 8;
+#pragma unroll 1
+    for (uint32_t c = 0;; ++c) {
+        mbarrier_wait(shared_address(smem.keys.v_landed + c % kStages), c / kStages % 2);
+        const uint32_t count = smem.keys.cut[c % kStages];
+        if (count == kNoMoreTiles) return;
+        const KeyTile& tile = smem.keys.tiles[count % WgmmaKeyTiles<kId>::kEntries];
+        const uint32_t even = tile.hidden[r / 2] >> r % 2, odd = tile.hidden[2 + r / 2] >> r % 2;  // of rows 8 x + r, and 8 x + 4 + r
+        uint4* pieces = reinterpret_cast<uint4*>(smem.v[count % kStages]) + piece;
+#pragma unroll
+        for (int k = 0; k < kBlockN / 4; k += kZeroingWarps) {
+            const int four = k + warp;  // rows 4 four .. 4 four + 3
+            if (four >= kBlockN / 4 || !((four % 2 ? odd : even) >> four / 2 * 2 & 1)) continue;
+#pragma unroll
+            for (int chunk = 0; chunk < kChunks; ++chunk) pieces[(chunk * kBlockN + 4 * four + r) * 8] = make_uint4(0, 0, 0, 0);
+        }
+        fence_proxy_async();
+        bar_sync(kProducer, 32 * kZeroingWarps);
+        if (threadIdx.x == 32) mbarrier_arrive(shared_address(smem.v_full + count % kStages));
+    }
+}
+
+}  // namespace fa

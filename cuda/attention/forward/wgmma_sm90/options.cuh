@@ -1,0 +1,260 @@
+// wgmma_sm90/options.cuh: the consumers' loop of plans with options: windows with a left edge, ALiBi, softcap, masks of keys. It is the
+// loop of kernel.cuh, with the tiles that key_tiles.cuh hands out and with scores that change before the softmax.
+//
+// S stays a product q . k as far as possible, so that a tile that no option changes costs what it costs in the bare plan:
+//
+//     softcap   S = tanh(S scale / softcap), in all tiles; the exponential multiplies by softcap instead of scale
+//     ALiBi     scores fall with the distance from the diagonal. Beside the diagonal the distance is a number of the row plus or minus one
+//               of the key: S += slope j, one operation a score, and the row's number goes to the maximum that the exponentials subtract.
+//               On the diagonal S -= slope |i + shift - j|
+//     mask      -inf where a bit of the tile says so, in cut tiles
+//     edges     -inf, in the tiles that they cross
+#pragma once
+
+#include "attention/forward/wgmma_sm90/block.cuh"
+#include "attention/forward/wgmma_sm90/consume.cuh"
+#include "common/constants.h"
+#include "device/reciprocal.cuh"
+#include "device/ring.cuh"
+
+namespace fa {
+
+// The option that the exponentials of a tile apply themselves: its operations then hide under those of the exponentials' unit.
+enum class InExponent { kNothing, kCap, kSlope, kMask };
+
+// As exponentials() in score_fragment.cuh: S becomes P = 2^exponent(S, i, r), for element i in row g + 8 r.
+template <int kCount, typename Function>
+__device__ __forceinline__ void exponentials_of(float (&S)[kCount], float (&sum)[2], const Function& exponent) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        float a = 0.0f, b = 0.0f;
+#pragma unroll
+        for (int i = 2 * r; i < kCount; i += 4) {
+            S[i] = exp2_approx(exponent(S[i], i, r)), S[i + 1] = exp2_approx(exponent(S[i + 1], i + 1, r));
+            a += S[i], b += S[i + 1];
+        }
+        sum[r] = a + b;
+    }
+}
+
+// tanh(x) to 1.1e-5 of itself, for |x| < kTanhLimit.
+constexpr float kTanhLimit = 0.75f;
+__device__ __forceinline__ float tanh_polynomial(float x) {
+    const float square = x * x;
+    return x * fmaf(square, fmaf(square, fmaf(square, -0.03545279f, 0.12742697f), -0.33269671f), 0.99998898f);
+}
+
+// S = tanh(S inverse). While the scores of a warp stay below 3/4 of softcap, the polynomial does it. The exponentials' unit, which is as
+// busy as the tensor cores at head dim 64, has nothing to do then. Two halves, each behind a branch of its own: all elements at once would
+// take too many registers.
+template <int kBegin, int kEnd, int kCount>
+__device__ __forceinline__ bool all_small(const float (&S)[kCount], float inverse) {
+    float greatest[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int i = kBegin; i < kEnd; ++i) greatest[i % 2] = fmaxf(greatest[i % 2], fabsf(S[i]));
+    return __all_sync(~0u, fmaxf(greatest[0], greatest[1]) * inverse < kTanhLimit);
+}
+template <int kBegin, int kEnd, int kCount>
+__device__ __forceinline__ void cap_part(float (&S)[kCount], float inverse) {
+    if (all_small<kBegin, kEnd>(S, inverse)) {
+#pragma unroll
+        for (int i = kBegin; i < kEnd; ++i) S[i] = tanh_polynomial(S[i] * inverse);
+    } else {  // 1 - 2 / (1 + e^2x)
+        const float twice = 2.0f * kLog2e * inverse;
+#pragma unroll
+        for (int i = kBegin; i < kEnd; ++i) S[i] = fmaf(-2.0f, reciprocal_approx(1.0f + exp2_approx(S[i] * twice)), 1.0f);
+    }
+}
+template <int kCount>
+__device__ __forceinline__ void cap(float (&S)[kCount], float inverse) {
+    cap_part<0, kCount / 2>(S, inverse);
+    cap_part<kCount / 2, kCount>(S, inverse);
+}
+
+// What the options do to the tiles of one item. Each of them is behind a branch that all lanes of a warp take alike.
+template <typename T, WgmmaPlanId kId>
+struct TileOptions {
+    static constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
+    static constexpr int kBlockN = kPlan.block_n;
+    using Scores = float[kBlockN / 2];
+    const AttentionParams& p;
+    const ForwardWork& w;
+    const float& slope_of_item;
+    const Consumer& me;
+    const MaskedTiles masked;
+
+    __device__ __forceinline__ float slope() const { return *static_cast<const volatile float*>(&slope_of_item); }
+    __device__ __forceinline__ float inverse() const { return __fdividef(p.scale, p.softcap); }
+    // From row g of the thread to its element 0.
+    __device__ __forceinline__ float distance(int n) const {
+        const Consumer at = me.rare();
+        return float(w.row0 + at.row() + w.shift - n * kBlockN - 2 * at.quad());
+    }
+    // Whether the tile may have keys that a row of the warpgroup does not see.
+    __device__ __forceinline__ bool has_edge(int n) const { return n >= masked.right_tile || n < masked.left_tile; }
+    // Whether no option changes S in tile n.
+    __device__ __forceinline__ bool is_plain(int cut, int n) const { return !(p.softcap != 0 || p.alibi_slopes || cut || has_edge(n)); }
+    // Whether the maximum of tile n, which follows tile `before`, must be found: a row may see its first key, or scores may rise. Under
+    // ALiBi they fall from the diagonal on, downwards and later upwards; under a negative slope they rise.
+    __device__ __forceinline__ bool is_exact(int n, int before) const {
+        if (n >= masked.right_tile) return true;
+        if (!p.alibi_slopes) return false;
+        const bool beside = n > before || (n + 1) * kBlockN - 1 <= w.row0 + me.wg * 64 + w.shift;
+        return !beside || slope() < 0;
+    }
+    __device__ __forceinline__ void hide(Scores& S, const KeyTile& tile) const {
+        if (!tile.cut) return;
+        const uint32_t hidden = tile.hidden[me.rare().quad()];
+#pragma unroll
+        for (int i = 0; i < kBlockN / 2; ++i)
+            if (hidden >> (i / 4 * 2 + i % 2) & 1) S[i] = -INFINITY;
+    }
+    // Applies all options to S.
+    __device__ __forceinline__ void apply(Scores& S, const KeyTile& tile, int n) const {
+        if (p.softcap != 0) cap(S, inverse());
+        if (p.alibi_slopes) {
+            const float slope = this->slope(), to_key0 = distance(n);
+#pragma unroll
+            for (int i = 0; i < kBlockN / 2; ++i) S[i] = fmaf(-slope, fabsf(to_key0 + float(i / 2 % 2 * 8 - i / 4 * 8 - i % 2)), S[i]);
+        }
+        hide(S, tile);
+        mask_scores<kId>(S, w, masked, n, me);
+    }
+    // Applies all but one, which the exponentials will apply.
+    __device__ __forceinline__ InExponent prepare(Scores& S, const KeyTile& tile, int n) const {
+        if (p.softcap != 0) {
+            if (!p.alibi_slopes && !tile.cut && !has_edge(n) && all_small<0, kBlockN / 2>(S, inverse())) return InExponent::kCap;
+            cap(S, inverse());
+        }
+        mask_scores<kId>(S, w, masked, n, me);
+        if (p.alibi_slopes) {
+            hide(S, tile);
+            return InExponent::kSlope;
+        }
+        return tile.cut ? InExponent::kMask : InExponent::kNothing;
+    }
+    // S becomes P under the current maximum.
+    __device__ __forceinline__ void take_exponentials(Scores& S, float scale, const RowStatistics& rows, const KeyTile& tile, int n,
+                                                      int before, InExponent option, float (&sum)[2]) const {
+        float base[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) base[r] = rows.row_max[r] == -INFINITY ? 0.0f : rows.row_max[r];
+        if (option == InExponent::kCap) {
+            const float inverse = this->inverse();
+            exponentials_of(S, sum, [&](float x, int, int r) { return fmaf(tanh_polynomial(x * inverse), scale, -base[r]); });
+        } else if (option == InExponent::kSlope) {
+            const float slope = (n < before ? this->slope() : -this->slope()) * scale, to_key0 = distance(n);
+            base[0] = fmaf(slope, to_key0, base[0]), base[1] = fmaf(slope, to_key0 + 8.0f, base[1]);
+            exponentials_of(S, sum, [&](float x, int i, int r) { return fmaf(x, scale, fmaf(slope, float(i / 4 * 8 + i % 2), -base[r])); });
+        } else if (option == InExponent::kMask) {
+            const uint32_t hidden = tile.hidden[me.rare().quad()];
+            exponentials_of(
+                S, sum, [&](float x, int i, int r) { return hidden >> (i / 4 * 2 + i % 2) & 1 ? -INFINITY : fmaf(x, scale, -base[r]); });
+        } else {
+            exponentials_of(S, sum, [&](float x, int, int r) { return fmaf(x, scale, -base[r]); });
+        }
+    }
+};
+
+template <typename T, WgmmaPlanId kId>
+__device__ __forceinline__ void consume_with_options(const AttentionParams& p, WgmmaSmem<T, kId>& smem, const Consumer& me) {
+    constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
+    constexpr int kBlockN = kPlan.block_n, kWarpgroups = kPlan.warpgroups;
+    constexpr bool kSpeculative = kPlan.speculative(), kEarlyPack = kPlan.early_pack;
+    // The options of an exact tile in one place for both ways to it, or in two: the registers suffice so.
+    constexpr bool kAppliesTwice = !kEarlyPack;
+    static_assert(!kPlan.q_in_registers && !kPlan.general && !kPlan.pieces, "what this loop lacks");
+    const uint64_t k_step = descriptor_step(sizeof smem.k[0]), v_step = descriptor_step(sizeof smem.v[0]);
+
+    float S[kBlockN / 2], O[kPlan.headdim_v / 2];
+    uint32_t P[kBlockN / 4], no_fragment[1];
+    RowStatistics rows;
+    Ring<1> q(smem.q_full, smem.q_empty);
+    Ring<kPlan.stages> k(smem.k_full, smem.k_empty), v(smem.v_full, smem.v_empty);
+    Ring<WgmmaSmem<T, kId>::kWorkSlots> work(smem.work_full, smem.work_empty);
+    const uint32_t slab = shared_address(smem.q) + me.wg * sizeof smem.q[0];
+    const uint64_t desc_q = wgmma_descriptor(slab, 16), desc_k = wgmma_descriptor(shared_address(smem.k), 16),
+                   desc_v = wgmma_descriptor(shared_address(smem.v), kBlockN * kChunkRowBytes);
+    const Exponent exponent = exponent_of_products((p.softcap != 0 ? p.softcap : p.scale) * kLog2e);
+
+    uint32_t entry = 0;  // of the next tile
+    const auto next_tile = [&] { return &smem.keys.tiles[entry++ % WgmmaKeyTiles<kId>::kEntries]; };
+    const auto index_of = [](int place) { return place < 0 ? ~place : place; };
+
+    if (me.wg == kWarpgroups - 1) give_turn<kPlan.ping_pong, kWarpgroups>(me.wg);  // the first turn is warpgroup 0's
+    for (;; work.next()) {
+        work.wait_full();
+        const auto& w = smem.work[work.slot];
+        if (w.state == WorkState::kEnd) return;
+        const TileOptions<T, kId> options{p, w, smem.keys.slope[work.slot], me, masked_tiles<kId>(w, me.wg)};
+
+#pragma unroll
+        for (int i = 0; i < kPlan.headdim_v / 2; ++i) O[i] = 0.0f;
+        q.wait_full();
+        k.wait_full();
+        const KeyTile* tile = next_tile();
+        int place = tile->place;
+        multiply_qk<T, kId>(S, no_fragment, desc_q, desc_k + k.slot * k_step);
+        wgmma_wait<0>(S);
+        k.release(me.lane);
+        options.apply(S, *tile, index_of(place));
+        softmax_first<kId>(S, exponent, rows);
+        pack_probabilities<T>(P, S);
+#pragma unroll 1
+        while (place >= 0) {
+            const int before = place;
+            k.wait_full();
+            tile = next_tile();
+            place = tile->place;
+            const int n = index_of(place);
+            const bool plain = options.is_plain(tile->cut, n);
+            take_turn<kPlan.ping_pong>(me.wg);
+            multiply_qk<T, kId>(S, no_fragment, desc_q, desc_k + k.slot * k_step);  // S(n)
+            v.wait_full();
+            if (options.has_edge(before)) zero_values_outside<kBlockN>(p, w, before, smem.v, v, me.wg);
+            multiply_pv<T>(O, P, desc_v + v.slot * v_step);  // O += P(before) V(before)
+            give_turn<kPlan.ping_pong, kWarpgroups>(me.wg);
+            wgmma_wait<1>(S);
+            if (!kSpeculative) k.release(me.lane);
+            bool done = false, moved = false;
+            if (!kSpeculative || (!plain && options.is_exact(n, before))) {
+                if (kAppliesTwice) options.apply(S, *tile, opaque(n));
+            } else {
+                const InExponent option = plain ? InExponent::kNothing : options.prepare(S, *tile, opaque(n));
+                if constexpr (kEarlyPack) wgmma_wait<0>(O);
+                float sum[2];
+                options.take_exponentials(S, exponent.scale, rows, *tile, n, before, option, sum);
+                if constexpr (kEarlyPack) pack_probabilities<T>(P, S);
+                done = accept_sums<T>(sum, rows);
+                if (!done) {
+                    recompute_scores<T, kId>(S, no_fragment, slab, shared_address(smem.k[k.slot]), me);
+                    if (kAppliesTwice) options.apply(S, *tile, opaque(n));
+                }
+            }
+            if (!done) {
+                if (!kAppliesTwice) options.apply(S, *tile, opaque(n));
+                moved = softmax_lazy<kId>(S, exponent, rows);
+                if constexpr (kEarlyPack) {
+                    wgmma_wait<0>(O);
+                    pack_probabilities<T>(P, S);
+                }
+            }
+            if (kSpeculative) k.release(me.lane);
+            if constexpr (!kEarlyPack) wgmma_wait<0>(O);
+            v.release(me.lane);
+            if constexpr (!kEarlyPack) pack_probabilities<T>(P, S);  // not before the wait: P(before) was still being read
+            if (moved) rescale_output(O, rows.o_scale);
+        }
+        q.release(me.lane);  // the next Q arrives during the last product and the epilogue
+        v.wait_full();
+        if (options.has_edge(~place)) zero_values_outside<kBlockN>(p, w, ~place, smem.v, v, me.wg);
+        multiply_pv<T>(O, P, desc_v + v.slot * v_step);
+        wgmma_wait<0>(O);
+        v.release(me.lane);
+        finish_rows<T, kId>(p, w, O, rows, me);
+        __syncwarp();
+        if (arrives(me.lane)) mbarrier_arrive(work.empty_barrier());
+    }
+}
+
+}  // namespace fa

@@ -1,0 +1,265 @@
+"""float32 on tensor cores (docs/float32.md): the sums that the kernels rely on, in NumPy; the kernels against float64
+with the budget of float32; infinity and NaN; and who serves what."""
+
+import accuracy
+import numpy as np
+import pytest
+from accuracy import Case
+from conftest import CUDA, NO_CUDA, BackwardKernel, Kernel
+
+import flash_attn_minimal as fa
+from flash_attn_lab import reference
+
+with_gpu = pytest.mark.skipif(bool(NO_CUDA), reason=NO_CUDA)
+NAMES = ["mma_float32_sm80", "wgmma_float32_sm90"]
+BACKWARD = [*NAMES, "wgmma_float32_wide_sm90"]
+UNIT = 2.0**-24
+
+
+# ---- the sums of tensor cores, emulated ----
+
+
+def rounded(x, bits):
+    fraction, exponent = np.frexp(x)
+    return np.ldexp(np.rint(fraction * 2.0**bits), exponent - bits)
+
+
+def parts(x, bits, count=2):
+    x, found = x.astype(np.float64), []
+    for _ in range(count):
+        found.append(rounded(x, bits))
+        x = x - found[-1]
+    return found
+
+
+def multiply(total, a, b, block):
+    """total + a @ b as a tensor core adds: a block at a time, aligned to the largest, cut off to float32."""
+    for i in range(0, a.shape[1], block):
+        products = a[:, i : i + block, None] * b[None, i : i + block]
+        largest = np.maximum(np.abs(products).max(1), np.abs(total))
+        unit = np.ldexp(1.0, np.frexp(largest)[1] - 26)
+        exact = (np.trunc(products / unit[:, None]) * unit[:, None]).sum(1) + np.trunc(total / unit) * unit
+        fraction, exponent = np.frexp(exact)
+        total = np.ldexp(np.trunc(fraction * 2.0**24), exponent - 24)
+    return total
+
+
+def split_product(a, b, bits, block, chain):
+    """Three products of two parts. Each `chain` summed elements have an accumulator, joined by float32 additions."""
+    (high_a, low_a), (high_b, low_b) = parts(a, bits), parts(b, bits)
+    total = np.zeros((a.shape[0], b.shape[1]), np.float32)
+    for i in range(0, a.shape[1], chain):
+        here = slice(i, i + chain)
+        own = np.zeros(total.shape)
+        for x, y in ((low_a, high_b), (high_a, low_b), (high_a, high_b)):
+            own = multiply(own, x[:, here], y[here], block)
+        total += own.astype(np.float32)
+    return total
+
+
+def chain_of_additions(a, b):
+    total = np.zeros((a.shape[0], b.shape[1]), np.float32)
+    for i in range(a.shape[1]):
+        total = (total + a[:, i : i + 1].astype(np.float64) * b[i : i + 1]).astype(np.float32)
+    return total
+
+
+def errors(got, a, b):
+    exact = a.astype(np.float64) @ b
+    return np.abs(got - exact) / np.abs(exact).max() / UNIT
+
+
+def scores(headdim):
+    rng = np.random.default_rng(headdim)
+    q, k = rng.standard_normal((2, 24, headdim), dtype=np.float32)
+    k[:6] = q[:6]  # large scores
+    return q, k.T
+
+
+def probabilities(keys):
+    rng = np.random.default_rng(keys)
+    return np.exp(rng.standard_normal((16, keys)) - 3).astype(np.float32), 1 + np.abs(
+        rng.standard_normal((keys, 16), dtype=np.float32)
+    )
+
+
+def test_two_parts_hold_a_float32():
+    x = np.random.default_rng(1).standard_normal(10000).astype(np.float32)
+    high, low = parts(x, 11)
+    assert (np.abs(low) <= 2.0**-11 * np.abs(x)).all() and (np.abs(x - high - low) <= 2.0**-23 * np.abs(x)).all()
+
+
+@pytest.mark.parametrize("bits,block,chain", [(11, 8, 8), (11, 16, 64)], ids=["tf32", "float16"])
+@pytest.mark.parametrize("operands", [scores(64), scores(128), probabilities(1024)], ids=["64", "128", "values"])
+def test_split_products_are_as_exact_as_float32(operands, bits, block, chain):
+    plain = errors(chain_of_additions(*operands), *operands)
+    split = errors(split_product(*operands, bits, block, chain), *operands)
+    assert split.max() <= 2 * plain.max() and split.mean() <= 2 * plain.mean()
+
+
+def test_one_chain_of_split_products_is_not():
+    """Why each chain is short: tensor cores truncate, always to the same side."""
+    operands = probabilities(1024)
+    plain = errors(chain_of_additions(*operands), *operands)
+    assert errors(split_product(*operands, 11, 8, 1024), *operands).mean() > 8 * plain.mean()
+
+
+# ---- the kernels ----
+
+
+def check(name, case: Case, change=None, factor=2.0):
+    q, k, v, options = accuracy.inputs(case)
+    if change:
+        change(q, k, v)
+    with np.errstate(all="ignore"):
+        exact = reference.standard_attention(q, k, v, **options)
+        plain = accuracy.plain_attention(q, k, v, "float32", **options)
+    out, lse = Kernel(CUDA, name)(q, k, v, "float32", **options)
+    finite = [np.where(np.isfinite(x), x, 0) for x in (q, k)]
+    floor = accuracy.rounding_floor(*finite, case.softmax_scale)
+    accuracy.check("lse", lse, exact[1], plain[1], "float32", factor, floor)
+    accuracy.check("out", out, exact[0], plain[0], "float32", factor, floor)
+
+
+@with_gpu
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("seqlen_q,seqlen_k", [(1, 1), (65, 63), (129, 257), (300, 301), (1, 700), (700, 1)])
+@pytest.mark.parametrize("headdim", [32, 64, 100, 128])
+def test_lengths(name, seqlen_q, seqlen_k, headdim, causal):
+    check(name, Case(seqlen_q, seqlen_k, headdim, nheads=4, nheads_k=2, causal=causal))
+
+
+@with_gpu
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("spread", [20.0, 1000.0])
+def test_large_scores(name, spread):
+    check(name, Case(150, 200, 64, nheads=4, nheads_k=2, spread=spread))
+
+
+@with_gpu
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("factor", [1e-33, 1e-12, 1e15], ids=str)
+def test_small_and_large_values(name, factor):
+    """out follows v, in float32's exponents: the error is relative to the largest value."""
+    q, k, v, _ = accuracy.inputs(Case(70, 90, 64))
+    plain, _ = Kernel(CUDA, "minimal")(q, k, v, "float32")
+    got, _ = Kernel(CUDA, name)(q, k, v * np.float32(factor), "float32")
+    assert np.abs(got / factor - plain).max() < 2e-5 * np.abs(plain).max()
+
+
+SPECIAL = {
+    "q inf": (0, np.inf), "q nan": (0, np.nan), "k inf": (1, np.inf), "k -inf": (1, -np.inf), "k nan": (1, np.nan),
+    "v inf": (2, np.inf), "v nan": (2, np.nan), "k 1e30": (1, 1e30), "v 1e30": (2, 1e30), "q 1e-42": (0, 1e-42),
+    "nan of low bits": (1, np.array(0x7F800001, np.uint32).view(np.float32)),
+    "largest": (2, np.finfo(np.float32).max),
+}  # fmt: skip
+
+
+@with_gpu
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("value", SPECIAL)
+def test_special_values(name, value):
+    """Infinite and NaN where the CUDA cores are, and equal elsewhere, in the rows and columns that a value reaches."""
+    which, number = SPECIAL[value]
+    arrays = accuracy.inputs(Case(70, 90, 64))[:3]
+    arrays[which][0, 40, 0, 5] = number
+    want = Kernel(CUDA, "minimal")(*arrays, "float32")
+    got = Kernel(CUDA, name)(*arrays, "float32")
+    for x, y in zip(got, want, strict=True):
+        assert np.array_equal(np.isnan(x), np.isnan(y)) and np.array_equal(np.isinf(x), np.isinf(y))
+        finite = np.isfinite(y)
+        assert np.allclose(x[finite], y[finite], rtol=1e-4, atol=1e-5)
+
+
+@with_gpu
+def test_values_out_of_float16s_range_in_one_tile():
+    """Rows of K 2^20 times smaller than another one: float16 parts of a common scale would lose them."""
+
+    def change(q, k, v):
+        k[:, 50] *= 2.0**20
+        k[:, 50, :, 1:] = 0
+        v[:, :60] *= 2.0**-20
+
+    check("wgmma_float32_sm90", Case(70, 120, 64), change)
+
+
+@with_gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_bitwise_repeatable(name):
+    q, k, v, _ = accuracy.inputs(Case(257, 300, 128, batch=2, nheads=8, nheads_k=2))
+    first, second = (Kernel(CUDA, name)(q, k, v) for _ in range(2))
+    assert all(np.array_equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+def spoiled(case, change):
+    """The arrays of a backward call after change(q, k, v), with the out and lse of the CUDA cores, and dout."""
+    q, k, v, options = accuracy.inputs(case)
+    change(q, k, v)
+    out, lse = Kernel(CUDA, "minimal")(q, k, v, "float32", **options)
+    dout = np.random.default_rng(3).standard_normal(out.shape).astype(np.float32)
+    return (dout, q, k, v, out, lse), options
+
+
+@with_gpu
+@pytest.mark.parametrize("name", BACKWARD)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("seqlen_q,seqlen_k", [(1, 1), (65, 63), (129, 257), (300, 301), (1, 700), (700, 1)])
+@pytest.mark.parametrize("headdim", [64, 100, 192, 256])
+def test_gradients(name, seqlen_q, seqlen_k, headdim, causal):
+    BackwardKernel(CUDA, name).check(Case(seqlen_q, seqlen_k, headdim, nheads=4, nheads_k=2, causal=causal, dlse=True))
+
+
+@with_gpu
+@pytest.mark.parametrize("name", BACKWARD)
+@pytest.mark.parametrize("headdim", [64, 256])
+@pytest.mark.parametrize("value", SPECIAL)
+def test_special_values_in_gradients(name, headdim, value):
+    """As in the forward pass. (Equal numbers only where the value leaves the others their size.)"""
+    which, number = SPECIAL[value]
+
+    def change(*arrays):
+        arrays[which][0, 40, 0, 5] = number
+
+    arrays, options = spoiled(Case(70, 90, headdim), change)
+    want = BackwardKernel(CUDA, "simple")(*arrays, **options)
+    got = BackwardKernel(CUDA, name)(*arrays, **options)
+    for x, y in zip(got, want, strict=True):
+        assert np.array_equal(np.isfinite(x), np.isfinite(y))
+        if not 1e10 < abs(number) < np.inf:
+            finite = np.isfinite(y)
+            assert np.allclose(x[finite], y[finite], rtol=1e-4, atol=2e-5)
+
+
+@with_gpu
+@pytest.mark.parametrize("name", BACKWARD)
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+def test_gradients_of_values_out_of_float16s_range(name, headdim):
+    """A row of K 2^20 times larger than the others: float16 parts of a common scale would lose those."""
+
+    def change(q, k, v):
+        k[:, 50] *= 2.0**20
+        q[:, :, :, :] *= 2.0**-20
+
+    arrays, options = spoiled(Case(70, 120, headdim), change)
+    want = BackwardKernel(CUDA, "simple")(*arrays, **options)
+    got = BackwardKernel(CUDA, name)(*arrays, **options)
+    for x, y in zip(got, want, strict=True):
+        assert np.abs(x - y).max() < 1e-5 * np.abs(y).max()
+
+
+@with_gpu
+@pytest.mark.parametrize("name", BACKWARD)
+def test_gradients_repeat_bitwise(name):
+    arrays, options = spoiled(Case(257, 300, 256 if "wide" in name else 128, nheads=8, nheads_k=2), lambda *_: None)
+    first, second = (BackwardKernel(CUDA, name)(*arrays, **options) for _ in range(2))
+    assert all(np.array_equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+@with_gpu
+def test_who_may_run_it():
+    single, half = (CUDA.array(np.ones((1, 8, 2, 64), np.float32), dtype) for dtype in ("float32", "float16"))
+    if "needs sm_80" in fa.query(single, single, single, kernel=NAMES[0]).error:
+        pytest.skip("needs sm_80 or newer")
+    refused = fa.query(half, half, half, kernel=NAMES[0])
+    assert refused.status == "FA_UNSUPPORTED" and "takes float32 only" in refused.error
