@@ -278,7 +278,7 @@ cudaError_t launch(const BackwardParams& b, const int* wanted, size_t shared_mem
     const int64_t blocks = (rows + kTile - 1) / kTile * heads * p.batch * parts;
     if (blocks == 0) return cudaSuccess;
     const size_t bytes = sizeof(Smem<64>) <= shared_memory ? sizeof(Smem<64>) : sizeof(Smem<kSmallWalk>);
-    return launch_kernel(gradient_kernel<T, kChunks, kOwn>, unsigned(blocks), kThreads, bytes, stream, b, wanted);
+    return launch_kernel(gradient_kernel<T, kChunks, kOwn>, unsigned(blocks), kThreads, bytes, stream, LaunchOptions{}, b, wanted);
 }
 
 }  // namespace
