@@ -458,7 +458,9 @@ struct ForwardWarp {
 #pragma unroll
             for (int n = 1; n < kTilesN; ++n) x = fmaxf(x, fmaxf(S[r / 2][n][r % 2 * 2], S[r / 2][n][r % 2 * 2 + 1]));
             new_max[r] = fmaxf(row_max[r], kGeneral || kRaw ? quad_max(x) : quad_max(x) * scale);
-            moved |= has_moved<kRange>(new_max[r], row_max[r]);
+            // The difference is compared here: behind a function call the compiler arranges it so that the plain kernels spill.
+            if constexpr (kSplit) moved |= has_moved<kRange>(new_max[r], row_max[r]);
+            else moved |= new_max[r] - row_max[r] > kThreshold;
         }
         if (!kPaged && p.max_score) {  // calls with a cache never want it
             const int thread = opaque(threadIdx.x);
@@ -470,7 +472,8 @@ struct ForwardWarp {
         if (!__any_sync(kFullWarp, moved)) return;
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
-            const float next = has_moved<kRange>(new_max[r], row_max[r]) ? new_max[r] : row_max[r];
+            float next = new_max[r] - row_max[r] > kThreshold ? new_max[r] : row_max[r];
+            if constexpr (kSplit) next = has_moved<kRange>(new_max[r], row_max[r]) ? new_max[r] : row_max[r];
             const float factor = exp2_approx(kRaw       ? (row_max[r] - next) * scale
                                              : kGeneral ? (row_max[r] - next) * kLog2e
                                                         : row_max[r] - next);
