@@ -270,6 +270,8 @@ void test_choice() {
     general("mask of keys of query heads", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 9, 0}; });
     general("bias and window", [](P& p, auto* slopes, auto*) { p.bias = {slopes, 0, 0, 0}, p.window_left = 5; });
     general("dropout and window", [](P& p, auto*, auto*) { p.dropout_threshold = 9, p.window_left = 5; });
+    general("mask by intervals and window",
+            [](P& p, auto*, auto* mask) { p.intervals.data = reinterpret_cast<const int32_t*>(mask), p.window_left = 5; });
     general("scale below zero", [](P& p, auto*, auto*) { p.scale = -1, p.window_left = 5; });
     general("scale of zero", [](P& p, auto* slopes, auto*) { p.scale = 0, p.alibi_slopes = slopes; });
     general("tiny scale and alibi", [](P& p, auto* slopes, auto*) { p.scale = 1e-7f, p.alibi_slopes = slopes; });

@@ -131,12 +131,12 @@ struct Panel {
     const KeyTile& t;
     const QueryBlock& q;
     const AttentionParams& p;
-    const int key;                                 // the first key of the panel, relative to the tile
-    int row_begin, row_end;                        // the rows of the block that see a key of the panel
-    int begin, end;                                // the keys of the panel that such a row sees
-    bool cut;                                      // masks by intervals hide some of these pairs
-    HiddenRowsOf<KeysOfLanes> hidden[kPanelVectors];      // set where cut
-    uint16_t bits[(kBlockRows + L) * kPanelKeys];  // dropout: 16 random bits for every pair, from row_begin on
+    const int key;                                    // the first key of the panel, relative to the tile
+    int row_begin, row_end;                           // the rows of the block that see a key of the panel
+    int begin, end;                                   // the keys of the panel that such a row sees
+    bool cut;                                         // masks by intervals hide some of these pairs
+    HiddenRowsOf<KeysOfLanes> hidden[kPanelVectors];  // set where cut
+    uint16_t bits[(kBlockRows + L) * kPanelKeys];     // dropout: 16 random bits for every pair, from row_begin on
 
     Panel(const KeyTile& tile, const QueryBlock& block, int first_key)
         : t(tile),

@@ -141,7 +141,7 @@ cudaError_t launch_tile(MmaParams& params, cudaStream_t stream) {
     params.parts = (p.headdim_v + kDv - 1) / kDv;
     if (p.max_score)
         if (const cudaError_t error = clear_max_score(p, nullptr, stream)) return error;
-    if constexpr (kOptions == Options::kAll && kKeyRows == KeyRows::kStrided) {
+    if constexpr (ForwardWarp<T, kD, kDv, kSm, kOptions, kKeyRows>::kSkips) {
         if (p.intervals.data)
             if (const cudaError_t error = launch_interval_bounds(p, p.workspace, &params.bounds, stream)) return error;
     }

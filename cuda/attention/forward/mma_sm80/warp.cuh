@@ -137,14 +137,14 @@ struct ForwardWarp {
     static_assert(kWarpRows == 16 || kWarpRows == 32, "one or two m16 tiles a warp");
     static constexpr bool kInParts = kD > 256;
     static_assert(!kPaged || sizeof(T) == 2, "pages hold 16-bit values here");
-    static_assert(!kFull || !kGeneral, "the stage follows from the tile only where no tile is skipped");
-    static_assert(kBlockN % kBoundsKeys == 0 || !kGeneral, "a tile has bounds of its own");
     static constexpr float kThreshold = kGeneral ? kRescaleThreshold * kLn2 : kRescaleThreshold;
     static constexpr bool kRaw = kSplit && !kGeneral;  // row maxima are products: subtracted before scale, they may be as large as float32
     using SharedMemory = Smem<T, kTileOf<T, kD, kDv, kSm>, kD, kDv>;
     using TileQK = SharedTile<T, kD>;
     using TileV = SharedTile<T, kDv>;
-    static constexpr bool kSkips = kGeneral && !kPaged;  // tiles that masks by intervals hide from all rows of the block
+    // Whether tiles that masks by intervals hide from all rows of the block are skipped. (SplitFloat may walk twice.)
+    static constexpr bool kSkips = kGeneral && !kPaged && !kSplit;
+    static_assert(!kSkips || (!kFull && kBlockN % kBoundsKeys == 0), "the stage does not follow from the tile; a tile has its own bounds");
     // Row places in the tile to be loaded next. Where V is narrower than K, other lanes load V's rows.
     static constexpr bool kRowsOfV = kPaged && kD != kDv;
     struct Places {
