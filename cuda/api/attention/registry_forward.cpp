@@ -219,7 +219,6 @@ constexpr Kernel kKernels[] = {
                 .takes = kAllFeatures & ~(k8BitCache | kPages)},
      .fits = FA_SM80(has_blocks_for_tiles_of_32),
      .yields = FA_SM80(split_products_yield),
-     .workspace = FA_SM80(bounds_workspace),
      .launch = FA_SM80(forward_mma_float32_sm80)},
     {.name = "float32_sm80",
      .summary = "CUDA cores: float32 without tf32, head dims to 256, plain, causal and windowed calls",
