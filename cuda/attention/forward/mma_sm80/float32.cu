@@ -12,8 +12,7 @@ namespace fa {
 
 cudaError_t forward_mma_float32_sm80_if(const int* wanted, const AttentionParams& p, const DeviceInfo& device, cudaStream_t stream) {
     AttentionParams params = p;
-    // nullptr: the kernel always runs. The code for options ignores it, and has the bounds of intervals in the workspace.
-    if (!p.intervals.data) params.workspace = const_cast<int*>(wanted);
+    params.workspace = const_cast<int*>(wanted);  // nullptr: the kernel always runs. It has no other use for a workspace
     return launch<SplitFloat>(params, device.multiprocessors, device.shared_memory, stream);
 }
 cudaError_t forward_mma_float32_sm80(const AttentionParams& p, const DeviceInfo& device, cudaStream_t stream) {
