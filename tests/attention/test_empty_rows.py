@@ -30,7 +30,7 @@ def fp8(kernel, q, k, v):
     (q8, q_factor), (k8, k_factor), (v8, v_factor) = (
         fa.quantize_fp8(torch.from_numpy(np.nan_to_num(x)).to(kernel.device.name)) for x in (q, k, v)
     )
-    v8[torch.from_numpy(np.isnan(v)).to(v8.device)] = torch.nan
+    v8.view(torch.uint8)[torch.from_numpy(np.isnan(v)).to(v8.device)] = 0x7F  # NaN
     return (q8, k8, v8), {"q_descale": q_factor, "k_descale": k_factor, "v_descale": v_factor}
 
 

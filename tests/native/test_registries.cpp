@@ -431,7 +431,7 @@ void plans_by_options() {
         p.scale = -1;
         expect(p, "ALiBi and a scale below zero", false, true);
         p = bare, p.softcap = 30;
-        expect(p, "softcap", true, false);
+        expect(p, "softcap", false, true);
         p.dropout_threshold = 1;
         expect(p, "softcap and dropout", false, true);
         p = bare, p.mask.data = floats;

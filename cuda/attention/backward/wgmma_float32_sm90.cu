@@ -482,7 +482,8 @@ template <int kD>
 cudaError_t launch(PartsParams& params, cudaStream_t stream) {
     const AttentionParams& p = params.backward.forward;
     const int64_t blocks = 2 * p.batch * (int64_t(params.q.tiles) * p.nheads + int64_t(params.k.tiles) * p.nheads_k);
-    if (const cudaError_t error = launch_kernel(split_kernel<kD>, unsigned(blocks), kSplitThreads, 0, stream, params)) return error;
+    if (blocks > 0)
+        if (const cudaError_t error = launch_kernel(split_kernel<kD>, unsigned(blocks), kSplitThreads, 0, stream, params)) return error;
     if (const cudaError_t error = launch<kD, Own::kKeys>(params, stream)) return error;
     return launch<kD, Own::kQueries>(params, stream);
 }
