@@ -14,7 +14,7 @@
 #include "attention/forward/wgmma_sm90/block.cuh"
 #include "attention/forward/wgmma_sm90/consume.cuh"
 #include "common/constants.h"
-#include "device/reciprocal.cuh"
+#include "device/approximate.cuh"
 #include "device/ring.cuh"
 
 namespace fa {
@@ -62,7 +62,7 @@ __device__ __forceinline__ void cap_part(float (&S)[kCount], float inverse) {
     } else {  // 1 - 2 / (1 + e^2x)
         const float twice = 2.0f * kLog2e * inverse;
 #pragma unroll
-        for (int i = kBegin; i < kEnd; ++i) S[i] = fmaf(-2.0f, reciprocal_approx(1.0f + exp2_approx(S[i] * twice)), 1.0f);
+        for (int i = kBegin; i < kEnd; ++i) S[i] = fmaf(-2.0f, rcp_approx(1.0f + exp2_approx(S[i] * twice)), 1.0f);
     }
 }
 template <int kCount>
