@@ -1,6 +1,7 @@
 """vLLM's engine on our attention: a small Llama of random weights, against transformers.
 
-python examples/vllm_generate.py"""
+    python examples/vllm_generate.py
+"""
 
 import os
 import tempfile
@@ -12,16 +13,15 @@ try:
     from transformers import LlamaConfig, LlamaForCausalLM
     from vllm import LLM, SamplingParams
 except ImportError as error:
-    raise SystemExit(f"{error} (docs/integrations.md#vllm)") from None
+    raise SystemExit(f"{error} (pip install torch transformers vllm)") from None
 from flash_attn_minimal.integrations import vllm as adapter
 
-name = adapter.register()  # vLLM calls it itself where the package is installed
 sizes = {"hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=99, initializer_range=0.2)).eval()
 options = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True, "max_model_len": 128}
 with tempfile.TemporaryDirectory() as folder:
     model.save_pretrained(folder)
-    engine = LLM(folder, attention_backend=name, **options)
+    engine = LLM(folder, attention_backend=adapter.register(), **options)  # vLLM registers an installed package itself
 prompts = [{"prompt_token_ids": ids} for ids in ([1, 2, 3], list(range(90)))]
 for output in engine.generate(prompts, SamplingParams(temperature=0, max_tokens=9, detokenize=False), use_tqdm=False):
     ids = torch.tensor([output.prompt_token_ids])

@@ -236,7 +236,7 @@ def test_the_index_names_every_example():
 @pytest.mark.parametrize("example", sorted(path.relative_to(EXAMPLES) for path in EXAMPLES.rglob("*.py")), ids=str)
 def test_an_example_names_the_package_that_it_lacks(example, tmp_path):
     """In a Python that has NumPy and this package alone."""
-    hidden = "torch", "jax", "numba", "transformers", "rich", "uvicorn", "fastapi", "cupy", "tvm_ffi"
+    hidden = "torch", "jax", "numba", "transformers", "rich", "uvicorn", "fastapi", "cupy", "tvm_ffi", "vllm"
     for name in hidden:
         (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError(\"No module named '{name}'\")")
     paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
