@@ -1,13 +1,13 @@
-"""vLLM's engine on our attention: a small Llama of random weights, against transformers.
+"""vLLM's engine on our attention: a small Llama of random weights.
 
     python examples/vllm_generate.py
-"""
+
+The same tokens as transformers generates. Needs torch, transformers and vllm."""
 
 import os
 import tempfile
 
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
-os.environ["FLASH_ATTN_VLLM_OVERRIDE"] = "CPU_ATTN"  # where vLLM is the one for the CPU, it has one backend
+os.environ |= dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", FLASH_ATTN_VLLM_OVERRIDE="CPU_ATTN")
 try:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -25,6 +25,6 @@ with tempfile.TemporaryDirectory() as folder:
 prompts = [{"prompt_token_ids": ids} for ids in ([1, 2, 3], list(range(90)))]
 for output in engine.generate(prompts, SamplingParams(temperature=0, max_tokens=9, detokenize=False), use_tqdm=False):
     ids = torch.tensor([output.prompt_token_ids])
-    expected = model.generate(ids, max_new_tokens=9, do_sample=False, eos_token_id=None)[0, ids.shape[1] :].tolist()
-    assert list(output.outputs[0].token_ids) == expected
-    print(f"after {ids.shape[1]} tokens {expected}, as transformers generates")
+    expected = model.generate(ids, max_new_tokens=9, do_sample=False, eos_token_id=None)[0, ids.shape[1] :]
+    assert output.outputs[0].token_ids == expected.tolist()
+    print(f"after {ids.shape[1]} tokens {expected.tolist()}, as transformers generates")
