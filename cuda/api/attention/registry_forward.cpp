@@ -59,7 +59,7 @@ bool has_blocks_for_all_of_S(const AttentionParams& p, const DeviceInfo&) {
 bool has_blocks_for_tiles_of_32(const AttentionParams& p, const DeviceInfo&) {
     return ceil_div(p.seqlen_q, 32) * p.nheads * p.batch * (p.headdim_v > 192 ? 2 : 1) <= kMostBlocks;
 }
-size_t bounds_workspace(const AttentionParams& p, const DeviceInfo&) { return interval_bounds_bytes(p); }
+size_t bounds_workspace(const AttentionParams& p, const DeviceInfo&) { return interval_bounds_bytes(p, kBoundsKeys); }
 const char* takes_no_padding_in_pages(const AttentionParams& p, const DeviceInfo&, char*, size_t) {
     return p.cache.leftpad && p.cache.block_table ? "cache_leftpad is set: it takes none with pages" : nullptr;
 }

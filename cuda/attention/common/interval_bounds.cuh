@@ -2,30 +2,54 @@
 // which none of its rows sees a key.
 #pragma once
 
+#include <cuda_runtime_api.h>
+
 #include "attention/common/interval_bounds.h"
 #include "attention/common/mask.h"
 
 namespace fa {
 
-// In the workspace: the bounds of every kBoundsKeys keys.
+// In the workspace: the bounds of every `keys` keys.
 struct IntervalBounds {
     HiddenBounds* data;  // (heads of the array, bounds of all sequences); nullptr = no intervals
     int64_t head;        // from one head to the next
+    int sequence;        // from one sequence to the next in a dense call
 
     // Of the keys of sequence b from its first on, for a query head.
+    template <int kKeys>
     __device__ __forceinline__ const HiddenBounds* of(const AttentionParams& p, int b, int head_q) const {
-        return data + head_q / p.intervals.heads_of_entry * head + first_bounds_of(p, b);
+        return data + head_q / p.intervals.heads_of_entry * head + first<kKeys>(p, b);
+    }
+    template <int kKeys>
+    __device__ __forceinline__ int64_t first(const AttentionParams& p, int b) const {
+        return p.cu_seqlens_k ? first_key_row(p, b) / kKeys + b : int64_t(sequence) * b;
     }
 };
 
-// The bounds of all lanes of a warp together. sm_80 and newer.
+// Writes the bounds of every `keys` keys of a call with intervals to `workspace`, which has interval_bounds_bytes.
+cudaError_t launch_interval_bounds(const AttentionParams& p, int keys, void* workspace, IntervalBounds* bounds, cudaStream_t stream);
+
+// The bounds of all lanes of a warp together.
 __device__ __forceinline__ void reduce_bounds(HiddenBounds& bounds) {
+#if __CUDA_ARCH__ < 800
+    for (int lanes = 16; lanes > 0; lanes /= 2) {
+        HiddenBounds other;
+        for (int x = 0; x < 2; ++x) {
+            other.max_begin[x] = __shfl_xor_sync(~0u, bounds.max_begin[x], lanes);
+            other.min_begin[x] = __shfl_xor_sync(~0u, bounds.min_begin[x], lanes);
+            other.max_end[x] = __shfl_xor_sync(~0u, bounds.max_end[x], lanes);
+            other.min_end[x] = __shfl_xor_sync(~0u, bounds.min_end[x], lanes);
+        }
+        bounds.merge(other);
+    }
+#else
 #pragma unroll
     for (int x = 0; x < 2; ++x) {
         bounds.max_begin[x] = __reduce_max_sync(~0u, bounds.max_begin[x]),
         bounds.min_begin[x] = __reduce_min_sync(~0u, bounds.min_begin[x]);
         bounds.max_end[x] = __reduce_max_sync(~0u, bounds.max_end[x]), bounds.min_end[x] = __reduce_min_sync(~0u, bounds.min_end[x]);
     }
+#endif
 }
 
 }  // namespace fa

@@ -5,18 +5,18 @@
 
 namespace fa {
 
+// Bounds are those of `keys` neighbouring keys. Kernels of one tile have bounds of that tile; mma_sm80, which has many, those of
+// kBoundsKeys keys, of which each tile has several.
 constexpr int kBoundsKeys = 32;
 
 // The number of bounds of one head. In a varlen call each sequence begins with new ones.
-FA_HOST_DEVICE int64_t interval_bounds_of_head(const AttentionParams& p) {
-    return p.cu_seqlens_k ? p.total_k / kBoundsKeys + p.batch : (int64_t(p.seqlen_k) + kBoundsKeys - 1) / kBoundsKeys * p.batch;
+FA_HOST_DEVICE int64_t interval_bounds_of_head(const AttentionParams& p, int keys) {
+    return p.cu_seqlens_k ? p.total_k / keys + p.batch : (int64_t(p.seqlen_k) + keys - 1) / keys * p.batch;
 }
-FA_HOST_DEVICE int64_t first_bounds_of(const AttentionParams& p, int32_t b) {
-    return p.cu_seqlens_k ? first_key_row(p, b) / kBoundsKeys + b : (int64_t(p.seqlen_k) + kBoundsKeys - 1) / kBoundsKeys * b;
-}
-inline size_t interval_bounds_bytes(const AttentionParams& p) {
+inline size_t interval_bounds_bytes(const AttentionParams& p, int keys) {
     if (!p.intervals.data) return 0;
-    return size_t(interval_bounds_of_head(p)) * (p.nheads / p.intervals.heads_of_entry) * sizeof(HiddenBounds) + alignof(HiddenBounds);
+    return size_t(interval_bounds_of_head(p, keys)) * (p.nheads / p.intervals.heads_of_entry) * sizeof(HiddenBounds) +
+           alignof(HiddenBounds);
 }
 
 }  // namespace fa

@@ -38,7 +38,7 @@ inline WorkOrder work_order(const AttentionParams& p, int64_t items, int multipr
     const double work = double(p.batch) * p.nheads * p.seqlen_q * p.seqlen_k * (p.headdim + p.headdim_v);
     if (items <= multiprocessors || (!p.cu_seqlens_q && work <= 1e10)) return WorkOrder::kStride;
     const bool padded = p.mask.data && p.mask.row == 0;  // a mask of keys may leave each sequence another number of tiles
-    const bool uneven = p.cu_seqlens_q || p.cache.seqlens || p.window_left >= 0 || p.window_right >= 0 || padded;
+    const bool uneven = p.cu_seqlens_q || p.cache.seqlens || p.window_left >= 0 || p.window_right >= 0 || padded || p.intervals.data;
     return uneven ? WorkOrder::kCounter : WorkOrder::kStride;
 }
 
@@ -63,8 +63,9 @@ inline ForwardWorkList forward_work_list(const AttentionParams& p, int block_m, 
     return list;
 }
 // Bytes of the counter and of room to align it, or 0.
+constexpr size_t kWorkListBytes = 2 * sizeof(int);
 inline size_t work_list_workspace(const AttentionParams& p, int block_m, int multiprocessors) {
-    return work_order(p, work_items(p, block_m), multiprocessors) == WorkOrder::kCounter ? 2 * sizeof(int) : 0;
+    return work_order(p, work_items(p, block_m), multiprocessors) == WorkOrder::kCounter ? kWorkListBytes : 0;
 }
 
 // A section as large as L2 reads the K and V of its heads from memory during its first pass and never again. Short sequences need the

@@ -85,39 +85,6 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
     warp.finish(O, row_max, row_sum);
 }
 
-// ---- the bounds of masks by intervals ----
-
-// A warp reduces the numbers of kBoundsKeys keys.
-constexpr int kBoundsThreads = 128;
-struct BoundsParams {
-    AttentionParams attention;
-    IntervalBounds to;
-};
-__global__ void __launch_bounds__(kBoundsThreads) interval_bounds_kernel(const __grid_constant__ BoundsParams params) {
-    const AttentionParams& p = params.attention;
-    const IntervalBounds& to = params.to;
-    const int lane = threadIdx.x % 32, tiles = (p.seqlen_k + kBoundsKeys - 1) / kBoundsKeys;
-    const int64_t index = int64_t(blockIdx.x) * (kBoundsThreads / 32) + threadIdx.x / 32;
-    const int tile = int(index % tiles), b = int(index / tiles % p.batch), head = int(index / tiles / p.batch);
-    if (head >= p.nheads / p.intervals.heads_of_entry) return;
-    const int head_q = head * p.intervals.heads_of_entry, key = tile * kBoundsKeys + lane, seqlen_k = sequence_of(p, b).seqlen_k;
-    if (tile * kBoundsKeys >= seqlen_k) return;
-    HiddenBounds bounds;
-    bounds.clear();
-    if (key < seqlen_k) bounds.add(hidden_rows(p, row_indices_of(p, b, head_q) + key * p.intervals.key));
-    reduce_bounds(bounds);
-    if (lane == 0) to.data[head * to.head + first_bounds_of(p, b) + tile] = bounds;
-}
-
-// Writes the bounds of a call with intervals to `workspace`.
-inline cudaError_t launch_interval_bounds(const AttentionParams& p, void* workspace, IntervalBounds* bounds, cudaStream_t stream) {
-    *bounds = {static_cast<HiddenBounds*>(align_up(workspace, alignof(HiddenBounds))), interval_bounds_of_head(p)};
-    const int64_t warps = ceil_div(p.seqlen_k, kBoundsKeys) * p.batch * (p.nheads / p.intervals.heads_of_entry);
-    if (warps == 0) return cudaSuccess;
-    return launch_kernel(interval_bounds_kernel, unsigned(ceil_div(warps, kBoundsThreads / 32)), kBoundsThreads, 0, stream,
-                         BoundsParams{p, *bounds});
-}
-
 // ---- launches ----
 
 template <typename T>
@@ -143,7 +110,7 @@ cudaError_t launch_tile(MmaParams& params, cudaStream_t stream) {
         if (const cudaError_t error = clear_max_score(p, nullptr, stream)) return error;
     if constexpr (ForwardWarp<T, kD, kDv, kSm, kOptions, kKeyRows>::kSkips) {
         if (p.intervals.data)
-            if (const cudaError_t error = launch_interval_bounds(p, p.workspace, &params.bounds, stream)) return error;
+            if (const cudaError_t error = launch_interval_bounds(p, kBoundsKeys, p.workspace, &params.bounds, stream)) return error;
     }
     return launch_kernel(attention_kernel<T, kD, kDv, kSm, kOptions, kKeyRows>, unsigned(params.tiles * heads * params.parts),
                          unsigned(kTile.warps * 32), sizeof(Smem<T, kTileOf<T, kD, kDv, kSm>, kD, kDv>), stream, params);

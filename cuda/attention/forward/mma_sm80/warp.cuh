@@ -232,7 +232,7 @@ struct ForwardWarp {
         const int own = seen.from + opaque(lane), row0 = work.query_tile * kBlockM;
         bool sees = false;
         if (own >= first_tile) {
-            const HiddenBounds* const bounds = params.bounds.of(p, work.b, work.head);
+            const HiddenBounds* const bounds = params.bounds.of<kBoundsKeys>(p, work.b, work.head);
 #pragma unroll 1
             for (int x = own * (kBlockN / kBoundsKeys); x * kBoundsKeys < min((own + 1) * kBlockN, s.seqlen_k); ++x)
                 sees |= bounds[x].seen_by(row0, min(row0 + kBlockM, s.seqlen_q) - 1) != Seen::kNothing;

@@ -1,6 +1,10 @@
 // wgmma_sm90/block.cuh: the shared memory of a block of wgmma_sm90, and the barriers between its roles.
 #pragma once
 
+#include <type_traits>
+
+#include "attention/common/interval_bounds.cuh"
+#include "attention/common/tile_intervals.h"
 #include "attention/forward/common/roles_sm90.cuh"
 #include "attention/forward/common/work_list.h"
 #include "attention/forward/wgmma_sm90/plan.h"
@@ -15,6 +19,7 @@ struct WgmmaSchedule {
     int q_loads, k_loads, v_loads;  // boxes of a tile
     int page_boxes;                 // paged cache whose pages are not whole tiles: rows of a box, several of which make a tile; else 0
     bool page_copies;               // the same without a common divisor of 8 rows or more: rows are copied one by one
+    IntervalBounds bounds;          // plans for intervals: of each tile of keys
 };
 
 // The work item that consumers read. wgmma_split_sm90 specialises it for its ids, where an item has only some of a row's keys.
@@ -29,8 +34,32 @@ struct alignas(16) KeyTile {
     uint32_t hidden[4];
     int place;  // n: tile n of the sequence; ~n: the same, and the last one of its item
     int cut;    // whether the mask hides any of its keys
+
+    __device__ __forceinline__ bool zeroes_values() const { return cut; }
 };
 constexpr int kNoTile = -1;
+
+// The same in plans for intervals. `hidden`: the keys that no row of the item sees; `cut`: some row of the item does not see some key.
+template <int kBlockN>
+struct IntervalKeyTile : KeyTile {
+    HiddenBounds bounds;         // of its keys, in cut tiles
+    uint32_t rows[2][kBlockN];   // in cut tiles: the rows of the item that do not see a key, TileRows for each interval
+    int hides;                   // whether there are such keys
+
+    __device__ __forceinline__ bool zeroes_values() const { return hides; }
+};
+template <WgmmaPlanId kId>
+using KeyTileOf = std::conditional_t<kWgmmaPlan<kId>.intervals, IntervalKeyTile<kWgmmaPlan<kId>.block_n>, KeyTile>;
+
+// What the producer of a plan for intervals knows of the item. For 32 tiles, `from` and those after it, it has a bit each.
+struct SeenKeyTiles {
+    const HiddenBounds* bounds;  // of the tiles of the item's keys
+    const int32_t* numbers;      // of these keys
+    int from;
+    uint32_t seen, cut;
+    uint32_t first;  // the number of the item's first tile
+};
+struct NoSeenKeyTiles {};
 
 constexpr int kWgmmaWorkSlots = 3;  // consumers keep an item until its last store, and the producer is one item ahead
 
@@ -44,12 +73,13 @@ struct WgmmaKeyTiles<kId, true> {
     // then done with tile i - kStages - 3.
     static constexpr uint32_t kEntries = 8;
     static_assert(kEntries >= kStages + 3, "the last user of an entry is done before it is written again");
-    KeyTile tiles[kEntries];
+    KeyTileOf<kId> tiles[kEntries];
     // Tiles that a mask cuts, counted by themselves: V of cut tile c, which is tile cut[c % kStages], lands at v_landed[c % kStages]. Its
     // barrier in v_full follows when the hidden rows are zero.
     uint64_t v_landed[kStages];
     uint32_t cut[kStages], cuts;
     float slope[kWgmmaWorkSlots];  // of ALiBi, in the unit of the scores before they are scaled
+    std::conditional_t<kWgmmaPlan<kId>.intervals, SeenKeyTiles, NoSeenKeyTiles> seen;
 };
 
 template <typename T, WgmmaPlanId kId>

@@ -1,5 +1,6 @@
 // wgmma_sm90/entry.cu: the entry point of the Hopper kernel. It chooses the instantiation; wgmma_sm90/kernel.cuh is the kernel, and one
 // small file per head dim compiles it.
+#include "attention/common/interval_bounds.h"
 #include "attention/forward/common/work_list.h"
 #include "attention/forward/wgmma_sm90/plan.h"
 #include "attention/kernels.h"
@@ -33,13 +34,18 @@ cudaError_t forward_wgmma_sm90(const AttentionParams& p, const DeviceInfo& devic
         FA_WGMMA_CASE(kD256)
         FA_WGMMA_CASE(kD256General)
         FA_WGMMA_CASE(kD256Options)
+        FA_WGMMA_CASE(kD64Intervals)
+        FA_WGMMA_CASE(kD128Intervals)
+        FA_WGMMA_CASE(kD256Intervals)
 #undef FA_WGMMA_CASE
     }
     return cudaErrorInvalidValue;
 }
 
 size_t forward_wgmma_sm90_workspace(const AttentionParams& p, const DeviceInfo& device) {
-    return work_list_workspace(p, wgmma_plan(wgmma_choose(p, device.multiprocessors)).block_m(), device.multiprocessors);
+    const WgmmaPlan plan = wgmma_plan(wgmma_choose(p, device.multiprocessors));
+    const size_t bounds = plan.intervals ? kWorkListBytes + interval_bounds_bytes(p, plan.block_n) : 0;
+    return bounds ? bounds : work_list_workspace(p, plan.block_m(), device.multiprocessors);
 }
 
 }  // namespace fa

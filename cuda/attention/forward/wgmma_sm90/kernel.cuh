@@ -24,7 +24,8 @@
 //
 // The parts: wgmma_sm90/plan.h: the shapes; work_list.h: the items; wgmma_sm90/block.cuh: shared memory and barriers;
 // wgmma_sm90/produce.cuh: the copies; wgmma_sm90/consume.cuh: the steps of the loop below. Plans with options have loops of their own, of
-// the producer in wgmma_sm90/key_tiles.cuh and of the consumers in wgmma_sm90/options.cuh.
+// the producer in wgmma_sm90/key_tiles.cuh and of the consumers in wgmma_sm90/options.cuh. wgmma_sm90/intervals.cuh puts masks by intervals
+// in their place.
 #pragma once
 
 #include <numeric>
@@ -247,8 +248,11 @@ __global__ void __launch_bounds__(128 * (kWgmmaPlan<kId>.warpgroups + 1), 1)
     if (warpgroup == 0) {
         if constexpr (kPlan.moves_registers()) setmaxnreg_dec<kPlan.producer_registers()>();
         if constexpr (kPlan.options) {
-            if (threadIdx.x < 32) produce_with_options(map_q, p, schedule, smem, ThreadTiles<T, kId>(map_k, map_v, p, schedule, smem));
-            else if (p.mask.data) zero_hidden_values(smem);
+            const ThreadTiles<T, kId> tiles(map_k, map_v, p, schedule, smem);
+            if (threadIdx.x < 32) {
+                if constexpr (kPlan.intervals) produce_with_intervals(map_q, p, schedule, smem, tiles);
+                else produce_with_options(map_q, p, schedule, smem, tiles);
+            } else if (kPlan.intervals || p.mask.data) zero_hidden_values(smem);
             return;
         }
         if constexpr (kLoads == KeyLoads::kPageBoxes) {
@@ -310,6 +314,10 @@ cudaError_t launch_wgmma(const AttentionParams& p, const ForwardWorkList& list, 
         if (cudaError_t error = clear_max_score(p, schedule.list.counter, stream)) return error;
     } else if (schedule.list.counter) {
         if (cudaError_t error = cudaMemsetAsync(schedule.list.counter, 0, sizeof(int), stream)) return cudaGetLastError(), error;
+    }
+    if constexpr (kPlan.intervals) {
+        void* const bounds = static_cast<char*>(p.workspace) + kWorkListBytes;
+        if (cudaError_t error = launch_interval_bounds(p, kPlan.block_n, bounds, &schedule.bounds, stream)) return error;
     }
     if constexpr (kPlan.page_boxes())
         if (boxes) kernel = forward_wgmma_kernel<T, kId, KeyLoads::kPageBoxes>;

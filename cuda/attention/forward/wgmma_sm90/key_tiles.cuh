@@ -13,6 +13,7 @@
 
 #include "attention/forward/common/work_loop.cuh"
 #include "attention/forward/wgmma_sm90/block.cuh"
+#include "attention/forward/wgmma_sm90/intervals.cuh"
 #include "attention/forward/wgmma_sm90/produce.cuh"
 #include "device/mma.cuh"
 #include "device/ring.cuh"
@@ -31,6 +32,7 @@ constexpr uint32_t kNoMoreTiles = ~0u;
 template <typename T, WgmmaPlanId kId>
 struct KeyTileLoads {
     static constexpr int kBlockN = kWgmmaPlan<kId>.block_n, kStages = kWgmmaPlan<kId>.stages;
+    static constexpr bool kIntervals = kWgmmaPlan<kId>.intervals;
     static constexpr int kStride = 32 * 16 / kBlockN;  // tiles whose bytes of the mask the lanes read at once, 16 bytes each
     using Stages = Ring<kStages>;
     const AttentionParams& p;
@@ -40,8 +42,8 @@ struct KeyTileLoads {
     // Opaque: what follows from these is computed where it is used, and takes no register or predicate elsewhere.
     __device__ __forceinline__ int lane() const { return opaque(int(threadIdx.x % 32)); }
     __device__ __forceinline__ bool has_mask() const { return opaque(static_cast<const uint8_t*>(p.mask.data)); }
-    __device__ __forceinline__ bool has_slopes() const { return opaque(p.alibi_slopes); }
-    __device__ __forceinline__ KeyTile& entry(uint32_t count) const { return smem.keys.tiles[count % WgmmaKeyTiles<kId>::kEntries]; }
+    __device__ __forceinline__ bool has_slopes() const { return !kIntervals && opaque(p.alibi_slopes); }
+    __device__ __forceinline__ KeyTileOf<kId>& entry(uint32_t count) const { return smem.keys.tiles[count % WgmmaKeyTiles<kId>::kEntries]; }
     // The mask's byte of key 0.
     __device__ __forceinline__ const uint8_t* mask_of(const ForwardWork& w) const {
         return static_cast<const uint8_t*>(p.mask.data) + w.batch * p.mask.batch + w.head * p.mask.head;
@@ -112,19 +114,28 @@ struct KeyTileLoads {
         return entry(count).place = start_of(w);
     }
     // Loads K of tile number `count`, and finds the next tile of the item, because the consumers must know whether there is one.
-    __device__ __forceinline__ int load_k(const ForwardWork& w, int n, uint32_t count) const {
+    __device__ __forceinline__ int load_next_k(const ForwardWork& w, int n, uint32_t count) const {
         const int next = find(w, after(w, n), count + 1);
+        load_k(w, n, count, next);
+        return next;
+    }
+    __device__ __forceinline__ void load_k(const ForwardWork& w, int n, uint32_t count, int next) const {
         if (next == kNoTile) entry(count).place = ~n;
         __syncwarp();
         if (lane() == 0) tiles.load_k(w, n, Stages(smem.k_full, smem.k_empty, count));
         __syncwarp();
-        return next;
+    }
+    __device__ __forceinline__ void load_q(const CUtensorMap& map, const ForwardWork& w, uint32_t item) const {
+        const Ring<1> q(smem.q_full, smem.q_empty, item);
+        q.wait_empty();
+        if (lane() == 0) fa::load_q(map, p, tiles.schedule, w, smem, q.full_barrier());
+        __syncwarp();
     }
     // V of a cut tile goes through the zeroing warps.
     __device__ __forceinline__ void load_v(const ForwardWork& w, int n, uint32_t count) const {
         if (lane() == 0) {
             Stages v(smem.v_full, smem.v_empty, count);
-            if (entry(count).cut) {
+            if (entry(count).zeroes_values()) {
                 v.wait_empty();
                 v.full = next_landing(count) - 8 * v.slot;
             }
@@ -141,7 +152,7 @@ struct KeyTileLoads {
     }
     // Tells the zeroing warps that no more tiles come, after they have done all.
     __device__ __forceinline__ void end(uint32_t count) const {
-        if (!has_mask() || lane() != 0) return;
+        if (!(kIntervals || has_mask()) || lane() != 0) return;
         for (int i = 0; i < kStages; ++i) Stages(smem.v_full, smem.v_empty, count + i).wait_empty();
         mbarrier_arrive(next_landing(kNoMoreTiles));
     }
@@ -162,17 +173,48 @@ __device__ __forceinline__ void produce_with_options(const CUtensorMap& map_q, c
         int before = kNoTile, n = loads.find_first(w, count);
 #pragma unroll 1
         for (;; ++count) {
-            const int next = n == kNoTile ? kNoTile : loads.load_k(w, n, count);
-            if (before != kNoTile) {
-                loads.load_v(w, before, count - 1);
-            } else {
-                const Ring<1> q(smem.q_full, smem.q_empty, item);
-                q.wait_empty();
-                if (loads.lane() == 0) load_q(map_q, p, schedule, w, smem, q.full_barrier());
-                __syncwarp();
-            }
+            const int next = n == kNoTile ? kNoTile : loads.load_next_k(w, n, count);
+            if (before != kNoTile) loads.load_v(w, before, count - 1);
+            else loads.load_q(map_q, w, item);
             if (n == kNoTile) break;
             before = n, n = next;
+        }
+    };
+    for_each_item<WgmmaWorkTiles<kId>, WalkedBy::kWarp>(p, schedule.list, smem.work, smem.work_full, smem.work_empty, prepare, load);
+    loads.end(count);
+}
+
+// The same with masks by intervals. Tiles are found at one place of the code, because registers are few.
+template <typename T, WgmmaPlanId kId>
+__device__ __forceinline__ void produce_with_intervals(const CUtensorMap& map_q, const AttentionParams& p, const WgmmaSchedule& schedule,
+                                                       WgmmaSmem<T, kId>& smem, ThreadTiles<T, kId> tiles) {
+    const KeyTileLoads<T, kId> loads{p, smem, tiles};
+    const auto place_of = [&](uint32_t count) {
+        const int place = *static_cast<volatile int*>(&loads.entry(count).place);
+        return place < 0 ? ~place : place;
+    };
+    uint32_t count = 0;  // the tile whose K comes next
+    const auto prepare = [&](ForwardWork& w) { describe_item<kWgmmaPlan<kId>.block_n>(p, schedule.bounds, w, smem.keys.seen); };
+    const auto load = [&](const ForwardWork& w, uint32_t item) {
+        tiles.begin_item(w);
+        smem.keys.seen.first = count;
+        __syncwarp();
+        bool is_first = true, more = true;
+#pragma unroll 1
+        for (;;) {
+            int next = kNoTile;
+            if (more)
+                next = find_seen_tile<kWgmmaPlan<kId>.block_m()>(p, w, is_first ? w.last_tile : place_of(count) - 1, is_first,
+                                                                 smem.keys.seen, loads.entry(is_first ? count : count + 1));
+            __syncwarp();
+            if (!is_first) {
+                if (more) loads.load_k(w, place_of(count), count, next);
+                if (count != smem.keys.seen.first) loads.load_v(w, place_of(count - 1), count - 1);
+                else loads.load_q(map_q, w, item);
+                if (!more) break;
+                more = next != kNoTile, ++count;
+            }
+            is_first = false;
         }
     };
     for_each_item<WgmmaWorkTiles<kId>, WalkedBy::kWarp>(p, schedule.list, smem.work, smem.work_full, smem.work_empty, prepare, load);
@@ -191,7 +233,7 @@ __device__ __forceinline__ void zero_hidden_values(WgmmaSmem<T, kId>& smem) {
         mbarrier_wait(shared_address(smem.keys.v_landed + c % kStages), c / kStages % 2);
         const uint32_t count = smem.keys.cut[c % kStages];
         if (count == kNoMoreTiles) return;
-        const KeyTile& tile = smem.keys.tiles[count % WgmmaKeyTiles<kId>::kEntries];
+        const KeyTileOf<kId>& tile = smem.keys.tiles[count % WgmmaKeyTiles<kId>::kEntries];
         const uint32_t even = tile.hidden[r / 2] >> r % 2, odd = tile.hidden[2 + r / 2] >> r % 2;  // of rows 8 x + r, and 8 x + 4 + r
         uint4* pieces = reinterpret_cast<uint4*>(smem.v[count % kStages]) + piece;
 #pragma unroll

@@ -13,14 +13,12 @@
 
 #include "attention/forward/wgmma_sm90/block.cuh"
 #include "attention/forward/wgmma_sm90/consume.cuh"
+#include "attention/forward/wgmma_sm90/intervals.cuh"
 #include "common/constants.h"
 #include "device/approximate.cuh"
 #include "device/ring.cuh"
 
 namespace fa {
-
-// The option that the exponentials of a tile apply themselves: its operations then hide under those of the exponentials' unit.
-enum class InExponent { kNothing, kCap, kSlope, kMask };
 
 // As exponentials() in score_fragment.cuh: S becomes P = 2^exponent(S, i, r), for element i in row g + 8 r.
 template <int kCount, typename Function>
@@ -96,7 +94,7 @@ struct TileOptions {
     __device__ __forceinline__ bool is_plain(int cut, int n) const { return !(p.softcap != 0 || p.alibi_slopes || cut || has_edge(n)); }
     // Whether the maximum of tile n, which follows tile `before`, must be found: a row may see its first key, or scores may rise. Under
     // ALiBi they fall from the diagonal on, downwards and later upwards; under a negative slope they rise.
-    __device__ __forceinline__ bool is_exact(int n, int before) const {
+    __device__ __forceinline__ bool is_exact(const KeyTile&, int n, int before, const RowStatistics&) const {
         if (n >= masked.right_tile) return true;
         if (!p.alibi_slopes) return false;
         const bool beside = n > before || (n + 1) * kBlockN - 1 <= w.row0 + me.wg * 64 + w.shift;
@@ -175,10 +173,15 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, W
     const uint32_t slab = shared_address(smem.q) + me.wg * sizeof smem.q[0];
     const uint64_t desc_q = wgmma_descriptor(slab, 16), desc_k = wgmma_descriptor(shared_address(smem.k), 16),
                    desc_v = wgmma_descriptor(shared_address(smem.v), kBlockN * kChunkRowBytes);
-    const Exponent exponent = exponent_of_products((p.softcap != 0 ? p.softcap : p.scale) * kLog2e);
+    const Exponent exponent = exponent_of_products((!kPlan.intervals && p.softcap != 0 ? p.softcap : p.scale) * kLog2e);
+    using Options = std::conditional_t<kPlan.intervals, TileIntervals<kId>, TileOptions<T, kId>>;
 
     uint32_t entry = 0;  // of the next tile
     const auto next_tile = [&] { return &smem.keys.tiles[entry++ % WgmmaKeyTiles<kId>::kEntries]; };
+    // The rings follow from the number of the tile, so that plans for intervals need not keep their positions in registers.
+    const auto find_stages = [&](uint32_t tile_of_k) {
+        if constexpr (kWgmmaPlan<kId>.intervals) k = {smem.k_full, smem.k_empty, tile_of_k}, v = {smem.v_full, smem.v_empty, tile_of_k - 1};
+    };
     const auto index_of = [](int place) { return place < 0 ? ~place : place; };
 
     if (me.wg == kWarpgroups - 1) give_turn<kPlan.ping_pong, kWarpgroups>(me.wg);  // the first turn is warpgroup 0's
@@ -186,13 +189,14 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, W
         work.wait_full();
         const auto& w = smem.work[work.slot];
         if (w.state == WorkState::kEnd) return;
-        const TileOptions<T, kId> options{p, w, smem.keys.slope[work.slot], me, masked_tiles<kId>(w, me.wg)};
+        const Options options{p, w, smem.keys.slope[work.slot], me, masked_tiles<kId>(w, me.wg)};
 
 #pragma unroll
         for (int i = 0; i < kPlan.headdim_v / 2; ++i) O[i] = 0.0f;
         q.wait_full();
+        find_stages(entry);
         k.wait_full();
-        const KeyTile* tile = next_tile();
+        const KeyTileOf<kId>* tile = next_tile();
         int place = tile->place;
         multiply_qk<T, kId>(S, no_fragment, desc_q, desc_k + k.slot * k_step);
         wgmma_wait<0>(S);
@@ -203,6 +207,7 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, W
 #pragma unroll 1
         while (place >= 0) {
             const int before = place;
+            find_stages(entry);
             k.wait_full();
             tile = next_tile();
             place = tile->place;
@@ -217,7 +222,7 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, W
             wgmma_wait<1>(S);
             if (!kSpeculative) k.release(me.lane);
             bool done = false, moved = false;
-            if (!kSpeculative || (!plain && options.is_exact(n, before))) {
+            if (!kSpeculative || (!plain && options.is_exact(*tile, n, before, rows))) {
                 if (kAppliesTwice) options.apply(S, *tile, opaque(n));
             } else {
                 const InExponent option = plain ? InExponent::kNothing : options.prepare(S, *tile, opaque(n));
@@ -246,6 +251,7 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, W
             if (moved) rescale_output(O, rows.o_scale);
         }
         q.release(me.lane);  // the next Q arrives during the last product and the epilogue
+        find_stages(entry);
         v.wait_full();
         if (options.has_edge(~place)) zero_values_outside<kBlockN>(p, w, ~place, smem.v, v, me.wg);
         multiply_pv<T>(O, P, desc_v + v.slot * v_step);

@@ -9,7 +9,8 @@
 namespace fa {
 
 // General plans serve every option of a score and windows with a left edge. Plans with options serve some of them at nearly the speed of
-// the bare plans, which serve causal and full attention.
+// the bare plans, which serve causal and full attention. Plans for intervals are plans with options that serve masks by intervals and
+// windows, and no other option.
 enum class WgmmaPlanId {
     kD64Short,
     kD64Long,
@@ -30,7 +31,10 @@ enum class WgmmaPlanId {
     kD128Options,
     kD128MiddleOptions,
     kD192Options,
-    kD256Options
+    kD256Options,
+    kD64Intervals,
+    kD128Intervals,
+    kD256Intervals
 };
 
 // How the running row maximum is kept. P = 2^(S - m) gives the right answer for any m as long as nothing overflows, so m need not be the
@@ -52,6 +56,8 @@ struct WgmmaPlan {
     bool general = false;
     // Serves a left edge, ALiBi, softcap and masks of keys, with the loop in options.cuh. In a bare plan their code costs 1 .. 13 %.
     bool options = false;
+    // With options: serves masks by intervals and a left edge instead, with intervals.cuh.
+    bool intervals = false;
     // Speculative plans: wait for O before the exponentials instead of after them. The packing of P is then interleaved with the
     // exponentials and hides under them. This warpgroup's own product no longer hides there: the products of other warpgroups must fill the
     // tensor cores.
@@ -85,6 +91,10 @@ struct WgmmaPlan {
 
 FA_HOST_DEVICE constexpr WgmmaPlan with_options(WgmmaPlan plan) {
     plan.options = true, plan.paged = plan.q_in_registers = false;
+    return plan;
+}
+FA_HOST_DEVICE constexpr WgmmaPlan with_intervals(WgmmaPlan plan) {
+    plan = with_options(plan), plan.intervals = true;
     return plan;
 }
 
@@ -135,6 +145,9 @@ FA_HOST_DEVICE constexpr WgmmaPlan wgmma_plan(WgmmaPlanId id) {
         case WgmmaPlanId::kD128MiddleOptions: return with_options(wgmma_plan(WgmmaPlanId::kD128Middle));
         case WgmmaPlanId::kD192Options: return with_options(wgmma_plan(WgmmaPlanId::kD192));
         case WgmmaPlanId::kD256Options: return with_options(wgmma_plan(WgmmaPlanId::kD256));
+        case WgmmaPlanId::kD64Intervals: return with_intervals(wgmma_plan(WgmmaPlanId::kD64Long));
+        case WgmmaPlanId::kD128Intervals: return with_intervals(wgmma_plan(WgmmaPlanId::kD128Long));
+        case WgmmaPlanId::kD256Intervals: return with_intervals(wgmma_plan(WgmmaPlanId::kD256));
     }
     return plan;
 }
@@ -161,6 +174,9 @@ constexpr const char* wgmma_plan_name(WgmmaPlanId id) {
         case WgmmaPlanId::kD128MiddleOptions: return "d128_middle_options";
         case WgmmaPlanId::kD192Options: return "d192_options";
         case WgmmaPlanId::kD256Options: return "d256_options";
+        case WgmmaPlanId::kD64Intervals: return "d64_intervals";
+        case WgmmaPlanId::kD128Intervals: return "d128_intervals";
+        case WgmmaPlanId::kD256Intervals: return "d256_intervals";
     }
     return "";
 }
@@ -185,6 +201,9 @@ inline bool wgmma_options_serve(const AttentionParams& p) {
     return !rest && !pairs && p.scale > kLeastUnit && p.softcap == 0;
 }
 
+// Whether a plan for intervals serves a call with intervals. No other plan does.
+inline bool wgmma_intervals_serve(const AttentionParams& p) { return !p.max_score && !p.changes_scores() && p.scale > 0; }
+
 // Whether blocks of 192 rows take longer than blocks of 128 rows because they leave more of the GPU idle, although they read K and V less
 // often. That happens up to two rounds of blocks. 512 rows x 32 heads over 8192 keys: 124 -> 99 us with 128 rows (on pages of 256 keys).
 inline bool wgmma_blocks_of_192_idle(const AttentionParams& p, int multiprocessors) {
@@ -204,6 +223,7 @@ inline WgmmaPlanId wgmma_choose(const AttentionParams& p, int multiprocessors) {
     const bool aligned = !causal || p.cu_seqlens_q || p.top_left ||
                          (!p.cache.seqlens && !p.cache.batch_invariant && (int64_t(p.seqlen_k) - p.seqlen_q + p.window_right) % 128 == 0);
     const bool options = general && wgmma_options_serve(p);
+    if (p.intervals.data) return d <= 64 ? WgmmaPlanId::kD64Intervals : d <= 128 ? WgmmaPlanId::kD128Intervals : WgmmaPlanId::kD256Intervals;
     if (d <= 64) {
         if (general) return options ? WgmmaPlanId::kD64Options : WgmmaPlanId::kD64General;
         const bool few_tiles = keys <= (causal ? 2048 : 1024);

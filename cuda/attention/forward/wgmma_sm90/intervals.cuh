@@ -1,0 +1,165 @@
+// wgmma_sm90/intervals.cuh: masks by intervals in the loops of plans with options. The producer decides what becomes of a tile of keys, from
+// the bounds that a small kernel has written (attention/common/interval_bounds.cu):
+//
+//     hidden  no row of the item sees any of its keys: the tile is not loaded, and the consumers never hear of it
+//     whole   every row sees every key: the consumers treat it as in a call without a mask
+//     cut     the producer writes beside the tile which rows of the item do not see each key. A consumer warp compares them, unless the
+//             bounds say that its sixteen rows see everything. Keys that no row of the item sees have their V zeroed, as under a mask
+//
+// A window or causal hides what lies outside it, as in all plans with options.
+#pragma once
+
+#include <climits>
+
+#include "attention/common/tile_intervals.h"
+#include "attention/forward/wgmma_sm90/block.cuh"
+#include "attention/forward/wgmma_sm90/consume.cuh"
+
+namespace fa {
+
+// ---- the producer, a whole warp ----
+
+// Called by one thread for each item. Opaque: nothing of this is computed before, where registers would hold it.
+template <int kBlockN>
+__device__ __forceinline__ void describe_item(const AttentionParams& p, const IntervalBounds& bounds, const ForwardWork& w,
+                                              SeenKeyTiles& known) {
+    const int entry = opaque(w.head / opaque(p.intervals.heads_of_entry));
+    known.bounds = bounds.data + entry * bounds.head + bounds.first<kBlockN>(p, w.batch);
+    known.numbers = opaque(row_indices_of(p, w.batch, 0)) + entry * p.intervals.head;
+    known.from = INT_MAX;
+}
+// Writes to the entry of tile n which rows of the item its keys are hidden from.
+template <int kBlockM, int kBlockN>
+__device__ __forceinline__ void read_tile_rows(const AttentionParams& p, const ForwardWork& w, int n, const SeenKeyTiles& known,
+                                               IntervalKeyTile<kBlockN>& tile) {
+    const int lane = opaque(int(threadIdx.x));
+    if (lane < int(sizeof tile.bounds / sizeof(int)))
+        reinterpret_cast<int*>(&tile.bounds)[lane] = reinterpret_cast<const int*>(known.bounds + n)[lane];
+#pragma unroll 1
+    for (int place = lane; place < kBlockN && n * kBlockN + place < w.seqlen_k; place += 32) {
+        const HiddenRows all = hidden_rows(p, known.numbers + (n * kBlockN + place) * p.intervals.key);
+        tile.rows[0][place] = rows_in_tile(all, 0, p.intervals.form, w.row0, kBlockM).packed();
+        tile.rows[1][place] = rows_in_tile(all, 1, p.intervals.form, w.row0, kBlockM).packed();
+    }
+    __syncwarp();
+    // Registers are few, so the rows are read again.
+    uint32_t any = 0;
+#pragma unroll 1
+    for (int q = 0; q < 4; ++q) {  // the lane's key of word q: KeyTile::hidden
+        const int place = lane / 2 * 8 + lane % 2 + 2 * q, key = n * kBlockN + place;
+        bool hidden = false;
+        if (lane / 2 * 8 < kBlockN && key < w.seqlen_k) {
+            const TileRows rows[2] = {TileRows::from(tile.rows[0][place]), TileRows::from(tile.rows[1][place])};
+            // The window leaves these rows of the item to the key.
+            const int first = max(0, key - w.right - w.row0), last = min(min(kBlockM, w.seqlen_q - w.row0) - 1, key - w.left - w.row0);
+            hidden = hides_all(rows, first, last);
+        }
+        const uint32_t word = __ballot_sync(~0u, hidden);
+        if (lane == q) tile.hidden[q] = word;
+        any |= word;
+    }
+    tile.hides = any != 0;
+}
+
+// Looks at the 32 tiles of the item that end with tile n, one in each lane.
+template <int kBlockM>
+__device__ __forceinline__ void look_at_tiles(const ForwardWork& w, int n, SeenKeyTiles& known) {
+    const int own = n - 31 + opaque(int(threadIdx.x));
+    Seen seen = Seen::kNothing;
+    if (own >= w.first_tile) seen = known.bounds[own].seen_by(w.row0, min(w.row0 + kBlockM, w.seqlen_q) - 1);
+    const uint32_t some = __ballot_sync(~0u, seen != Seen::kNothing), cut = __ballot_sync(~0u, seen == Seen::kSome);
+    known.from = n - 31, known.seen = some, known.cut = cut;
+    __syncwarp();
+}
+
+// The first tile from n downwards of which a row of the item sees a key; its entry is `tile`. If there is none: kNoTile, or, for the first
+// tile of an item, n, because an item has at least one tile.
+template <int kBlockM, int kBlockN>
+__device__ __forceinline__ int find_seen_tile(const AttentionParams& p, const ForwardWork& w, int n, bool is_first, SeenKeyTiles& known,
+                                              IntervalKeyTile<kBlockN>& tile) {
+    const int start = n;
+    bool cut = true;
+#pragma unroll 1
+    for (;; n = known.from - 1) {
+        if (n < w.first_tile) {
+            if (!is_first) return kNoTile;
+            n = start;
+            break;
+        }
+        if (n < known.from) look_at_tiles<kBlockM>(w, n, known);
+        const uint32_t up_to_n = known.seen << (31 - (n - known.from));
+        if (up_to_n == 0) continue;
+        n -= __clz(up_to_n), cut = known.cut >> (n - known.from) & 1;
+        break;
+    }
+    tile.place = n, tile.cut = cut, tile.hides = false;
+    if (cut) read_tile_rows<kBlockM>(p, w, n, known, tile);
+    return n;
+}
+
+// ---- the consumers ----
+
+// What intervals and windows do to the tiles of one item. The interface of TileOptions.
+template <WgmmaPlanId kId>
+struct TileIntervals {
+    static constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
+    static constexpr int kBlockN = kPlan.block_n;
+    using Scores = float[kBlockN / 2];
+    using Tile = KeyTileOf<kId>;
+    const AttentionParams& p;
+    const ForwardWork& w;
+    const float& unused;
+    const Consumer& me;
+    const MaskedTiles masked;
+
+    __device__ __forceinline__ bool has_edge(int n) const { return n >= masked.right_tile || n < masked.left_tile; }
+    __device__ __forceinline__ bool is_plain(int cut, int n) const { return !(cut || has_edge(n)); }
+    // As me.rare(), but nothing of it is held in registers.
+    static __device__ __forceinline__ Consumer rare() {
+        const int thread = opaque(int(threadIdx.x)) - 128;
+        return {thread / 128, thread % 128 / 32, thread % 32};
+    }
+    // Whether the tile must be compared for this warp's sixteen rows.
+    __device__ __forceinline__ bool is_cut(const Tile& tile) const {
+        if (!tile.cut) return false;
+        const int first = w.row0 + rare().row() / 16 * 16;
+        return tile.bounds.seen_by(first, first + 15) != Seen::kEverything;
+    }
+    // Whether the maximum of the tile must be found: a row may see its first key.
+    __device__ __forceinline__ bool is_exact(const Tile& tile, int n, int /* before */, const RowStatistics& rows) const {
+        if (n >= masked.right_tile || is_cut(tile)) return true;
+        return __any_sync(~0u, rows.row_max[0] == -INFINITY || rows.row_max[1] == -INFINITY);
+    }
+    __device__ __forceinline__ void hide(Scores& S, const uint32_t (&rows)[kBlockN]) const {
+        const Consumer at = rare();
+        const uint32_t* pair = rows + 2 * at.quad();  // of two neighbouring keys
+        const int row = at.row();
+#pragma unroll
+        for (int i = 0; i < kBlockN / 2; i += 4) {
+            const uint2 packed = *reinterpret_cast<const uint2*>(pair);
+            pair = opaque(pair + 8);  // all loads at once would take too many registers
+            const TileRows hidden[2] = {TileRows::from(packed.x), TileRows::from(packed.y)};
+#pragma unroll
+            for (int x = 0; x < 4; ++x)
+                if (hidden[x % 2].hides(row + x / 2 * 8)) S[i + x] = -INFINITY;
+        }
+    }
+    __device__ __forceinline__ void apply(Scores& S, const Tile& tile, int n) const {
+        if (is_cut(tile)) {
+            hide(S, tile.rows[0]);
+            if (intervals_of_tile(p.intervals.form) > 1) hide(S, tile.rows[1]);
+        }
+        mask_scores<kId>(S, w, masked, n, me);
+    }
+    // Tiles that are not exact need no comparison but that of the left edge.
+    __device__ __forceinline__ InExponent prepare(Scores& S, const Tile&, int n) const {
+        mask_scores<kId>(S, w, masked, n, me);
+        return InExponent::kNothing;
+    }
+    __device__ __forceinline__ void take_exponentials(Scores& S, float scale, const RowStatistics& rows, const Tile&, int /* n */,
+                                                      int /* before */, InExponent, float (&sum)[2]) const {
+        exponentials(S, exponent_of_products(scale), rows.row_max, sum);
+    }
+};
+
+}  // namespace fa
