@@ -179,8 +179,9 @@ __device__ __forceinline__ void find_large_rows_inline(const AttentionParams& p,
         if (natural) {
             transform_fragment<T>(p, at, S);
             if (p.intervals.data) hide_by_intervals(p, at, S);
-        } else if (p.alibi_slopes || p.mask.data) {
+        } else if (p.alibi_slopes || p.mask.data || p.intervals.data) {
             change_products(p, at, S);
+            if (p.intervals.data) hide_by_intervals(p, at, S);
         }
 #pragma unroll
         for (int e = 0; e < 4; ++e) {

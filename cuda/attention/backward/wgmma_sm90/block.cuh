@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/backward/wgmma_sm90/dq.cuh"
+#include "attention/backward/wgmma_sm90/intervals.cuh"
 #include "attention/backward/wgmma_sm90/options.cuh"
 #include "attention/backward/wgmma_sm90/plan.h"
 #include "attention/backward/wgmma_sm90/turns.cuh"
@@ -14,6 +15,13 @@ template <int kStages>
 struct OptionsSmem {
     uint32_t hidden[kMainWarps];  // which of a warp's 16 keys the mask hides
     AlibiTile alibi[kStages];     // with alibi_slopes: of the tile of Q in the slot
+};
+
+// The same in plans for intervals.
+template <int kStages>
+struct IntervalsSmem {
+    uint32_t hidden[kMainWarps];  // which of a warp's 16 keys no query sees
+    IntervalTile tile[kStages];   // of the tile of Q in the slot
 };
 
 template <typename T, BackwardPlanId kId>
@@ -32,8 +40,8 @@ struct alignas(1024) BackwardSmem {
         dout_empty[kStages];
     uint64_t ds_full[2], ds_empty[2];
     DqTurns turns;
-    WorkList list;
-    std::conditional_t<kPlan.options, OptionsSmem<kStages>, char> options;
+    WorkListOf<BackwardWorkOf<kId>> list;
+    std::conditional_t<kPlan.intervals, IntervalsSmem<kStages>, std::conditional_t<kPlan.options, OptionsSmem<kStages>, char>> options;
 };
 
 template <typename T, BackwardPlanId kId>

@@ -18,8 +18,8 @@ namespace fa {
 //
 // With 64 columns the product is dQ^T = K^T dS, so that some of K^T can stay in registers. That saves reads of shared memory, whose
 // bandwidth is the bound.
-template <typename T, BackwardPlanId kId, int kFirst, int kPieces, typename Wait, typename Release>
-__device__ __forceinline__ void send_dq(const BackwardParams& b, const QueryTiles& tiles, const BackwardWork& w, DqTurns& turns,
+template <typename T, BackwardPlanId kId, int kFirst, int kPieces, typename Work, typename Wait, typename Release>
+__device__ __forceinline__ void send_dq(const BackwardParams& b, const QueryTiles& tiles, const Work& w, DqTurns& turns,
                                         const T* keys, const T* ds, int count, const Wait& wait, const Release& release) {
     constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
     constexpr int kBlockM = kPlan.block_m, kBlockN = kPlan.block_n, kSteps = kBlockN / 16,
@@ -46,7 +46,7 @@ __device__ __forceinline__ void send_dq(const BackwardParams& b, const QueryTile
         uint32_t columns = low_keys, rows = low_ds + (it & 1) * (kBlockM / 64 * kPiece);
         wait(it);
         __syncwarp();
-        const uint32_t tile = tile0 + (w.in_order ? step * tiles.tiles : step);
+        const uint32_t tile = tile0 + (w.in_order ? step * tiles.tiles : tile_of_step(w, step));
         float* sums = tiles.dq + int64_t(tile) * (kBlockM * kPlan.columns()) + kFirst * kDqPiece + opaque(int(threadIdx.x)) % 128 * 4;
         bool writes = false;
         const auto take_turn = [&] {
@@ -151,9 +151,8 @@ __device__ __forceinline__ void stage_dq(DqStages<kStages>& stages, const T* key
 // One thread sends the pieces and counts them. It takes each turn only when it needs it: if tiles were claimed ahead, a block that has
 // caught up with another would wait for each of them, which costs 1 % (causal, H200). A claimed tile is counted at once, because other
 // blocks may be waiting for it.
-template <BackwardPlanId kId, int kStages>
-__device__ __forceinline__ void copy_dq(const BackwardParams& b, const QueryTiles& tiles, const BackwardWork& w,
-                                        DqStages<kStages>& stages) {
+template <BackwardPlanId kId, typename Work, int kStages>
+__device__ __forceinline__ void copy_dq(const BackwardParams& b, const QueryTiles& tiles, const Work& w, DqStages<kStages>& stages) {
     constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
     constexpr int kPieces = kPlan.columns() / 64;
     constexpr uint32_t kPieceBytes = kDqPiece * sizeof(float);
@@ -188,8 +187,8 @@ __device__ __forceinline__ void copy_dq(const BackwardParams& b, const QueryTile
 }
 // In order, two threads send: one the even tiles of the walk, the other the odd tiles, each from its own slots. So a tile is counted as
 // soon as it is in memory, for which the next block waits, and no tile waits until the one before it is there.
-template <BackwardPlanId kId, int kStages>
-__device__ __forceinline__ void copy_dq_in_order(const BackwardParams& b, const QueryTiles& tiles, const BackwardWork& w,
+template <BackwardPlanId kId, typename Work, int kStages>
+__device__ __forceinline__ void copy_dq_in_order(const BackwardParams& b, const QueryTiles& tiles, const Work& w,
                                                  DqStages<kStages>& stages, uint32_t odd) {
     constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
     constexpr int kPieces = kPlan.columns() / 64;

@@ -1,6 +1,7 @@
 // wgmma_sm90/entry.cu: the entry point of the Hopper backward. It chooses the instantiation; wgmma_sm90/kernel.cuh is the kernel for head
 // dims up to 128, wgmma_pair_sm90/kernel.cuh the one above, and one small file per head dim compiles them.
 #include "attention/backward/wgmma_sm90/tiles.h"
+#include "attention/common/interval_bounds.h"
 #include "attention/kernels.h"
 
 namespace fa {
@@ -15,10 +16,12 @@ cudaError_t backward_wgmma_sm90(const BackwardParams& b, const DeviceInfo& devic
         FA_BACKWARD_CASE(kD64)
         FA_BACKWARD_CASE(kD64Options)
         FA_BACKWARD_CASE(kD64Softcap)
+        FA_BACKWARD_CASE(kD64Intervals)
         FA_BACKWARD_CASE(kD64General)
         FA_BACKWARD_CASE(kD128)
         FA_BACKWARD_CASE(kD128Options)
         FA_BACKWARD_CASE(kD128Softcap)
+        FA_BACKWARD_CASE(kD128Intervals)
         FA_BACKWARD_CASE(kD128General)
         FA_BACKWARD_CASE(kD192V128)
         FA_BACKWARD_CASE(kD192V128General)
@@ -32,7 +35,9 @@ cudaError_t backward_wgmma_sm90(const BackwardParams& b, const DeviceInfo& devic
 }
 
 size_t backward_wgmma_sm90_workspace(const BackwardParams& b, const DeviceInfo&) {
-    return query_tiles_bytes(query_tiles(b, backward_plan(backward_choose(b.forward)))) + 128;  // and room to align it
+    const BackwardPlan plan = backward_plan(backward_choose(b.forward));
+    const size_t bounds = plan.intervals ? interval_bounds_bytes(b.forward, plan.block_n) : 0;
+    return query_tiles_bytes(query_tiles(b, plan)) + 128 + bounds;  // and room to align the first
 }
 
 }  // namespace fa

@@ -65,11 +65,13 @@ __device__ __forceinline__ void take_and_load_keys(const CUtensorMap& map_k, con
     uint32_t it0 = 0;
 #pragma unroll 1
     for (uint32_t n = 0;; ++n) {
-        BackwardWork& w = smem.list.work[n & 1];
+        BackwardWorkOf<kId>& w = smem.list.work[n & 1];
         mbarrier_wait(shared_address(&smem.list.empty[n & 1]), n >> 1 & 1 ^ 1);
         while (index < schedule.blocks && !find_key_block<kBlockM, kBlockN>(p, schedule, index, w)) index = take();
         w.valid = index < schedule.blocks, w.it0 = it0;
-        if constexpr (kPlan.options)
+        if constexpr (kPlan.intervals) {
+            if (w.valid) leave_out_hidden<kBlockM, kBlockN>(p, schedule.bounds, w);
+        } else if constexpr (kPlan.options)
             if (w.valid && schedule.tiles.skipped && all_hidden<kBlockN>(p, w)) w.rounds = 0;
         mbarrier_arrive(shared_address(&smem.list.full[n & 1]));
         if (index >= schedule.blocks) return;
@@ -96,11 +98,15 @@ __device__ __forceinline__ void describe_alibi(const AttentionParams& p, const Q
 template <typename T, BackwardPlanId kId>
 __device__ __forceinline__ void load_queries(const CUtensorMap& map_q, const CUtensorMap& map_dout, const AttentionParams& p,
                                              const BackwardSchedule& schedule, BackwardSmem<T, kId>& smem) {
-    for_each_work(smem.list, [&](const BackwardWork& w, uint32_t n) {
+    for_each_work(smem.list, [&](const BackwardWorkOf<kId>& w, uint32_t n) {
         const auto visit = [&](uint32_t it, Visited at, uint32_t tile) {
             const int row = w.q_row + at.m * kBackwardPlan<kId>.block_m, head = w.head_k * p.group + at.head;
             const int batch = p.cu_seqlens_q ? 0 : w.batch;
-            if constexpr (kBackwardPlan<kId>.options)
+            if constexpr (kBackwardPlan<kId>.intervals) {
+                constexpr int kStages = kBackwardPlan<kId>.stages;
+                mbarrier_wait(shared_address(&smem.q_empty[it % kStages]), it / kStages & 1 ^ 1);
+                smem.options.tile[it % kStages] = describe_tile<kBackwardPlan<kId>.block_m>(p, w, at);
+            } else if constexpr (kBackwardPlan<kId>.options)
                 if (p.alibi_slopes) describe_alibi<kId>(p, schedule.tiles, w, smem, it, at);
             load_query_tile(map_q, schedule.q_loads, smem.q, schedule.tiles.lse, smem.lse, smem.q_full, smem.q_empty, it, row, head, batch,
                             tile);
@@ -117,7 +123,7 @@ __device__ __forceinline__ void load_queries(const CUtensorMap& map_q, const CUt
 template <typename T, BackwardPlanId kId>
 __device__ __forceinline__ void take_turns_ahead(const BackwardParams& b, const BackwardSchedule& schedule, BackwardSmem<T, kId>& smem) {
     constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
-    for_each_work(smem.list, [&](const BackwardWork& w, uint32_t n) {
+    for_each_work(smem.list, [&](const BackwardWorkOf<kId>& w, uint32_t n) {
         if constexpr (kBackwardPlan<kId>.dq_stages != 0) {
             if (schedule.in_order) copy_dq_in_order<kId>(b, schedule.tiles, w, smem.stages, 0);
         } else if (takes_turns(b, schedule.tiles)) {
@@ -130,7 +136,7 @@ __device__ __forceinline__ void take_turns_ahead(const BackwardParams& b, const 
 // Warp 3: counts the block's dQ of a query tile as added; with dq_stages it also sends dQ.
 template <typename T, BackwardPlanId kId>
 __device__ __forceinline__ void publish_dq(const BackwardParams& b, const BackwardSchedule& schedule, BackwardSmem<T, kId>& smem) {
-    for_each_work(smem.list, [&](const BackwardWork& w, uint32_t n) {
+    for_each_work(smem.list, [&](const BackwardWorkOf<kId>& w, uint32_t n) {
         if constexpr (kBackwardPlan<kId>.dq_stages != 0) {
             if (schedule.in_order) copy_dq_in_order<kId>(b, schedule.tiles, w, smem.stages, 1);
             else copy_dq<kId>(b, schedule.tiles, w, smem.stages);
@@ -154,7 +160,7 @@ __device__ __forceinline__ void multiply_dq(const BackwardParams& b, const Backw
         __syncwarp();
         if (arrives(lane)) mbarrier_arrive(shared_address(&smem.ds_empty[it & 1]));
     };
-    for_each_work(smem.list, [&](const BackwardWork& w, uint32_t n) {
+    for_each_work(smem.list, [&](const BackwardWorkOf<kId>& w, uint32_t n) {
         const uint32_t slot = n % kKeyStages, tiles = uniform(count_tiles(w)), it0 = uniform(w.it0);
         mbarrier_wait(shared_address(&smem.k_full[slot]), n / kKeyStages & 1);
         if constexpr (kStaged) stage_dq<T, kId>(smem.stages, smem.k[slot], smem.ds[0], tiles, wait, release, it0);

@@ -51,6 +51,10 @@ cudaError_t launch_backward_block(BackwardKernelPointer function, int shared_byt
 
     int grid = schedule.blocks * kPlan.blocks();
     if (kPlan.blocks() == 1 && grid > multiprocessors) grid = multiprocessors;  // blocks take the remaining key blocks in turn
+    if constexpr (kPlan.intervals) {
+        void* const bounds = static_cast<char*>(align_up(p.workspace, 128)) + query_tiles_bytes(schedule.tiles);
+        if (cudaError_t error = launch_interval_bounds(p, kPlan.block_n, bounds, &schedule.bounds, stream)) return error;
+    }
     if (cudaError_t error = backward_rows_before(b, schedule.tiles, stream)) return error;
     if (cudaError_t error = launch_kernel(function, unsigned(grid), kBackwardThreads, size_t(shared_bytes), stream, LaunchOptions{}, map_q,
                                           map_k, map_v, map_dout, b, schedule))

@@ -26,8 +26,8 @@ __device__ __forceinline__ void load_query_tile(const CUtensorMap& map, int load
     bulk_load(shared_address(statistics[slot]), rows + int64_t(tile) * kBlockM, sizeof statistics[0], barrier);
 }
 // The same for all query tiles of the block.
-template <typename T, int kStages, int kCount, int kBlockM>
-__device__ __forceinline__ void load_query_tiles(const AttentionParams& p, const BackwardSchedule& schedule, const BackwardWork& w,
+template <typename Work, typename T, int kStages, int kCount, int kBlockM>
+__device__ __forceinline__ void load_query_tiles(const AttentionParams& p, const BackwardSchedule& schedule, const Work& w,
                                                  const CUtensorMap& map, int loads, T (&tiles)[kStages][kCount], const float* rows,
                                                  float (&statistics)[kStages][kBlockM], uint64_t (&full)[kStages],
                                                  uint64_t (&empty)[kStages]) {

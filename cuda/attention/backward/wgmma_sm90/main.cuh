@@ -4,6 +4,7 @@
 #include "attention/backward/wgmma_sm90/block.cuh"
 #include "attention/backward/wgmma_sm90/fragments.cuh"
 #include "attention/backward/wgmma_sm90/hidden.cuh"
+#include "attention/backward/wgmma_sm90/intervals.cuh"
 #include "attention/backward/wgmma_sm90/options.cuh"
 #include "attention/backward/wgmma_sm90/scores.cuh"
 #include "attention/backward/wgmma_sm90/store.cuh"
@@ -17,7 +18,7 @@ struct MainWarpgroup {
     using Smem = BackwardSmem<T, kId>;
     static constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
     static constexpr int kD = kPlan.columns(), kBlockM = kPlan.block_m, kBlockN = kPlan.block_n;
-    static constexpr bool kGeneral = kPlan.general, kOptions = kPlan.options, kSoftcap = kPlan.softcap;
+    static constexpr bool kGeneral = kPlan.general, kOptions = kPlan.options, kSoftcap = kPlan.softcap, kIntervals = kPlan.intervals;
     static constexpr int kStages = kPlan.stages, kKeyStages = kPlan.key_stages();
     static constexpr uint32_t kTileBytes = kBlockM * kD * 2, kKeysBytes = kBlockN * kD * 2, kDsBytes = kBlockN * kBlockM * 2;
     using Scores = float[kBlockM / 2];       // rows are keys, columns queries
@@ -97,7 +98,9 @@ struct MainWarpgroup {
         const int mask_place = !kGeneral && !kSoftcap && some_large(schedule.tiles) ? INT_MAX : w.mask_place;
         uint32_t hidden = 0;
         if constexpr (kOptions) {
-            hidden = hidden_keys(p, w, w.key0 + wg * 64 + warp * 16);
+            const int own = w.key0 + wg * 64 + warp * 16;
+            if constexpr (kIntervals) hidden = unseen_keys(p, w, own);
+            else hidden = hidden_keys(p, w, own);
             smem.options.hidden[4 * wg + warp] = hidden;
             __syncwarp();
         }
@@ -105,6 +108,7 @@ struct MainWarpgroup {
         zero_hidden_keys<kId>(p, w, smem.v[key_slot], wg * 64, hidden);
         const uint32_t slot0 = it0 % kStages;
         mbarrier_wait(q_full + 8 * slot0, it0 / kStages & 1);
+        if constexpr (kIntervals) place = smem.options.tile[slot0].place;
         if (place >= ragged) zero_rows_past_end<kBlockM>(w, smem.q[slot0]);
         multiply_s(s, slot0, keys);
         if (!kGeneral) read_lse(lse, slot0);
@@ -115,7 +119,7 @@ struct MainWarpgroup {
             const uint32_t slot = it % kStages, phase = it / kStages & 1, ds_slot = it & 1;
             // The last iteration multiplies its own tile again (see below): the next slot may already hold a tile of the next keys.
             const uint32_t next_slot = kGeneral || it + 1 < it0 + tiles ? (it + 1) % kStages : slot;
-            const int next = next_place(place, last, wrap);
+            int next = kIntervals ? 0 : next_place(place, last, wrap);
             low_k = opaque(low_k), low_q = opaque(low_q);
             if (place >= ragged) {
                 mbarrier_wait(dout_full + 8 * slot, phase);
@@ -131,7 +135,7 @@ struct MainWarpgroup {
             OptionInputs first{};
             if constexpr (kSoftcap) first = {statistic(smem.lse[slot], quad, 0), own_hidden(opaque(int(threadIdx.x)) % 32)};
             mbarrier_wait(ds_empty + 8 * ds_slot, it >> 1 & 1 ^ 1);
-            if constexpr (kOptions && !kSoftcap) first.hidden = own_hidden(opaque(int(threadIdx.x)) % 32);  // earlier, registers spill
+            if constexpr (kOptions && !kSoftcap && !kIntervals) first.hidden = own_hidden(opaque(int(threadIdx.x)) % 32);  // earlier, registers spill
             if (kBlockM == 64) wgmma_wait<1>(dp);
             else wgmma_wait<0>(dp), multiply_dv(dv, prob, slot, it == it0);  // drained alone, dP frees its registers one by one
             if constexpr (kGeneral)
@@ -139,6 +143,7 @@ struct MainWarpgroup {
             store_ds(dp, prob, slot, ds_slot, delta, first);  // while dV is multiplied
             if (it + 1 < it0 + tiles) {
                 mbarrier_wait(q_full + 8 * next_slot, (it + 1) / kStages & 1);
+                if constexpr (kIntervals) next = smem.options.tile[next_slot].place;
                 if (next >= ragged) zero_rows_past_end<kBlockM>(w, smem.q[next_slot]);
             }
             announce_ds(ds_slot);
@@ -238,9 +243,9 @@ struct MainWarpgroup {
         const int ln = opaque(lane);
         mask_fragment(s, w, first_key(w, ln), place / w.width * kBlockM + ln % 4 * 2);
         if (!kSoftcap && some_large(schedule.tiles)) {
-            if constexpr (kOptions)
+            if constexpr (kOptions && !kIntervals)
                 if (p.alibi_slopes) add_large_alibi(s, smem.options.alibi[slot], first_key(w, ln), ln % 4 * 2);
-            adjust_products(s, smem.lse[slot], large_rows_of<kBlockM>(p, schedule.tiles, w, visited(w, int(walked))), ln % 4);
+            adjust_products(s, smem.lse[slot], large_rows_of<kBlockM>(p, schedule.tiles, w, visited_at(w, slot, walked)), ln % 4);
         }
     }
     // All options of a tile's scores that change S.
@@ -252,10 +257,20 @@ struct MainWarpgroup {
             const int ln = opaque(lane);
             mask_left_edge(s, w, first_key(w, ln), place / w.width * kBlockM + ln % 4 * 2);
         }
-        if (!kSoftcap && p.alibi_slopes) {
+        if constexpr (kIntervals) {
+            if (smem.options.tile[slot].cut) {
+                const int ln = opaque(lane);
+                hide_rows<kBlockM>(p, s, w, smem.options.tile[slot].entry, first_key(w, ln), place / w.width * kBlockM, ln % 4 * 2);
+            }
+        } else if (!kSoftcap && p.alibi_slopes) {
             const int ln = opaque(lane);
             add_alibi(s, smem.options.alibi[slot], first_key(w, ln), ln % 4 * 2);
         }
+    }
+    // The tile of Q in a slot. walked: its number in the walk.
+    __device__ __forceinline__ Visited visited_at(const BackwardWork& w, uint32_t slot, uint32_t walked) const {
+        if constexpr (kIntervals) return {smem.options.tile[slot].place / w.width, smem.options.tile[slot].head};
+        else return visited(w, int(walked));
     }
     // The key of element 0 of lane `ln`.
     __device__ __forceinline__ int first_key(const BackwardWork& w, int ln) const { return w.key0 + wg * 64 + warp * 16 + ln / 4; }
@@ -273,7 +288,7 @@ struct MainWarpgroup {
             if (!kSoftcap && i + 1 < kBlockM / 16) delta = statistic(smem.delta[slot], quad, i + 1);
             if constexpr (kSoftcap) capped_gradients<T>(ds, prob + 4 * i, dp + 8 * i, own, lse, schedule.softcap);
             else score_gradients<T>(ds, prob + 4 * i, dp + 8 * i, own);
-            if constexpr (kOptions) clear_hidden(ds, next.hidden);
+            if constexpr (kOptions && !kIntervals) clear_hidden(ds, next.hidden);  // intervals: P of a hidden key is 0
             if constexpr (kSoftcap)
                 if (i + 1 < kBlockM / 16)
                     delta = statistic(smem.delta[slot], quad, i + 1), next.lse = statistic(smem.lse[slot], quad, i + 1);

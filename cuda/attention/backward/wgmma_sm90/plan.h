@@ -6,7 +6,8 @@
 namespace fa {
 
 // Bare plans serve causal and full attention. To head dim 128, plans with options have the tiles and products of the bare plans, and serve
-// options that change S before the exponential (backward_serves_options). General plans serve everything else.
+// options that change S before the exponential (backward_serves_options); plans for intervals serve masks by intervals. General plans serve
+// everything else.
 enum class BackwardPlanId {
     kD64,
     kD64General,
@@ -21,7 +22,9 @@ enum class BackwardPlanId {
     kD64Options,
     kD128Options,
     kD64Softcap,
-    kD128Softcap
+    kD128Softcap,
+    kD64Intervals,
+    kD128Intervals
 };
 
 // The warpgroups of a block: one copies, two are the main warpgroups, which own 64 keys each, and one multiplies dQ.
@@ -39,6 +42,7 @@ struct BackwardPlan {
     bool general = false;
     bool options = false;  // windows with a left edge, masks of keys, and ALiBi or softcap
     bool softcap = false;  // with options: softcap, always, and no ALiBi
+    bool intervals = false;  // with options: masks by intervals and a left edge, and no other option
 
     FA_HOST_DEVICE constexpr int columns() const { return (headdim + 63) / 64 * 64; }  // in shared memory, in chunks of 64
     FA_HOST_DEVICE constexpr int columns_v() const { return (headdim_v + 63) / 64 * 64; }
@@ -67,11 +71,13 @@ FA_HOST_DEVICE constexpr BackwardPlan backward_plan(BackwardPlanId id) {
         case BackwardPlanId::kD64Options: plan = backward_plan(BackwardPlanId::kD64), plan.options = true; break;
         case BackwardPlanId::kD64Softcap: plan = backward_plan(BackwardPlanId::kD64Options), plan.softcap = true; break;
         case BackwardPlanId::kD64General: plan.headdim = plan.headdim_v = 64, plan.general = true; break;
+        case BackwardPlanId::kD64Intervals: plan = backward_plan(BackwardPlanId::kD64Options), plan.intervals = true; break;
         // 64 queries: dK and dV fill 128 registers, S and dP 32 each. Four pieces of dQ fill shared memory.
         case BackwardPlanId::kD128: plan.headdim = plan.headdim_v = 128, plan.dq_stages = 4; break;
         case BackwardPlanId::kD128Options: plan = backward_plan(BackwardPlanId::kD128), plan.options = true; break;
         case BackwardPlanId::kD128Softcap: plan = backward_plan(BackwardPlanId::kD128Options), plan.softcap = true; break;
         case BackwardPlanId::kD128General: plan.headdim = plan.headdim_v = 128, plan.general = true; break;
+        case BackwardPlanId::kD128Intervals: plan = backward_plan(BackwardPlanId::kD128Options), plan.intervals = true; break;
         // dK of 64 keys alone fills 96 or 128 registers, and K and Q fill shared memory: two blocks share the keys
         // (wgmma_pair_sm90/kernel.cuh).
         case BackwardPlanId::kD192V128: plan.headdim = 192, plan.headdim_v = 128; break;
@@ -107,9 +113,15 @@ inline bool backward_serves_options(const AttentionParams& p) {
     return softcap && !rest.general_scores() && p.scale > (p.alibi_slopes ? 1e-6f : 0.0f);
 }
 
+// Whether a plan for intervals serves a call with intervals. No other plan does.
+inline bool backward_serves_intervals(const AttentionParams& p) {
+    return p.headdim <= 128 && p.headdim_v <= 128 && !p.changes_scores() && p.scale > 0;
+}
+
 inline BackwardPlanId backward_choose(const AttentionParams& p) {
     const bool general = backward_scores_are_natural(p) || p.window_left >= 0;
     const int d = p.headdim > p.headdim_v ? p.headdim : p.headdim_v;
+    if (p.intervals.data && d <= 128) return d <= 64 ? BackwardPlanId::kD64Intervals : BackwardPlanId::kD128Intervals;
     if (general && d <= 128 && backward_serves_options(p)) {
         if (p.softcap != 0) return d <= 64 ? BackwardPlanId::kD64Softcap : BackwardPlanId::kD128Softcap;
         return d <= 64 ? BackwardPlanId::kD64Options : BackwardPlanId::kD128Options;

@@ -50,7 +50,7 @@ struct QueryTiles {
     int blocks;     // blocks that share keys; each adds its own columns of dq
     bool natural;   // scores are in natural units, as in general plans
     bool zeroed;    // dq starts as zeros; else the first key block that reaches a tile writes it, and the others wait for that
-    bool skipped;   // key blocks that a mask hides walk no tiles, so a tile may meet no block although its rows see keys
+    bool skipped;   // key blocks do not walk over tiles that a mask hides, so a tile may meet no block although its rows see keys
     int tiles;      // of a sequence; varlen: of all sequences; tile m of sequence b is number cu_seqlens_q[b] / block_m + b + m
     int64_t heads;  // batch * nheads; varlen: nheads
 
@@ -76,7 +76,7 @@ inline QueryTiles query_tiles(const BackwardParams& b, const BackwardPlan& plan)
     // and loses up to 8 % at 16384. One block at head dim 128, causal: zeroing costs 2 % at 2048; waiting for claimed tiles costs 2 % at
     // 8192 and 7 % at 16384.
     t.zeroed = plan.blocks() > 1 ? p.seqlen_q > 2048 : plan.dq_stages && !b.deterministic && p.window_right >= 0 && p.seqlen_q >= 8192;
-    t.skipped = plan.options && p.mask.data && !b.deterministic;  // in order, each block waits for all blocks before it
+    t.skipped = plan.options && (p.mask.data || p.intervals.data) && !b.deterministic;  // in order, each block waits for all blocks before it
     t.tiles = p.cu_seqlens_q ? p.total_q / plan.block_m + p.batch : (p.seqlen_q + plan.block_m - 1) / plan.block_m;
     t.heads = p.cu_seqlens_q ? p.nheads : int64_t(p.batch) * p.nheads;
     return t;

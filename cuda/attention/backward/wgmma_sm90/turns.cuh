@@ -70,9 +70,8 @@ __device__ __forceinline__ Turn claim(const QueryTiles& tiles, int* counter) {
 }
 
 // The thread that takes turns. Of kBlocks blocks that share keys: in order, each for itself (`rank`); else the thread of block 0, for all.
-template <int kBlockM, int kBlockN, int kBlocks>
-__device__ __forceinline__ void take_turns(const BackwardParams& b, const QueryTiles& tiles, const BackwardWork& w, DqTurns& turns,
-                                           uint32_t rank) {
+template <int kBlockM, int kBlockN, int kBlocks, typename Work>
+__device__ __forceinline__ void take_turns(const BackwardParams& b, const QueryTiles& tiles, const Work& w, DqTurns& turns, uint32_t rank) {
     const bool in_order = b.deterministic;
     // A claimed tile keeps others waiting until it is written, so only few are claimed ahead.
     const uint32_t ahead = in_order ? kTurnSlots : 2;
@@ -96,8 +95,8 @@ __device__ __forceinline__ void take_turns(const BackwardParams& b, const QueryT
     for_each_query_tile(b.forward, tiles, w, visit);
 }
 // The thread that counts the block's part of a tile as added. `count`: tiles of the walk.
-template <int kBlocks>
-__device__ __forceinline__ void publish_turns(const BackwardParams& b, const QueryTiles& tiles, const BackwardWork& w, DqTurns& turns,
+template <int kBlocks, typename Work>
+__device__ __forceinline__ void publish_turns(const BackwardParams& b, const QueryTiles& tiles, const Work& w, DqTurns& turns,
                                               uint32_t rank, uint32_t count) {
     const bool in_order = b.deterministic;
     const auto visit = [&](uint32_t it, Visited, uint32_t tile) {

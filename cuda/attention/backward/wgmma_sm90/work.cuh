@@ -2,9 +2,12 @@
 #pragma once
 
 #include <climits>
+#include <type_traits>
 
 #include "attention/backward/wgmma_sm90/tiles.h"
+#include "attention/common/interval_bounds.cuh"
 #include "attention/common/params.h"
+#include "attention/common/tile_intervals.h"
 #include "device/mma.cuh"
 #include "device/ptx.cuh"
 #include "device/wgmma.cuh"
@@ -35,6 +38,17 @@ struct alignas(16) BackwardWork {
     int mask_place;  // places before this one have rows that do not see all of the keys; keys past the end count as unseen
 };
 
+// The same with masks by intervals. The steps of the walk pass over the gaps: tiles of queries of which no head of the group sees a key.
+// Places are those of the tiles themselves; the main warpgroups read them beside each tile.
+struct BackwardIntervalWork : BackwardWork {
+    TileGaps gaps;
+    HiddenBounds bounds;  // of the keys, for all heads of the group
+};
+template <BackwardPlanId kId>
+using BackwardWorkOf = std::conditional_t<kBackwardPlan<kId>.intervals, BackwardIntervalWork, BackwardWork>;
+FA_HOST_DEVICE int tile_of_step(const BackwardWork&, int step) { return step; }
+FA_HOST_DEVICE int tile_of_step(const BackwardIntervalWork& w, int step) { return w.gaps.tile_of(step); }
+
 // What softcap multiplies by. An instruction takes these from the kernel's arguments, so they need no registers.
 struct SoftcapFactors {
     float argument;  // scale / softcap: turns products into arguments of tanh
@@ -53,6 +67,7 @@ struct BackwardSchedule {
     int blocks;         // blocks of 128 keys; the thread blocks of the grid take them in turn
     int q_loads, k_loads, v_loads, dout_loads;  // boxes of a tile
     SoftcapFactors softcap;
+    IntervalBounds bounds;  // plans for intervals: of each block of keys
 };
 
 // The first lane's value, in all lanes that still run. The shuffle tells the compiler that it is uniform.
@@ -148,24 +163,27 @@ FA_HOST_DEVICE bool find_key_block(const AttentionParams& p, const BackwardSched
 FA_HOST_DEVICE int count_tiles(const BackwardWork& w) { return w.rounds * (w.end_step - w.first_step); }
 
 // The sets of keys that a block takes, in two slots that are used in turn. full: the slot is written. empty: every reader is done with it.
-struct WorkList {
+template <typename Work>
+struct WorkListOf {
     static constexpr int kReaders = 3 + (kMainWarps + kDqWarps) * kWarpArrivals;  // three threads of the loading warpgroup, and the warps
-    BackwardWork work[2];
+    Work work[2];
     uint64_t full[2], empty[2];
     uint64_t asked;  // the loads of all query tiles have been issued: time to take the next keys
 };
+using WorkList = WorkListOf<BackwardWork>;
 // Calls visit(work, n) for the n-th set of keys that the block takes, until there are no more.
-template <typename Visit>
-__device__ __forceinline__ void for_each_work(const WorkList& list, const Visit& visit) {
+template <typename Work, typename Visit>
+__device__ __forceinline__ void for_each_work(const WorkListOf<Work>& list, const Visit& visit) {
 #pragma unroll 1
     for (uint32_t n = 0;; ++n) {
         mbarrier_wait(shared_address(&list.full[n & 1]), n >> 1 & 1);
-        const BackwardWork& w = list.work[n & 1];
+        const Work& w = list.work[n & 1];
         if (!uniform(w.valid)) return;
         visit(w, n);
     }
 }
-__device__ __forceinline__ void release_work(const WorkList& list, uint32_t n) { mbarrier_arrive(shared_address(&list.empty[n & 1])); }
+template <typename Work>
+__device__ __forceinline__ void release_work(const WorkListOf<Work>& list, uint32_t n) { mbarrier_arrive(shared_address(&list.empty[n & 1])); }
 
 // The number in QueryTiles of the first query tile of the group's first head. A tile takes at least 16 KiB, so 32 bits suffice.
 __device__ __forceinline__ uint32_t first_query_tile(const AttentionParams& p, const QueryTiles& tiles, const BackwardWork& w) {
@@ -181,8 +199,8 @@ __device__ __forceinline__ const float2* large_rows_of(const AttentionParams& p,
 }
 // Calls visit(it, at, tile) for the block's query tiles in the order of the walk. it: the iteration, from it0 on. tile: its number in
 // QueryTiles.
-template <typename Visit>
-__device__ __forceinline__ void for_each_query_tile(const AttentionParams& p, const QueryTiles& tiles, const BackwardWork& w,
+template <typename Work, typename Visit>
+__device__ __forceinline__ void for_each_query_tile(const AttentionParams& p, const QueryTiles& tiles, const Work& w,
                                                     const Visit& visit) {
     const uint32_t tile0 = first_query_tile(p, tiles, w);
     const int first = w.first_step, end = w.end_step, start = w.start_step;  // copies: shared memory is slow while products read it
@@ -190,7 +208,8 @@ __device__ __forceinline__ void for_each_query_tile(const AttentionParams& p, co
     int m = w.in_order ? w.end_m - 1 : start, head = 0;
 #pragma unroll 1
     for (int left = count_tiles(w); left > 0; --left) {
-        visit(it++, Visited{m, head}, tile0 + uint32_t(head * tiles.tiles + m));
+        const int tile = tile_of_step(w, m);
+        visit(it++, Visited{tile, head}, tile0 + uint32_t(head * tiles.tiles + tile));
         if (w.in_order) {
             head = next_step(head, first, end);
             if (head == start) --m;
