@@ -65,6 +65,11 @@ const char* needs_queries(const BackwardParams& b, const DeviceInfo&, char*, siz
     return b.forward.batch == 0 || b.forward.seqlen_q == 0 || tensor_extents(b.forward).rows_q == 0 ? "there are no queries to load"
                                                                                                     : nullptr;
 }
+const char* wgmma_refuses(const BackwardParams& b, const DeviceInfo& device, char* text, size_t size) {
+    if (b.forward.intervals.data && !backward_serves_intervals(b.forward))
+        return "takes no startend_row_indices beside softcap, ALiBi, bias, mask or dropout, or with softmax_scale <= 0";
+    return needs_queries(b, device, text, size);
+}
 const char* pair_refuses(const BackwardParams& b, const DeviceInfo& device, char* text, size_t size) {
     const AttentionParams& p = b.forward;
     if (p.headdim <= 128 && p.headdim_v <= 128)
@@ -100,8 +105,12 @@ constexpr BackwardKernel kKernels[] = {
     {.name = "wgmma_sm90",
      .summary = "Hopper: TMA, wgmma, specialised warps; float16, bfloat16, head dims to 128, every option",
      .device = FA_CUDA,
-     .limits = {.dtypes = k16Bits, .gpus = kHopper, .head_dims = head_dims(8, 128), .takes = kOfTiles, .memory = Memory::kTensorMaps},
-     .refuses = FA_SM90(needs_queries),
+     .limits = {.dtypes = k16Bits,
+                .gpus = kHopper,
+                .head_dims = head_dims(8, 128),
+                .takes = kOfTiles | kIntervals,
+                .memory = Memory::kTensorMaps},
+     .refuses = FA_SM90(wgmma_refuses),
      .fits = FA_SM90(wgmma_fits),
      .workspace = FA_SM90(backward_wgmma_sm90_workspace),
      .launch = FA_SM90(backward_wgmma_sm90)},

@@ -92,6 +92,10 @@ const char* wgmma_yields(const AttentionParams& p, const DeviceInfo& device, cha
 #endif
     return nullptr;
 }
+const char* wgmma_refuses(const AttentionParams& p, const DeviceInfo&, char*, size_t) {
+    if (!p.intervals.data || wgmma_intervals_serve(p)) return nullptr;
+    return "takes no startend_row_indices beside softcap, ALiBi, bias, mask or dropout, with return_max_score or softmax_scale <= 0";
+}
 const char* wgmma_variant(const AttentionParams& p, const DeviceInfo& device) {
     return wgmma_plan_name(wgmma_choose(p, device.multiprocessors));
 }
@@ -159,8 +163,9 @@ constexpr Kernel kKernels[] = {
      .limits = {.dtypes = k16Bits,
                 .gpus = kHopper,
                 .head_dims = head_dims(8, kWgmmaMaxHeadDim),
-                .takes = kHints | kResults | kVarlen | kCache | kPages | kScoresOfTiles | kAnyScale,
+                .takes = kHints | kResults | kVarlen | kCache | kPages | kScoresOfTiles | kAnyScale | kIntervals,
                 .memory = Memory::kTensorMaps},
+     .refuses = FA_SM90(wgmma_refuses),
      .fits = FA_SM90(has_items_for_tiles_of_64),
      .yields = FA_SM90(wgmma_yields),
      .workspace = FA_SM90(forward_wgmma_sm90_workspace),

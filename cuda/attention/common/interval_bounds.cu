@@ -1,6 +1,7 @@
 // interval_bounds.cu: the small kernel before those that skip tiles of masks by intervals: it reads the numbers of each key once and writes
 // the bounds of every `keys` keys.
 #include "attention/common/interval_bounds.cuh"
+#include "attention/common/tile_intervals.h"
 #include "device/launch.h"
 
 namespace fa {
@@ -19,12 +20,13 @@ __global__ void __launch_bounds__(kThreads) interval_bounds_kernel(const __grid_
     const int64_t index = int64_t(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
     const int tile = int(index % tiles), b = int(index / tiles % p.batch), head = int(index / tiles / p.batch);
     if (head >= p.nheads / p.intervals.heads_of_entry) return;
-    const int seqlen_k = sequence_of(p, b).seqlen_k, key0 = tile * keys, end = min(key0 + keys, seqlen_k);
-    if (key0 >= seqlen_k) return;
+    const Sequence s = sequence_of(p, b);
+    const int key0 = tile * keys, end = min(key0 + keys, s.seqlen_k);
+    if (key0 >= s.seqlen_k) return;
     const int32_t* const numbers = row_indices_of(p, b, head * p.intervals.heads_of_entry);
     HiddenBounds bounds;
     bounds.clear();
-    for (int key = key0 + lane; key < end; key += 32) bounds.add(hidden_rows(p, numbers + key * p.intervals.key));
+    for (int key = key0 + lane; key < end; key += 32) add_key(bounds, p, s, hidden_rows(p, numbers + key * p.intervals.key), key);
     reduce_bounds(bounds);
     const int64_t first = p.cu_seqlens_k ? first_key_row(p, b) / keys + b : int64_t(tiles) * b;
     if (lane == 0) params.to.data[head * params.to.head + first + tile] = bounds;

@@ -1,10 +1,18 @@
-// tile_intervals.h: masks by intervals in the kernels of Hopper, for host and device: which tiles a walk leaves out, and the rows of one tile
-// that do not see a key. mask.h has the rest of the arithmetic (HiddenRows, HiddenBounds).
+// tile_intervals.h: masks by intervals in the kernels of Hopper, for host and device: which tiles a walk leaves out, and the rows of one
+// tile that do not see a key. mask.h has the rest of the arithmetic (HiddenRows, HiddenBounds).
 #pragma once
 
 #include "attention/common/mask.h"
 
 namespace fa {
+
+// Adds a key to the bounds of a tile. If no row sees the key, not even outside its intervals, where causal or a window may hide it, the
+// tile must never count as seen by everybody: a kernel has to zero the key's values, which may be NaN.
+FA_HOST_DEVICE void add_key(HiddenBounds& bounds, const AttentionParams& p, const Sequence& s, const HiddenRows& rows, int32_t key) {
+    bounds.add(rows);
+    const QueryRange range = query_range(p, s, key);
+    if (hides_all(rows, range.begin, range.end - 1)) bounds.min_begin[0] = INT32_MIN, bounds.max_end[0] = INT32_MAX;
+}
 
 // ---- a block of keys walks over tiles of rows ----
 

@@ -19,8 +19,8 @@ namespace fa {
 // With 64 columns the product is dQ^T = K^T dS, so that some of K^T can stay in registers. That saves reads of shared memory, whose
 // bandwidth is the bound.
 template <typename T, BackwardPlanId kId, int kFirst, int kPieces, typename Work, typename Wait, typename Release>
-__device__ __forceinline__ void send_dq(const BackwardParams& b, const QueryTiles& tiles, const Work& w, DqTurns& turns,
-                                        const T* keys, const T* ds, int count, const Wait& wait, const Release& release) {
+__device__ __forceinline__ void send_dq(const BackwardParams& b, const QueryTiles& tiles, const Work& w, DqTurns& turns, const T* keys,
+                                        const T* ds, int count, const Wait& wait, const Release& release) {
     constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
     constexpr int kBlockM = kPlan.block_m, kBlockN = kPlan.block_n, kSteps = kBlockN / 16,
                   kHeld = kPlan.held_steps(std::is_same_v<T, __half>);
@@ -188,8 +188,8 @@ __device__ __forceinline__ void copy_dq(const BackwardParams& b, const QueryTile
 // In order, two threads send: one the even tiles of the walk, the other the odd tiles, each from its own slots. So a tile is counted as
 // soon as it is in memory, for which the next block waits, and no tile waits until the one before it is there.
 template <BackwardPlanId kId, typename Work, int kStages>
-__device__ __forceinline__ void copy_dq_in_order(const BackwardParams& b, const QueryTiles& tiles, const Work& w,
-                                                 DqStages<kStages>& stages, uint32_t odd) {
+__device__ __forceinline__ void copy_dq_in_order(const BackwardParams& b, const QueryTiles& tiles, const Work& w, DqStages<kStages>& stages,
+                                                 uint32_t odd) {
     constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
     constexpr int kPieces = kPlan.columns() / 64;
     constexpr uint32_t kPieceBytes = kDqPiece * sizeof(float);

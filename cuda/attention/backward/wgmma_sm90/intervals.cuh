@@ -2,9 +2,9 @@
 //
 // A block of keys knows the rows that none of its keys is seen by, from the bounds that a small kernel has written
 // (attention/common/interval_bounds.cu). They leave at most two gaps in its walk (attention/common/tile_intervals.h). Blocks in order walk
-// over all tiles, because each waits for the blocks before it. The thread that loads Q says beside each tile where the tile lies and whether
-// it is cut: whether some row does not see some key. In cut tiles each thread compares the rows with the intervals of its two keys. Keys
-// that no query sees are zeroed in K and V, and get no gradient.
+// over all tiles, because each waits for the blocks before it. The thread that loads Q says beside each tile where the tile lies and
+// whether it is cut: whether some row does not see some key. In cut tiles each thread compares the rows with the intervals of its two keys.
+// Keys that no query sees are zeroed in K and V, and get no gradient.
 #pragma once
 
 #include "attention/backward/wgmma_sm90/work.cuh"
@@ -14,10 +14,9 @@ namespace fa {
 
 // A tile of Q, for the main warpgroups.
 struct alignas(16) IntervalTile {
-    int place;  // of the walk: BackwardWork
-    int head;   // of the group
-    int cut;    // whether a row may not see a key
-    int entry;  // of the head, on the head axis of the numbers
+    int place_and_cut;  // 2 place + cut. place: of the walk (BackwardWork). cut: whether some row may not see some key
+    int head;           // of the group
+    int entry;          // of the head, on the head axis of the numbers
 };
 
 // The entry of a query head on the head axis of the numbers. Opaque: nothing of the division is held in registers.
@@ -45,7 +44,8 @@ __device__ __forceinline__ void leave_out_hidden(const AttentionParams& p, const
 template <int kBlockM>
 __device__ __forceinline__ IntervalTile describe_tile(const AttentionParams& p, const BackwardIntervalWork& w, Visited at) {
     const int row0 = at.m * kBlockM, last = min(row0 + kBlockM, w.seqlen_q) - 1;
-    return {at.m * w.width, at.head, w.bounds.seen_by(row0, last) != Seen::kEverything, entry_of(p, w.head_k * p.group + at.head)};
+    const bool cut = w.bounds.seen_by(row0, last) != Seen::kEverything;
+    return {2 * at.m * w.width + cut, at.head, entry_of(p, w.head_k * p.group + at.head)};
 }
 
 // Called by a whole warp: bit i says that no query sees key0 + i, one of 16 keys. Keys past the end have no bit.
@@ -67,22 +67,23 @@ __device__ __forceinline__ void hide_rows(const AttentionParams& p, float (&S)[k
                                           int query) {
     const int32_t* const numbers = opaque(row_indices_of(p, w.batch, 0)) + entry * p.intervals.head;
     const RowIndicesForm form = p.intervals.form;
+    // Keys past the end are hidden already.
+    const HiddenRows hidden[2] = {hidden_rows(p, numbers + min(key, w.seqlen_k - 1) * p.intervals.key),
+                                  hidden_rows(p, numbers + min(key + 8, w.seqlen_k - 1) * p.intervals.key)};
+    const auto hide = [&](int x) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const int own = min(key + 8 * r, w.seqlen_k - 1);  // keys past the end are hidden already
-        const HiddenRows hidden = hidden_rows(p, numbers + own * p.intervals.key);
-        const auto hide = [&](int x) {
-            TileRows rows = rows_in_tile(hidden, x, form, row0, kBlockM);
+        for (int r = 0; r < 2; ++r) {
+            TileRows rows = rows_in_tile(hidden[r], x, form, row0, kBlockM);
             rows.begin -= query;
 #pragma unroll
             for (int i = 2 * r; i < kCount; i += 4)
 #pragma unroll
                 for (int e = 0; e < 2; ++e)
                     if (rows.hides(2 * i - 4 * r + e)) S[i + e] = -INFINITY;
-        };
-        hide(0);
-        if (intervals_of_tile(form) > 1) hide(1);
-    }
+        }
+    };
+    hide(0);
+    if (intervals_of_tile(form) > 1) hide(1);
 }
 
 }  // namespace fa

@@ -108,12 +108,13 @@ struct MainWarpgroup {
         zero_hidden_keys<kId>(p, w, smem.v[key_slot], wg * 64, hidden);
         const uint32_t slot0 = it0 % kStages;
         mbarrier_wait(q_full + 8 * slot0, it0 / kStages & 1);
-        if constexpr (kIntervals) place = smem.options.tile[slot0].place;
+        int code = 0;  // IntervalTile::place_and_cut
+        if constexpr (kIntervals) code = smem.options.tile[slot0].place_and_cut, place = code >> 1;
         if (place >= ragged) zero_rows_past_end<kBlockM>(w, smem.q[slot0]);
         multiply_s(s, slot0, keys);
         if (!kGeneral) read_lse(lse, slot0);
         wgmma_wait<0>(s);
-        if constexpr (kOptions) change_scores(w, s, slot0, place, mask_place, left_place, 0);
+        if constexpr (kOptions) change_scores(w, s, slot0, place, code & 1, mask_place, left_place, 0);
 #pragma unroll 1
         for (uint32_t it = it0; it < it0 + tiles; ++it) {  // S of this tile is complete, nothing is in flight
             const uint32_t slot = it % kStages, phase = it / kStages & 1, ds_slot = it & 1;
@@ -135,7 +136,8 @@ struct MainWarpgroup {
             OptionInputs first{};
             if constexpr (kSoftcap) first = {statistic(smem.lse[slot], quad, 0), own_hidden(opaque(int(threadIdx.x)) % 32)};
             mbarrier_wait(ds_empty + 8 * ds_slot, it >> 1 & 1 ^ 1);
-            if constexpr (kOptions && !kSoftcap && !kIntervals) first.hidden = own_hidden(opaque(int(threadIdx.x)) % 32);  // earlier, registers spill
+            if constexpr (kOptions && !kSoftcap && !kIntervals)
+                first.hidden = own_hidden(opaque(int(threadIdx.x)) % 32);  // earlier, registers spill
             if (kBlockM == 64) wgmma_wait<1>(dp);
             else wgmma_wait<0>(dp), multiply_dv(dv, prob, slot, it == it0);  // drained alone, dP frees its registers one by one
             if constexpr (kGeneral)
@@ -143,8 +145,9 @@ struct MainWarpgroup {
             store_ds(dp, prob, slot, ds_slot, delta, first);  // while dV is multiplied
             if (it + 1 < it0 + tiles) {
                 mbarrier_wait(q_full + 8 * next_slot, (it + 1) / kStages & 1);
-                if constexpr (kIntervals) next = smem.options.tile[next_slot].place;
-                if (next >= ragged) zero_rows_past_end<kBlockM>(w, smem.q[next_slot]);
+                if constexpr (kIntervals) code = smem.options.tile[next_slot].place_and_cut, next = code >> 1;
+                // With intervals, only a varlen call waits for that read here.
+                if ((!kIntervals || p.cu_seqlens_q) && next >= ragged) zero_rows_past_end<kBlockM>(w, smem.q[next_slot]);
             }
             announce_ds(ds_slot);
             wgmma_wait<0>(dv);
@@ -154,7 +157,7 @@ struct MainWarpgroup {
             if (!kGeneral) read_lse(lse, next_slot);
             if constexpr (kOptions) {  // while dK is multiplied
                 wgmma_wait<1>(s);
-                if (it + 1 < it0 + tiles) change_scores(w, s, next_slot, next, mask_place, left_place, it + 1 - it0);
+                if (it + 1 < it0 + tiles) change_scores(w, s, next_slot, next, code & 1, mask_place, left_place, it + 1 - it0);
             }
             wgmma_wait<0>(dk, s);
             release(q_empty, slot);
@@ -248,8 +251,8 @@ struct MainWarpgroup {
             adjust_products(s, smem.lse[slot], large_rows_of<kBlockM>(p, schedule.tiles, w, visited_at(w, slot, walked)), ln % 4);
         }
     }
-    // All options of a tile's scores that change S.
-    __device__ __forceinline__ void change_scores(const BackwardWork& w, Scores& s, uint32_t slot, int place, int mask_place,
+    // All options of a tile's scores that change S. cut: whether intervals cut the tile.
+    __device__ __forceinline__ void change_scores(const BackwardWork& w, Scores& s, uint32_t slot, int place, bool cut, int mask_place,
                                                   int left_place, uint32_t walked) const {
         if constexpr (kSoftcap) cap_scores(s, schedule.softcap);
         if (place < mask_place) mask_scores(w, s, slot, place, walked);
@@ -258,7 +261,7 @@ struct MainWarpgroup {
             mask_left_edge(s, w, first_key(w, ln), place / w.width * kBlockM + ln % 4 * 2);
         }
         if constexpr (kIntervals) {
-            if (smem.options.tile[slot].cut) {
+            if (cut) {
                 const int ln = opaque(lane);
                 hide_rows<kBlockM>(p, s, w, smem.options.tile[slot].entry, first_key(w, ln), place / w.width * kBlockM, ln % 4 * 2);
             }
@@ -269,7 +272,7 @@ struct MainWarpgroup {
     }
     // The tile of Q in a slot. walked: its number in the walk.
     __device__ __forceinline__ Visited visited_at(const BackwardWork& w, uint32_t slot, uint32_t walked) const {
-        if constexpr (kIntervals) return {smem.options.tile[slot].place / w.width, smem.options.tile[slot].head};
+        if constexpr (kIntervals) return {(smem.options.tile[slot].place_and_cut >> 1) / w.width, smem.options.tile[slot].head};
         else return visited(w, int(walked));
     }
     // The key of element 0 of lane `ln`.

@@ -40,8 +40,8 @@ struct BackwardPlan {
     int stages = 2;                  // slots of Q and of dout
     int dq_stages = 0;               // slots for 64 x 64 pieces of dQ on their way through shared memory; 0: dQ leaves from registers
     bool general = false;
-    bool options = false;  // windows with a left edge, masks of keys, and ALiBi or softcap
-    bool softcap = false;  // with options: softcap, always, and no ALiBi
+    bool options = false;    // windows with a left edge, masks of keys, and ALiBi or softcap
+    bool softcap = false;    // with options: softcap, always, and no ALiBi
     bool intervals = false;  // with options: masks by intervals and a left edge, and no other option
 
     FA_HOST_DEVICE constexpr int columns() const { return (headdim + 63) / 64 * 64; }  // in shared memory, in chunks of 64

@@ -183,7 +183,9 @@ __device__ __forceinline__ void for_each_work(const WorkListOf<Work>& list, cons
     }
 }
 template <typename Work>
-__device__ __forceinline__ void release_work(const WorkListOf<Work>& list, uint32_t n) { mbarrier_arrive(shared_address(&list.empty[n & 1])); }
+__device__ __forceinline__ void release_work(const WorkListOf<Work>& list, uint32_t n) {
+    mbarrier_arrive(shared_address(&list.empty[n & 1]));
+}
 
 // The number in QueryTiles of the first query tile of the group's first head. A tile takes at least 16 KiB, so 32 bits suffice.
 __device__ __forceinline__ uint32_t first_query_tile(const AttentionParams& p, const QueryTiles& tiles, const BackwardWork& w) {
@@ -200,8 +202,7 @@ __device__ __forceinline__ const float2* large_rows_of(const AttentionParams& p,
 // Calls visit(it, at, tile) for the block's query tiles in the order of the walk. it: the iteration, from it0 on. tile: its number in
 // QueryTiles.
 template <typename Work, typename Visit>
-__device__ __forceinline__ void for_each_query_tile(const AttentionParams& p, const QueryTiles& tiles, const Work& w,
-                                                    const Visit& visit) {
+__device__ __forceinline__ void for_each_query_tile(const AttentionParams& p, const QueryTiles& tiles, const Work& w, const Visit& visit) {
     const uint32_t tile0 = first_query_tile(p, tiles, w);
     const int first = w.first_step, end = w.end_step, start = w.start_step;  // copies: shared memory is slow while products read it
     uint32_t it = w.it0;

@@ -42,9 +42,9 @@ constexpr int kNoTile = -1;
 // The same in plans for intervals. `hidden`: the keys that no row of the item sees; `cut`: some row of the item does not see some key.
 template <int kBlockN>
 struct IntervalKeyTile : KeyTile {
-    HiddenBounds bounds;         // of its keys, in cut tiles
-    uint32_t rows[2][kBlockN];   // in cut tiles: the rows of the item that do not see a key, TileRows for each interval
-    int hides;                   // whether there are such keys
+    HiddenBounds bounds;        // of its keys, in cut tiles
+    uint32_t rows[2][kBlockN];  // in cut tiles: the rows of the item that do not see a key, TileRows for each interval
+    int hides;                  // whether there are such keys
 
     __device__ __forceinline__ bool zeroes_values() const { return hides; }
 };

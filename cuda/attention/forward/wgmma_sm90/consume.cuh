@@ -163,8 +163,8 @@ __device__ __forceinline__ bool softmax_lazy(float (&S)[kScores], const Exponent
     return moved;
 }
 
-// Plans with options: the option that the exponentials of a tile apply themselves. Its operations then hide under those of the exponentials'
-// unit.
+// Plans with options: the option that the exponentials of a tile apply themselves. Its operations then hide under those of the
+// exponentials' unit.
 enum class InExponent { kNothing, kCap, kSlope, kMask };
 
 // Adds the sums of a tile whose exponentials were taken under the current maximum. Returns false when P or its sums come close to overflow

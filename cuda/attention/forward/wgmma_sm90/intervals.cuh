@@ -1,5 +1,5 @@
-// wgmma_sm90/intervals.cuh: masks by intervals in the loops of plans with options. The producer decides what becomes of a tile of keys, from
-// the bounds that a small kernel has written (attention/common/interval_bounds.cu):
+// wgmma_sm90/intervals.cuh: masks by intervals in the loops of plans with options. The producer decides what becomes of a tile of keys,
+// from the bounds that a small kernel has written (attention/common/interval_bounds.cu):
 //
 //     hidden  no row of the item sees any of its keys: the tile is not loaded, and the consumers never hear of it
 //     whole   every row sees every key: the consumers treat it as in a call without a mask
@@ -33,7 +33,7 @@ template <int kBlockM, int kBlockN>
 __device__ __forceinline__ void read_tile_rows(const AttentionParams& p, const ForwardWork& w, int n, const SeenKeyTiles& known,
                                                IntervalKeyTile<kBlockN>& tile) {
     const int lane = opaque(int(threadIdx.x));
-    if (lane < int(sizeof tile.bounds / sizeof(int)))
+    if (lane < int(sizeof tile.bounds / sizeof(int)) && n * kBlockN < w.seqlen_k)  // an item without keys has a tile past the end
         reinterpret_cast<int*>(&tile.bounds)[lane] = reinterpret_cast<const int*>(known.bounds + n)[lane];
 #pragma unroll 1
     for (int place = lane; place < kBlockN && n * kBlockN + place < w.seqlen_k; place += 32) {
@@ -62,11 +62,11 @@ __device__ __forceinline__ void read_tile_rows(const AttentionParams& p, const F
 }
 
 // Looks at the 32 tiles of the item that end with tile n, one in each lane.
-template <int kBlockM>
+template <int kBlockM, int kBlockN>
 __device__ __forceinline__ void look_at_tiles(const ForwardWork& w, int n, SeenKeyTiles& known) {
     const int own = n - 31 + opaque(int(threadIdx.x));
     Seen seen = Seen::kNothing;
-    if (own >= w.first_tile) seen = known.bounds[own].seen_by(w.row0, min(w.row0 + kBlockM, w.seqlen_q) - 1);
+    if (own >= w.first_tile && own * kBlockN < w.seqlen_k) seen = known.bounds[own].seen_by(w.row0, min(w.row0 + kBlockM, w.seqlen_q) - 1);
     const uint32_t some = __ballot_sync(~0u, seen != Seen::kNothing), cut = __ballot_sync(~0u, seen == Seen::kSome);
     known.from = n - 31, known.seen = some, known.cut = cut;
     __syncwarp();
@@ -86,7 +86,7 @@ __device__ __forceinline__ int find_seen_tile(const AttentionParams& p, const Fo
             n = start;
             break;
         }
-        if (n < known.from) look_at_tiles<kBlockM>(w, n, known);
+        if (n < known.from) look_at_tiles<kBlockM, kBlockN>(w, n, known);
         const uint32_t up_to_n = known.seen << (31 - (n - known.from));
         if (up_to_n == 0) continue;
         n -= __clz(up_to_n), cut = known.cut >> (n - known.from) & 1;

@@ -223,7 +223,8 @@ inline WgmmaPlanId wgmma_choose(const AttentionParams& p, int multiprocessors) {
     const bool aligned = !causal || p.cu_seqlens_q || p.top_left ||
                          (!p.cache.seqlens && !p.cache.batch_invariant && (int64_t(p.seqlen_k) - p.seqlen_q + p.window_right) % 128 == 0);
     const bool options = general && wgmma_options_serve(p);
-    if (p.intervals.data) return d <= 64 ? WgmmaPlanId::kD64Intervals : d <= 128 ? WgmmaPlanId::kD128Intervals : WgmmaPlanId::kD256Intervals;
+    if (p.intervals.data)
+        return d <= 64 ? WgmmaPlanId::kD64Intervals : d <= 128 ? WgmmaPlanId::kD128Intervals : WgmmaPlanId::kD256Intervals;
     if (d <= 64) {
         if (general) return options ? WgmmaPlanId::kD64Options : WgmmaPlanId::kD64General;
         const bool few_tiles = keys <= (causal ? 2048 : 1024);

@@ -1,0 +1,199 @@
+"""Masks by intervals in Hopper's kernels: which calls they take, and that these calls are right where tiles are hidden,
+whole or cut, where walks have gaps, and where keys that nobody sees hold NaN. Needs a GPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from accuracy import Case
+from conftest import CUDA, NO_CUDA, BackwardKernel, Kernel, torch
+
+import flash_attn_minimal as fa
+from flash_attn_lab import reference
+from flash_attn_minimal import masks
+
+pytestmark = [
+    pytest.mark.skipif(bool(NO_CUDA), reason=NO_CUDA),
+    pytest.mark.skipif(CUDA.framework != "torch", reason="needs PyTorch with CUDA"),
+]
+
+NAME = "wgmma_sm90"
+FORWARD, BACKWARD = Kernel(CUDA, NAME), BackwardKernel(CUDA, NAME)
+FORMS = {"causal1": (True, 1), "causal2": (True, 2), "full2": (False, 2), "full4": (False, 4)}
+forms = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+SHAPES = [(700, 900, 1), (900, 700, 2), (333, 333, 6), (1, 500, 1), (450, 64, 6), (1300, 1300, 1)]
+PLANS = [
+    (64, "d64_intervals"),
+    (72, "d128_intervals"),
+    (128, "d128_intervals"),
+    (192, "d256_intervals"),
+    (256, "d256_intervals"),
+]
+MAKERS = {
+    "documents": lambda: masks.documents([1, 300, 700, 64, 128, 307]),
+    "documents, full": lambda: masks.documents([500, 192, 640, 168], causal=False),
+    "one document, full": lambda: masks.documents([1500], causal=False),
+    "prefix_lm": lambda: masks.prefix_lm([300, 10], [800, 700]),
+    "shared_prompt": lambda: masks.shared_prompt([400, 100], [[100, 300], [200, 200, 200]]),
+    "tree": lambda: masks.tree([300, 200, 250, 350, 400], [-1, 0, 1, 0, 3]),
+    "window": lambda: masks.window(1500, 300),
+    "global_and_window": lambda: masks.global_and_window(1500, 130, 250, 100),
+    "block_diffusion": lambda: masks.block_diffusion(768, 96),
+}
+
+
+def case_of(shape, form, headdim, dtype="bfloat16", **more):
+    rows, keys, heads = shape
+    return Case(
+        rows,
+        keys,
+        headdim,
+        batch=2,
+        nheads=6,
+        nheads_k=2,
+        causal=form[0],
+        intervals=(heads, form[1]),
+        dtype=dtype,
+        **more,
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@forms
+@pytest.mark.parametrize("headdim", [40, 64, 96, 128, 256])
+def test_forward(headdim, form, shape, dtype):
+    for seed in range(3):
+        FORWARD.check(case_of(shape, form, headdim, dtype, seed=seed))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("deterministic", [False, True], ids=["free", "in order"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@forms
+@pytest.mark.parametrize("headdim", [40, 64, 96, 128])
+def test_backward(headdim, form, shape, deterministic, dtype):
+    for seed in range(3):
+        BACKWARD.check(case_of(shape, form, headdim, dtype, seed=seed, dlse=seed == 1), deterministic=deterministic)
+
+
+OPTIONS = {
+    "top_left": {"top_left": True},
+    "window": {"window_size": (160, 90)},
+    "left edge": {"window_size": (70, -1)},
+    "sinks": {"sinks": True},
+    "large scores": {"spread": 3e3},
+    "overflow": {"spread": 30.0},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@forms
+@pytest.mark.parametrize("headdim", [64, 128])
+def test_beside_options(headdim, form, option):
+    for shape in SHAPES[:3]:
+        FORWARD.check(case_of(shape, form, headdim, "float16", **OPTIONS[option]))
+        BACKWARD.check(case_of(shape, form, headdim, "float16", **OPTIONS[option]))
+
+
+@pytest.mark.parametrize("heads", [1, 2, 6])
+@forms
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+def test_packed_sequences(headdim, form, heads):
+    cu_q, cu_k = (0, 1, 200, 200, 537, 900), (0, 130, 130, 330, 790, 1153)  # the second has no keys, the third no rows
+    case = case_of((363, 460, heads), form, headdim, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+    FORWARD.check(case)
+    if headdim <= 128:
+        BACKWARD.check(case)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+def test_makers(headdim, maker, dtype):
+    """More items than multiprocessors, so that a block takes several. All keys of the last batch entry are hidden by
+    numbers of their own from row 900 on in the second half; they hold NaN where no row sees them."""
+    mask = MAKERS[maker]()
+    numbers = np.repeat(mask["startend_row_indices"], 4, axis=0)
+    seqlen = numbers.shape[2]
+    numbers[3, :, seqlen // 2 : seqlen // 2 + 300] = {
+        (True, 1): [0], (True, 2): [0, seqlen], (False, 2): [0, 0], (False, 4): [0, 9, 9, seqlen],
+    }[mask["causal"], numbers.shape[3]]  # fmt: skip
+    options = {"startend_row_indices": numbers, "causal": mask["causal"]}
+    round_to = getattr(torch, dtype)
+    q, dout = (
+        torch.randn(4, seqlen, 12, headdim, generator=torch.Generator().manual_seed(i)).to(round_to).float().numpy()
+        for i in (0, 1)
+    )
+    k, v = (
+        torch.randn(4, seqlen, 4, headdim, generator=torch.Generator().manual_seed(i)).to(round_to).float().numpy()
+        for i in (2, 3)
+    )
+    out, lse = reference.standard_attention(q, k, v, **options)
+    exact = reference.standard_attention_backward(dout, q, k, v, **options) if headdim <= 128 else None
+    k, v = k.copy(), v.copy()
+    k[3, seqlen // 2 : seqlen // 2 + 300], v[3, seqlen // 2 : seqlen // 2 + 300] = np.nan, np.nan
+    tolerance = 4e-3 if dtype == "float16" else 3e-2
+    got = FORWARD(q, k, v, dtype, **options)
+    np.testing.assert_allclose(got[0], out, atol=tolerance)
+    np.testing.assert_allclose(got[1], lse, atol=2e-5)
+    if exact is None:
+        return
+    for deterministic in (False, True):
+        gradients = BACKWARD(
+            dout, q, k, v, out.astype(np.float32), lse.astype(np.float32), dtype, deterministic=deterministic, **options
+        )
+        for x, want in zip(gradients, exact[:3], strict=True):
+            np.testing.assert_allclose(x, want, atol=tolerance * max(1.0, np.abs(want).max()))
+        for x in gradients[1:]:
+            assert not x[3, seqlen // 2 : seqlen // 2 + 300].any()
+
+
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+def test_everything_hidden(headdim):
+    x = np.random.default_rng(0).standard_normal((2, 400, 2, headdim), np.float32)
+    nan = np.full_like(x, np.nan)
+    numbers = np.zeros((2, 1, 400, 1), np.int32)
+    out, lse = FORWARD(x, nan, nan, "float16", startend_row_indices=numbers, causal=True)
+    assert (out == 0).all() and (lse == -np.inf).all()
+    if headdim <= 128:
+        for grad in BACKWARD(x, x, nan, nan, out, lse, "float16", startend_row_indices=numbers, causal=True):
+            assert (grad == 0).all()
+
+
+@pytest.mark.parametrize("heads", [1, 8, 32])
+@pytest.mark.parametrize("headdim", [64, 128])
+def test_same_as_the_general_kernel(headdim, heads):
+    """At a size where every block takes many items: 8192 keys, 32 heads."""
+    torch.manual_seed(0)
+    q = torch.randn(1, 8192, 32, headdim, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, 1, 8192, 8, headdim, device="cuda", dtype=torch.bfloat16)
+    mask = masks.shared_prompt([2048], [[700, 68, 1024, 1000, 1, 1300, 1000, 1051]], like=q)
+    numbers = mask["startend_row_indices"].expand(1, heads, 8192, 1).contiguous()
+    numbers[:, :, 5000:5100] = 5200
+    results = []
+    for kernel in (NAME, "mma_sm80"):
+        options = {"startend_row_indices": numbers, "causal": True, "kernel": kernel}
+        out, lse = fa.flash_attn_func(q, k, v, return_lse=True, **options)
+        results.append([out, lse, *fa.backward(out, q, k, v, out, lse, **options)[:3]])
+    for got, want in zip(*results, strict=True):
+        scale = want.float().abs().max()
+        assert ((got.float() - want.float()).abs().max() / scale).item() < 1.5e-2
+
+
+@pytest.mark.parametrize(("headdim", "plan"), PLANS)
+def test_which_plan(headdim, plan):
+    x = torch.zeros(1, 2048, 2, headdim, device="cuda", dtype=torch.bfloat16)
+    numbers = torch.full((1, 1, 2048, 1), 2048, device="cuda", dtype=torch.int32)
+    options = {"startend_row_indices": numbers, "causal": True}
+    found = fa.query(x, x, x, **options)
+    if torch.cuda.get_device_capability()[0] != 9:
+        assert found.kernel == "mma_sm80"
+        return
+    assert (found.kernel, found.variant) == (NAME, plan)
+    assert fa.backward_query(x, x, x, **options).kernel == (NAME if headdim <= 128 else "mma_sm80")
+    others = {"softcap": 9.0}, {"alibi_slopes": torch.ones(2, device="cuda")}, {"dropout_p": 0.1, "dropout_seed": 1}
+    for more in others:
+        assert fa.query(x, x, x, **options, **more).kernel == "mma_sm80"
+        assert fa.backward_query(x, x, x, **options, **more).kernel == "mma_sm80"
+    assert fa.query(x, x, x, **options, return_max_score=True).kernel == "mma_sm80"
