@@ -93,13 +93,6 @@ FA_INLINED HiddenRows hidden_rows(const AttentionParams& p, const int32_t* of) {
     return rows;
 }
 
-// Whether all of rows first .. last are hidden. So are no rows, with first > last.
-FA_INLINED bool hides_all(const HiddenRows& rows, int32_t first, int32_t last) {
-    for (int x = 0; x < 3; ++x)  // the first interval may go on where the second one ends
-        if (rows.begin[x % 2] <= first && first < rows.end[x % 2]) first = rows.end[x % 2];
-    return first > last;
-}
-
 FA_INLINED bool interval_hides(const AttentionParams& p, int32_t b, int32_t head, int32_t i, int32_t j) {
     return hidden_rows(p, row_indices_of(p, b, head) + j * p.intervals.key).hides(i);
 }
@@ -123,14 +116,6 @@ struct HiddenBounds {
             if (begin < min_begin[x]) min_begin[x] = begin;
             if (end > max_end[x]) max_end[x] = end;
             if (end < min_end[x]) min_end[x] = end;
-        }
-    }
-    FA_INLINED void merge(const HiddenBounds& other) {
-        for (int x = 0; x < 2; ++x) {
-            if (other.max_begin[x] > max_begin[x]) max_begin[x] = other.max_begin[x];
-            if (other.min_begin[x] < min_begin[x]) min_begin[x] = other.min_begin[x];
-            if (other.max_end[x] > max_end[x]) max_end[x] = other.max_end[x];
-            if (other.min_end[x] < min_end[x]) min_end[x] = other.min_end[x];
         }
     }
     // Whether one of the intervals hides row i from every key. Such rows are max_begin .. min_end - 1.

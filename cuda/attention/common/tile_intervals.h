@@ -6,6 +6,21 @@
 
 namespace fa {
 
+// Whether all of rows first .. last are hidden. So are no rows, with first > last.
+FA_INLINED bool hides_all(const HiddenRows& rows, int32_t first, int32_t last) {
+    for (int x = 0; x < 3; ++x)  // the first interval may go on where the second one ends
+        if (rows.begin[x % 2] <= first && first < rows.end[x % 2]) first = rows.end[x % 2];
+    return first > last;
+}
+// The bounds of two sets of keys together.
+FA_INLINED void merge(HiddenBounds& bounds, const HiddenBounds& other) {
+    for (int x = 0; x < 2; ++x) {
+        if (other.max_begin[x] > bounds.max_begin[x]) bounds.max_begin[x] = other.max_begin[x];
+        if (other.min_begin[x] < bounds.min_begin[x]) bounds.min_begin[x] = other.min_begin[x];
+        if (other.max_end[x] > bounds.max_end[x]) bounds.max_end[x] = other.max_end[x];
+        if (other.min_end[x] < bounds.min_end[x]) bounds.min_end[x] = other.min_end[x];
+    }
+}
 // Adds a key to the bounds of a tile. If no row sees the key, not even outside its intervals, where causal or a window may hide it, the
 // tile must never count as seen by everybody: a kernel has to zero the key's values, which may be NaN.
 FA_HOST_DEVICE void add_key(HiddenBounds& bounds, const AttentionParams& p, const Sequence& s, const HiddenRows& rows, int32_t key) {

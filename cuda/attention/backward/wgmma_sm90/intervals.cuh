@@ -28,7 +28,7 @@ __device__ __forceinline__ void leave_out_hidden(const AttentionParams& p, const
     w.bounds.clear();
     const HiddenBounds* own = all.data + entry_of(p, w.head_k * p.group) * all.head + all.first<kBlockN>(p, w.batch) + w.key0 / kBlockN;
 #pragma unroll 1
-    for (int left = p.group; left > 0; left -= opaque(p.intervals.heads_of_entry), own += all.head) w.bounds.merge(*own);
+    for (int left = p.group; left > 0; left -= opaque(p.intervals.heads_of_entry), own += all.head) merge(w.bounds, *own);
     if (w.in_order) {
         w.gaps = {};
         return;

@@ -35,8 +35,10 @@ __device__ __forceinline__ void read_tile_rows(const AttentionParams& p, const F
     const int lane = opaque(int(threadIdx.x));
     if (lane < int(sizeof tile.bounds / sizeof(int)) && n * kBlockN < w.seqlen_k)  // an item without keys has a tile past the end
         reinterpret_cast<int*>(&tile.bounds)[lane] = reinterpret_cast<const int*>(known.bounds + n)[lane];
-#pragma unroll 1
-    for (int place = lane; place < kBlockN && n * kBlockN + place < w.seqlen_k; place += 32) {
+#pragma unroll 2
+    for (int i = 0; i < (kBlockN + 31) / 32; ++i) {
+        const int place = 32 * i + lane;
+        if (place >= kBlockN || n * kBlockN + place >= w.seqlen_k) continue;
         const HiddenRows all = hidden_rows(p, known.numbers + (n * kBlockN + place) * p.intervals.key);
         tile.rows[0][place] = rows_in_tile(all, 0, p.intervals.form, w.row0, kBlockM).packed();
         tile.rows[1][place] = rows_in_tile(all, 1, p.intervals.form, w.row0, kBlockM).packed();
