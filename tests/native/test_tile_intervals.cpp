@@ -35,7 +35,7 @@ int32_t random_number(int style, int run_number, int x, int rows) {
     if (style == 0) return below(rows + 20) - 10;
     if (style == 1 || (style == 2 && below(20))) return run_number;
     if (style == 2) return extremes[below(4)];
-    if (style == 4) return (x + 1) * rows / 5 + below(3);  // all keys share two intervals
+    if (style == 4) return (x + 1) * rows / 5 + below(3);       // all keys share two intervals
     return style == 3 ? (x % 2 ? rows : 0) : x % 2 ? 0 : rows;  // everything is hidden; nothing is, in causal calls
 }
 
@@ -166,7 +166,7 @@ void check_keys(const AttentionParams& p, const Sequence& s, int b, int head_k, 
     HiddenBounds bounds;
     bounds.clear();
     const int first_head = head_k * p.group, end_head = first_head + p.group;
-    for (int head = first_head; head < end_head; head += p.intervals.heads_of_entry) bounds.merge(bounds_of(p, s, b, head, key0 / kN, kN));
+    for (int head = first_head; head < end_head; head += p.intervals.heads_of_entry) merge(bounds, bounds_of(p, s, b, head, key0 / kN, kN));
     const TileGaps gaps = tile_gaps(bounds, tiles.begin, tiles.end, kM, s.seqlen_q);
     std::vector<char> walked(size_t(s.seqlen_q / kM + 1), 0);
     for (int step = tiles.begin; step < tiles.end - gaps.tiles(); ++step) {
@@ -208,7 +208,7 @@ void check_backward(const AttentionParams& p) {
 }  // namespace
 
 int main(int argc, char** argv) {
-    const unsigned calls = argc > 1 ? unsigned(std::atoi(argv[1])) : 150;
+    const unsigned calls = argc > 1 ? unsigned(std::atoi(argv[1])) : 1500;
     for (seed = 0; seed < calls; ++seed) {
         generator.seed(seed);
         Call call;

@@ -29,27 +29,14 @@ struct IntervalBounds {
 // Writes the bounds of every `keys` keys of a call with intervals to `workspace`, which has interval_bounds_bytes.
 cudaError_t launch_interval_bounds(const AttentionParams& p, int keys, void* workspace, IntervalBounds* bounds, cudaStream_t stream);
 
-// The bounds of all lanes of a warp together.
+// The bounds of all lanes of a warp together. sm_80 and newer.
 __device__ __forceinline__ void reduce_bounds(HiddenBounds& bounds) {
-#if __CUDA_ARCH__ < 800
-    for (int lanes = 16; lanes > 0; lanes /= 2) {
-        HiddenBounds other;
-        for (int x = 0; x < 2; ++x) {
-            other.max_begin[x] = __shfl_xor_sync(~0u, bounds.max_begin[x], lanes);
-            other.min_begin[x] = __shfl_xor_sync(~0u, bounds.min_begin[x], lanes);
-            other.max_end[x] = __shfl_xor_sync(~0u, bounds.max_end[x], lanes);
-            other.min_end[x] = __shfl_xor_sync(~0u, bounds.min_end[x], lanes);
-        }
-        bounds.merge(other);
-    }
-#else
 #pragma unroll
     for (int x = 0; x < 2; ++x) {
         bounds.max_begin[x] = __reduce_max_sync(~0u, bounds.max_begin[x]),
         bounds.min_begin[x] = __reduce_min_sync(~0u, bounds.min_begin[x]);
         bounds.max_end[x] = __reduce_max_sync(~0u, bounds.max_end[x]), bounds.min_end[x] = __reduce_min_sync(~0u, bounds.min_end[x]);
     }
-#endif
 }
 
 }  // namespace fa
