@@ -136,7 +136,7 @@ def test_makers(headdim, maker, dtype):
     tolerance = 4e-3 if dtype == "float16" else 3e-2
     got = FORWARD(q, k, v, dtype, **options)
     np.testing.assert_allclose(got[0], out, atol=tolerance)
-    np.testing.assert_allclose(got[1], lse, atol=2e-5)
+    np.testing.assert_allclose(got[1], lse, atol=5e-5)
     if exact is None:
         return
     for deterministic in (False, True):
