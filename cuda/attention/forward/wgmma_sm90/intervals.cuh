@@ -33,6 +33,7 @@ template <int kBlockM, int kBlockN>
 __device__ __forceinline__ void read_tile_rows(const AttentionParams& p, const ForwardWork& w, int n, const SeenKeyTiles& known,
                                                IntervalKeyTile<kBlockN>& tile) {
     const int lane = opaque(int(threadIdx.x));
+    const RowIndicesForm form = RowIndicesForm(opaque(int(p.intervals.form)));
     if (lane < int(sizeof tile.bounds / sizeof(int)) && n * kBlockN < w.seqlen_k)  // an item without keys has a tile past the end
         reinterpret_cast<int*>(&tile.bounds)[lane] = reinterpret_cast<const int*>(known.bounds + n)[lane];
 #pragma unroll 2
@@ -40,8 +41,8 @@ __device__ __forceinline__ void read_tile_rows(const AttentionParams& p, const F
         const int place = 32 * i + lane;
         if (place >= kBlockN || n * kBlockN + place >= w.seqlen_k) continue;
         const HiddenRows all = hidden_rows(p, known.numbers + (n * kBlockN + place) * p.intervals.key);
-        tile.rows[0][place] = rows_in_tile(all, 0, p.intervals.form, w.row0, kBlockM).packed();
-        tile.rows[1][place] = rows_in_tile(all, 1, p.intervals.form, w.row0, kBlockM).packed();
+        tile.rows[0][place] = rows_in_tile(all, 0, form, w.row0, kBlockM).packed();
+        tile.rows[1][place] = rows_in_tile(all, 1, form, w.row0, kBlockM).packed();
     }
     __syncwarp();
     // Registers are few, so the rows are read again.
