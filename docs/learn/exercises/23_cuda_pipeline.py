@@ -9,7 +9,7 @@ your lines on the CPU, thread by thread; where there are nvcc and a GPU of compu
 """
 
 import numpy as np
-from judging import close, main
+from judging import close, main, require
 
 KERNEL = "23_cuda_pipeline.cu"
 THREADS, FLOATS = 128, 512
@@ -32,6 +32,9 @@ def judge(kernel):
         x = rng.standard_normal((5, tiles, FLOATS)).astype(np.float32)
         (y,), _ = kernel.run([x], [((5, THREADS), np.float32)], (5, tiles))
         close(f"{tiles} tiles: y[block, thread]", y, sums(x), 1e-4)
+    if kernel.on_cpu():
+        under_way = kernel.counted("most_groups")
+        require(under_way > 1, "right, but each copy is waited for before the next one starts: none is under way meanwhile")
     x = rng.standard_normal((132, 200, FLOATS)).astype(np.float32)
     kernel.race([x], [((132, THREADS), np.float32)], (132, 200), 1.2, x.nbytes)
 

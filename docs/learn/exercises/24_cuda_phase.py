@@ -8,7 +8,7 @@ runs your lines on the CPU, thread by thread; where there are nvcc and a GPU of 
 """
 
 import numpy as np
-from judging import close, main
+from judging import close, main, require
 
 KERNEL = "24_cuda_phase.cu"
 
@@ -24,6 +24,9 @@ def judge(kernel):
         x = rng.standard_normal((tiles, 32)).astype(np.float32)
         (y,), _ = kernel.run([x], [((tiles, 32), np.float32)], (tiles,))
         close(f"{tiles} tiles: y[tile, lane]", y, taken(x), 0)
+    if kernel.on_cpu():
+        times = kernel.counted("block_meetings")
+        require(times < 1000, f"right, but the whole block meets {times} times, and no warp runs ahead: use the mbarriers")
     kernel.race([x], [((tiles, 32), np.float32)], (tiles,), 0)
 
 
