@@ -34,7 +34,9 @@ def judge(kernel):
         close(f"{tiles} tiles: y[block, thread]", y, sums(x), 1e-4)
     if kernel.on_cpu():
         under_way = kernel.counted("most_groups")
-        require(under_way > 1, "right, but each copy is waited for before the next one starts: none is under way meanwhile")
+        require(
+            under_way > 1, "right, but each copy is waited for before the next one starts: none is under way meanwhile"
+        )
     x = rng.standard_normal((132, 200, FLOATS)).astype(np.float32)
     kernel.race([x], [((132, THREADS), np.float32)], (132, 200), 1.2, x.nbytes)
 

@@ -26,7 +26,9 @@ def judge(kernel):
         close(f"{tiles} tiles: y[tile, lane]", y, taken(x), 0)
     if kernel.on_cpu():
         times = kernel.counted("block_meetings")
-        require(times < 1000, f"right, but the whole block meets {times} times, and no warp runs ahead: use the mbarriers")
+        require(
+            times < 1000, f"right, but the whole block meets {times} times, and no warp runs ahead: use the mbarriers"
+        )
     kernel.race([x], [((tiles, 32), np.float32)], (tiles,), 0)
 
 

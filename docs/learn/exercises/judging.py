@@ -124,7 +124,7 @@ def _verdict(judge: Callable, written: dict[str, object]) -> str:
 
 @contextlib.contextmanager
 def at_most(seconds: float = 60):
-    """Raises TimeoutError, in the line that is at work, when the time is over. Where there are no timers it never is."""
+    """Raises TimeoutError in the line that is at work when the time is over, where there are timers."""
 
     def over(*_):
         raise TimeoutError(f"no answer within {seconds:g} s: a loop that does not end?")
