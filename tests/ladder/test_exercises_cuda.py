@@ -102,7 +102,7 @@ def test_bits_of_a_descriptor():
 def test_an_exercise_that_is_not_written_says_so(name):
     done = subprocess.run([sys.executable, FOLDER / f"{name}.py"], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (1, "")
-    lines = f"the lines between #else and #endif of {name}.cu, in the place of those with `yours`"
+    lines = f"the lines between #else and #endif of {name}.cu, in the place of the one with `yours`, comment and all"
     assert done.stdout == f"{name}: not written yet: {lines}\n"
 
 
@@ -232,6 +232,18 @@ def test_wgmma_needs_hopper_and_nothing_later(name, there, monkeypatch):
     kernel = kernel_of(name)
     kernel.needs = (9, 0)
     assert kernel.gpu() == there
+
+
+def test_functions_that_learners_reach_for():
+    lines = (SOLUTIONS / "26_cuda_merge.cu").read_text()
+    old = "if (w == 0) continue;"
+    new = 'if (!__any_sync(~0u, w > 0)) continue; __threadfence_block(); assert(__ballot_sync(~0u, 1)); printf("");'
+    assert old in lines and "#include <cassert>" in (FOLDER / "cuda_on_cpu.h").read_text()
+    kernel = kernel_of("26_cuda_merge", lines.replace(old, new))
+    judge = judging.load(FOLDER / "26_cuda_merge.py").judge
+    assert judging.apart(lambda: judging._verdict(judge, {"kernel": kernel})) == "passed"
+    said = judging._verdict(judge, {"kernel": kernel_of("26_cuda_merge", "__match_all_sync();")})
+    assert said.startswith("wrong: it does not compile with cuda_on_cpu.h, which has a part of CUDA: ")
 
 
 def test_a_merge_of_another_style_passes():

@@ -2,8 +2,8 @@
 
 The queries of each head are cut into items of 32. The file starts threads, and every thread calls `worker`. Write it:
 every item once, by whichever thread is free, because under a causal mask later items take longer. A thread may write
-only into its part of the scratch memory: w->scratch + number * seqlen_k. The judge wants 1.3 times the speed, where
-there are at least two cores.
+only into its part of the scratch memory: w->scratch + number * seqlen_k. The judge holds one thread back to see whether
+the others take its items, and wants 1.3 times the speed, where there are at least two cores.
 
     python docs/learn/exercises/17_worker.py
 """

@@ -2,8 +2,8 @@
 
 The slow lines copy a tile into shared memory, wait, and compute. Write the loop with kStages buffers: three copies are
 under way while the block computes with the fourth. One __syncthreads for each tile is enough. The judge runs
-your lines on the CPU, thread by thread; where there are nvcc and a GPU of compute capability 8.0, then there, and wants
-1.2 times the speed.
+your lines on the CPU, thread by thread, and looks whether copies are under way at the same time. Where there are nvcc
+and a GPU of compute capability 8.0, it then runs them there, and wants 1.2 times the speed.
 
     python docs/learn/exercises/23_cuda_pipeline.py
 """

@@ -7,8 +7,10 @@
 #include <ucontext.h>
 #include <unistd.h>
 
+#include <cassert>
 #include <cmath>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
@@ -168,6 +170,16 @@ T __shfl_up_sync(uint32_t mask, T x, int by) {
     const int lane = threadIdx.x % 32;
     return __shfl_sync(mask, x, lane < by ? lane : lane - by);
 }
+inline uint32_t __ballot_sync(uint32_t mask, int yes) {
+    uint32_t found = 0;
+    for (int lane = 0; lane < 32; ++lane) found |= uint32_t(__shfl_sync(mask, int(yes != 0), lane)) << lane;
+    return found;
+}
+inline int __any_sync(uint32_t mask, int yes) { return __ballot_sync(mask, yes) != 0; }
+inline int __all_sync(uint32_t mask, int yes) { return __ballot_sync(mask, yes) == ~0u; }
+inline void __threadfence_block() {}
+inline void __threadfence() {}
+inline void __nanosleep(uint32_t) { maybe_late(); }
 inline long long clock64() { return 0; }  // a wait lasts until it ends, or until everybody waits
 
 // ---- device/mma.cuh and device/ptx.cuh ----

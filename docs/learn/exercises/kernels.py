@@ -87,7 +87,8 @@ class Kernel:
 
     def not_written(self) -> NotImplementedError:
         return NotImplementedError(
-            f"the lines between #else and #endif of {self.path.name}, in the place of those with `yours`"
+            f"the lines between #else and #endif of {self.path.name}, "
+            "in the place of the one with `yours`, comment and all"
         )
 
     def attention(self, q, k, v, causal: bool, *, slow: bool = False):
@@ -163,7 +164,9 @@ class CudaKernel(Kernel):
             if (fatal := done.stderr.partition("nvcc fatal")[2]) and done.returncode:
                 raise Unavailable(f"nvcc cannot make code for this GPU{fatal.rstrip()}")
             errors = [line for line in done.stderr.splitlines() if "error" in line]
-            require(done.returncode == 0, f"it does not compile: {(errors or [done.stderr])[0].replace(folder, '')}")
+            part = " with cuda_on_cpu.h, which has a part of CUDA" * self.on_cpu()
+            said = (errors or [done.stderr])[0].replace(folder, "")
+            require(done.returncode == 0, f"it does not compile{part}: {said}")
             return ctypes.CDLL(str(made))
 
     def command(self, source: Path, made: Path, slow: bool = False) -> list[str]:
