@@ -148,9 +148,15 @@ def test_small_and_large_values(name, factor):
     assert np.abs(got / factor - plain).max() < 2e-5 * np.abs(plain).max()
 
 
+def of_bits(bits):
+    return np.array(bits, np.uint32).view(np.float32)
+
+
 SPECIAL = {
     "q inf": (0, np.inf), "q nan": (0, np.nan), "k inf": (1, np.inf), "k -inf": (1, -np.inf), "k nan": (1, np.nan),
     "v inf": (2, np.inf), "v nan": (2, np.nan), "k 1e30": (1, 1e30), "v 1e30": (2, 1e30), "q 1e-42": (0, 1e-42),
+    "q nan of low bits": (0, of_bits(0x7F800001)), "k nan of low bits": (1, of_bits(0x7F800001)),
+    "v nan of low bits": (2, of_bits(0xFF801FFF)), "nan of all bits": (1, of_bits(0x7FFFFFFF)),
     "largest": (2, np.finfo(np.float32).max),
 }  # fmt: skip
 

@@ -21,6 +21,7 @@
 //
 // Infinity and NaN have no parts: where a sum of a block is not finite, the block computes its rows again, with code that gives what
 // float32 gives. Bound by mma.sync: 7 products instead of 5, three instructions each.
+#include "attention/backward/common/empty_rows.cuh"
 #include "attention/common/mask.h"
 #include "attention/common/shared_tile.cuh"
 #include "attention/common/simple_tiles.cuh"
@@ -440,7 +441,7 @@ struct GradientBlock {
         for (int x = 0; x < 4 * kColumnTiles; ++x)
             if (thread < kOfPart) acc[0][x / 4][x % 4] += smem.own_a[x * kOfPart + thread];
     }
-    __device__ __forceinline__ void finish(const Sums& acc_a, const Sums& acc_b) const {
+    __device__ __forceinline__ void finish(Sums& acc_a, const Sums& acc_b) const {
         const BackwardParams& b = params.backward;
         const GradientSequence g = gradients_of(b, at.batch);
         const int warp = opaque(int(threadIdx.x)) / 32, group = warp / kTile.row_warps;
@@ -454,6 +455,7 @@ struct GradientBlock {
             put(acc_a, p.scale, b.dk, g.dk, p.headdim, params.aligned_dk);
             put(acc_b, 1.0f, b.dv, g.dv, p.headdim_v, params.aligned_dv);
         } else {
+            clear_empty_rows(acc_a, p, at.s, at.head, row0, opaque(int(threadIdx.x)) % 32);
             put(acc_a, p.scale, b.dq, g.dq, p.headdim, params.aligned_dq);
         }
     }

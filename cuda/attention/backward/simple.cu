@@ -19,6 +19,7 @@
 //
 // CUDA cores and fp32 arithmetic, with the bound of flash_attn_minimal.cu: FMAs and the shared-memory reads for them, 16 FMAs for two
 // 16-byte reads.
+#include "attention/backward/common/empty_rows.cuh"
 #include "attention/backward/common/score_gradient.cuh"
 #include "attention/common/mask.h"
 #include "attention/common/online_softmax.cuh"
@@ -96,21 +97,23 @@ __device__ __forceinline__ void apply_options(Smem<kWalkedRows>& smem, const Att
     }
 }
 
-// Rows row0 .. last of a gradient: `scale` times the sums, whose columns begin with chunk `first_chunk`. `to`: row 0 of the head.
-template <typename T, int kChunks>
+// Rows row0 .. last of a gradient: `scale` times the sums, whose columns begin with chunk `first_chunk`; zeros where is_zero(row). `to`:
+// row 0 of the head.
+template <typename T, int kChunks, typename IsZero>
 __device__ __forceinline__ void store_gradient(const float (&acc)[kChunks][4][4], T* to, int64_t row_stride, int row0, int last,
-                                               int first_chunk, int columns, float scale, bool accumulate) {
+                                               int first_chunk, int columns, float scale, bool accumulate, const IsZero& is_zero) {
     const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
         if (row0 + 4 * ty + r > last) continue;
         T* row = to + (row0 + 4 * ty + r) * row_stride;
+        const bool zero = is_zero(row0 + 4 * ty + r);
 #pragma unroll
         for (int c = 0; c < kChunks; ++c)
 #pragma unroll
             for (int x = 0; x < 4; ++x) {
                 const int d = (first_chunk + c) * kTile + 4 * tx + x;
-                if (d < columns) row[d] = from_float<T>(acc[c][r][x] * scale + (accumulate ? to_float(row[d]) : 0.0f));
+                if (d < columns) row[d] = from_float<T>((zero ? 0.0f : acc[c][r][x] * scale) + (accumulate ? to_float(row[d]) : 0.0f));
             }
     }
 }
@@ -255,7 +258,7 @@ __global__ void __launch_bounds__(kThreads, kChunks <= 2 ? kResident : 1)
     const GradientSequence g = gradients_of(b, batch);
     const auto store = [&](const auto& acc, const TensorView& t, int64_t offset, int columns, float scale) {
         store_gradient(acc, static_cast<T*>(t.data) + offset + head * t.head, t.row, own0, last, part * kChunks, columns, scale,
-                       b.accumulate);
+                       b.accumulate, [&](int i) { return !kOwnsKeys && is_empty_row(p, s, i, p.lse[lse_offset(p, s, head) + i]); });
     };
     if (kOwnsKeys) {
         store(acc_b, b.dv, g.dv, p.headdim_v, 1);
