@@ -238,6 +238,23 @@ def test_special_values_in_gradients(name, headdim, value):
 
 @with_gpu
 @pytest.mark.parametrize("name", BACKWARD)
+@pytest.mark.parametrize("headdim", [64, 256])
+@pytest.mark.parametrize("number", [np.inf, -np.inf, np.nan], ids=str)
+def test_infinite_dlse(name, headdim, number):
+    """dS is infinite, although q, k, v and dout are not."""
+    arrays, options = spoiled(Case(70, 90, headdim), lambda *_: None)
+    dlse = np.zeros_like(arrays[-1])
+    dlse[0, 0, 40] = number
+    want = BackwardKernel(CUDA, "simple")(*arrays, dlse=dlse, **options)
+    got = BackwardKernel(CUDA, name)(*arrays, dlse=dlse, **options)
+    for x, y in zip(got, want, strict=True):
+        finite = np.isfinite(y)
+        np.testing.assert_array_equal(x[~finite], y[~finite])
+        assert np.allclose(x[finite], y[finite], rtol=1e-4, atol=2e-5)
+
+
+@with_gpu
+@pytest.mark.parametrize("name", BACKWARD)
 @pytest.mark.parametrize("headdim", [64, 128, 256])
 def test_gradients_of_values_out_of_float16s_range(name, headdim):
     """A row of K 2^20 times larger than the others: float16 parts of a common scale would lose those."""

@@ -19,7 +19,6 @@
 //
 // CUDA cores and fp32 arithmetic, with the bound of flash_attn_minimal.cu: FMAs and the shared-memory reads for them, 16 FMAs for two
 // 16-byte reads.
-#include "attention/backward/common/empty_rows.cuh"
 #include "attention/backward/common/score_gradient.cuh"
 #include "attention/common/mask.h"
 #include "attention/common/online_softmax.cuh"
@@ -255,10 +254,11 @@ __global__ void __launch_bounds__(kThreads, kChunks <= 2 ? kResident : 1)
     }
 
     // ---- store the outputs ----
+    if (!kOwnsKeys) __syncthreads();  // smem.query is here, even if no keys were walked
     const GradientSequence g = gradients_of(b, batch);
     const auto store = [&](const auto& acc, const TensorView& t, int64_t offset, int columns, float scale) {
         store_gradient(acc, static_cast<T*>(t.data) + offset + head * t.head, t.row, own0, last, part * kChunks, columns, scale,
-                       b.accumulate, [&](int i) { return !kOwnsKeys && is_empty_row(p, s, i, p.lse[lse_offset(p, s, head) + i]); });
+                       b.accumulate, [&](int i) { return !kOwnsKeys && smem.query[i - own0].begin >= smem.query[i - own0].end; });
     };
     if (kOwnsKeys) {
         store(acc_b, b.dv, g.dv, p.headdim_v, 1);
