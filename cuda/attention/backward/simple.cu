@@ -96,23 +96,21 @@ __device__ __forceinline__ void apply_options(Smem<kWalkedRows>& smem, const Att
     }
 }
 
-// Rows row0 .. last of a gradient: `scale` times the sums, whose columns begin with chunk `first_chunk`; zeros where is_zero(row). `to`:
-// row 0 of the head.
-template <typename T, int kChunks, typename IsZero>
+// Rows row0 .. last of a gradient: `scale` times the sums, whose columns begin with chunk `first_chunk`. `to`: row 0 of the head.
+template <typename T, int kChunks>
 __device__ __forceinline__ void store_gradient(const float (&acc)[kChunks][4][4], T* to, int64_t row_stride, int row0, int last,
-                                               int first_chunk, int columns, float scale, bool accumulate, const IsZero& is_zero) {
+                                               int first_chunk, int columns, float scale, bool accumulate) {
     const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
         if (row0 + 4 * ty + r > last) continue;
         T* row = to + (row0 + 4 * ty + r) * row_stride;
-        const bool zero = is_zero(row0 + 4 * ty + r);
 #pragma unroll
         for (int c = 0; c < kChunks; ++c)
 #pragma unroll
             for (int x = 0; x < 4; ++x) {
                 const int d = (first_chunk + c) * kTile + 4 * tx + x;
-                if (d < columns) row[d] = from_float<T>((zero ? 0.0f : acc[c][r][x] * scale) + (accumulate ? to_float(row[d]) : 0.0f));
+                if (d < columns) row[d] = from_float<T>(acc[c][r][x] * scale + (accumulate ? to_float(row[d]) : 0.0f));
             }
     }
 }
@@ -253,12 +251,22 @@ __global__ void __launch_bounds__(kThreads, kChunks <= 2 ? kResident : 1)
         q.data += p.q.head, dout.data += b.dout.head;
     }
 
+    // The sum of a query that sees no key may be NaN: 0 times a NaN in K, which other queries see. Its dq is 0.
+    if (!kOwnsKeys) {
+        __syncthreads();  // smem.query is here, even if no keys were walked
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            if (smem.query[4 * ty + r].begin < smem.query[4 * ty + r].end) continue;
+#pragma unroll
+            for (int x = 0; x < 4 * kChunks; ++x) acc_a[x / 4][r][x % 4] = 0;
+        }
+    }
+
     // ---- store the outputs ----
-    if (!kOwnsKeys) __syncthreads();  // smem.query is here, even if no keys were walked
     const GradientSequence g = gradients_of(b, batch);
     const auto store = [&](const auto& acc, const TensorView& t, int64_t offset, int columns, float scale) {
         store_gradient(acc, static_cast<T*>(t.data) + offset + head * t.head, t.row, own0, last, part * kChunks, columns, scale,
-                       b.accumulate, [&](int i) { return !kOwnsKeys && smem.query[i - own0].begin >= smem.query[i - own0].end; });
+                       b.accumulate);
     };
     if (kOwnsKeys) {
         store(acc_b, b.dv, g.dv, p.headdim_v, 1);
