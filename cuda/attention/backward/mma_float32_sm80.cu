@@ -17,7 +17,8 @@
 // Above head dim 128 the registers of a warp do not hold dK and dV: two warps have the same keys and half of the columns each, and both
 // compute S and dP. Two warps with the same queries take half of the keys of a step each, and add up their sums of dQ at the end.
 //
-// A row whose |lse| is beyond 4096 needs the products of large_rows.cuh to the bit: a call that has one is left to simple.cu.
+// A row whose |lse| is beyond 4096 needs the products of large_rows.cuh to the bit: a call that has one is left to simple.cu. So is one
+// with an infinite delta.
 //
 // Infinity and NaN have no parts: where a sum of a block is not finite, the block computes its rows again, with code that gives what
 // float32 gives. Bound by mma.sync: 7 products instead of 5, three instructions each.
