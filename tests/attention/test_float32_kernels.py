@@ -178,6 +178,18 @@ def test_special_values(name, value):
 
 
 @with_gpu
+def test_the_choice_of_a_kernel_repeats():
+    """A column of V whose mean is, to a rounding, the least that float16 parts take: no order of a sum may decide."""
+    q, k, v, _ = accuracy.inputs(Case(128, 128, 64, nheads=8, nheads_k=8))
+    column = np.random.default_rng(0).uniform(0.1, 1.9, v[..., 5].shape)
+    v[:] = np.clip(v, -1, 1)
+    v[:, 0, :, 0], v[..., 5] = 1, 2.0**-13 * column / column.mean(1, keepdims=True)
+    first, *others = (Kernel(CUDA, "wgmma_float32_sm90")(q, k, v)[0] for _ in range(30))
+    for other in others:
+        np.testing.assert_array_equal(other, first)
+
+
+@with_gpu
 def test_values_out_of_float16s_range_in_one_tile():
     """Rows of K 2^20 times smaller than another one: float16 parts of a common scale would lose them."""
 
@@ -234,6 +246,17 @@ def test_special_values_in_gradients(name, headdim, value):
         if not 1e10 < abs(number) < np.inf:
             finite = np.isfinite(y)
             assert np.allclose(x[finite], y[finite], rtol=1e-4, atol=2e-5)
+
+
+@with_gpu
+@pytest.mark.parametrize("headdim", [64, 128])
+@pytest.mark.parametrize("seqlen_q,seqlen_k", [(64, 64), (192, 128), (128, 320)])
+def test_gradients_of_whole_tiles_come_from_parts(seqlen_q, seqlen_k, headdim):
+    """An odd number of tiles of 64 rows is padded by a tile without rows, which must not send the call to the kernel
+    with tf32 parts. Their bits differ."""
+    arrays, options = spoiled(Case(seqlen_q, seqlen_k, headdim, nheads=4, nheads_k=2), lambda *_: None)
+    float16, tf32 = (BackwardKernel(CUDA, name)(*arrays, **options) for name in (BACKWARD[1], BACKWARD[0]))
+    assert not any(np.array_equal(x, y) for x, y in zip(float16, tf32, strict=True))
 
 
 @with_gpu
