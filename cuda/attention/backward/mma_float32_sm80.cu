@@ -22,7 +22,6 @@
 //
 // Infinity and NaN have no parts: where a sum of a block is not finite, the block computes its rows again, with code that gives what
 // float32 gives. Bound by mma.sync: 7 products instead of 5, three instructions each.
-#include "attention/backward/common/empty_rows.cuh"
 #include "attention/common/mask.h"
 #include "attention/common/shared_tile.cuh"
 #include "attention/common/simple_tiles.cuh"
@@ -456,7 +455,14 @@ struct GradientBlock {
             put(acc_a, p.scale, b.dk, g.dk, p.headdim, params.aligned_dk);
             put(acc_b, 1.0f, b.dv, g.dv, p.headdim_v, params.aligned_dv);
         } else {
-            clear_empty_rows(acc_a, p, at.s, at.head, row0, opaque(int(threadIdx.x)) % 32);
+            // The sum of a query that sees no key may be NaN: 0 times a NaN in K, which other queries see. Its dq is 0.
+            const Query* const query = smem.query + row0 - at.own0 + opaque(int(threadIdx.x)) % 32 / 4;
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                if (query[8 * r].begin < query[8 * r].end) continue;
+#pragma unroll
+                for (int n = 0; n < kColumnTiles; ++n) acc_a[0][n][2 * r] = acc_a[0][n][2 * r + 1] = 0;
+            }
             put(acc_a, p.scale, b.dq, g.dq, p.headdim, params.aligned_dq);
         }
     }
