@@ -285,11 +285,21 @@ def _on(like: Any, numbers: np.ndarray) -> Any:
         with like.device:
             return sys.modules["cupy"].asarray(numbers)
     if _is_a(like, "jax", "Array"):
-        sharding = getattr(like, "sharding", None)
-        return sys.modules["jax"].device_put(numbers, sharding and next(iter(like.devices())))
+        return _on_jax(like, numbers)
     if hasattr(like, "copy_to_host"):
         return sys.modules["numba.cuda"].to_device(numbers)
     raise BadArgument(f"like={_quoted(like)} is {_kind(like)}: expected an array of NumPy, PyTorch, CuPy, JAX or Numba")
+
+
+def _on_jax(like: Any, numbers: np.ndarray) -> Any:
+    jax = sys.modules["jax"]
+    if isinstance(like, jax.core.Tracer):
+        return jax.device_put(numbers)
+    if isinstance(like.sharding, jax.sharding.NamedSharding):  # of a mesh: a copy on each of its devices
+        everywhere = jax.sharding.NamedSharding(like.sharding.mesh, jax.sharding.PartitionSpec())
+        return jax.device_put(numbers, everywhere)
+    devices = like.devices()
+    return jax.device_put(numbers, next(iter(devices)) if len(devices) == 1 else None)
 
 
 def _on_host(array: Any) -> np.ndarray:
