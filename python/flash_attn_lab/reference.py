@@ -38,6 +38,8 @@ class Head:
     bias: np.ndarray | None = None  # broadcasts to (seqlen_q, seqlen_k)
     mask: np.ndarray | None = None
     row_indices: np.ndarray | None = None  # (seqlen_k, 1 | 2 | 4): see dense_from_intervals
+    block_mask: np.ndarray | None = None  # (blocks of rows, blocks of keys)
+    block: tuple[int, int] = (64, 64)  # rows and keys of a block
     sink: float = -np.inf  # one more logit in the denominator; -inf adds nothing
     dropout: dict[str, Any] = field(default_factory=dict)  # p, seed, offset, batch, head
 
@@ -59,6 +61,8 @@ class Head:
             seen &= _broadcast(self.mask, self)[rows, columns] != 0
         if self.row_indices is not None:
             seen &= dense_from_intervals(self.row_indices[columns], len(self.q), self.causal)[rows]
+        if self.block_mask is not None:
+            seen &= self.block_mask[i // self.block[0], j // self.block[1]] != 0
         if self.bias is not None:
             seen &= _broadcast(self.bias, self)[rows, columns] != -np.inf
         return seen
@@ -422,6 +426,8 @@ def heads(
     bias=None,
     mask=None,
     startend_row_indices=None,
+    block_mask=None,
+    block=None,
     sinks=None,
     top_left=False,
     attention_chunk=0,
@@ -430,7 +436,9 @@ def heads(
     sequence=None,
 ):
     """Yields (b, h, Head) for every batch entry and query head. sequence: for a call on one sequence of a varlen batch,
-    its index there, which selects its slopes, bias and mask, and its part of the dropout pattern."""
+    its index there, which selects its slopes, bias and mask, and its part of the dropout pattern. block: rows and keys
+    of a block of block_mask, of which there are as many as the longest sequence needs; None: they follow from the shape
+    of block_mask and the lengths of this call."""
     batch, seqlen_q, nheads, headdim = q.shape
     seqlen_k, nheads_k = k.shape[1:3]
     scale = headdim**-0.5 if softmax_scale is None else softmax_scale
@@ -452,6 +460,13 @@ def heads(
                 array = array[index if len(array) > 1 else 0]
             return array[h * len(array) // nheads]
 
+        def blocks(h, index=index):  # this head's (blocks of rows, blocks of keys)
+            array = np.asarray(block_mask)[index if len(block_mask) > 1 else 0]
+            return array[h * len(array) // nheads]
+
+        if block_mask is not None and block is None:
+            counts = zip(np.shape(block_mask)[-2:], (seqlen_q, seqlen_k), strict=True)
+            block = tuple(64 if count == -(-length // 64) else 128 for count, length in counts)
         for h in range(nheads):
             yield (
                 b,
@@ -470,6 +485,8 @@ def heads(
                     bias=None if bias is None else np.asarray(part(bias, h), np.float64),
                     mask=part(mask, h),
                     row_indices=None if startend_row_indices is None else indices(h),
+                    block_mask=None if block_mask is None else blocks(h),
+                    block=block or (64, 64),
                     sink=-np.inf if sinks is None else float(sinks[h]),
                     dropout={"p": dropout_p, "seed": dropout_seed, "offset": dropout_offset, "batch": index, "head": h}
                     if dropout_p

@@ -81,8 +81,9 @@ bool set_tile(const AttentionParams& p, int32_t b, int32_t head_k, int64_t first
     return true;
 }
 
-// Puts the bounds of masks by intervals into a tile whose rows belong to query heads head .. head + heads - 1 of one key head.
-void set_bounds(const IntervalTiles& intervals, int32_t head, int32_t heads, QueryTile& tile) {
+// Sets the query heads of a tile's rows, which share a key head, and the bounds of masks by intervals for these heads.
+void set_heads(const IntervalTiles& intervals, int32_t head, int32_t heads, QueryTile& tile) {
+    tile.head = head, tile.heads = heads;
     tile.bounds = intervals.of(tile.batch, head);
     tile.bounds_heads = tile.params->intervals.heads_of_entry >= heads ? 1 : heads, tile.bounds_stride = intervals.head_stride();
 }
@@ -107,7 +108,7 @@ void attend(const AttentionParams& p, const TileKernel& kernel, const IntervalTi
             int64_t rows, const Scratch& scratch) {
     QueryTile tile;
     if (!set_tile(p, b, head_k, first, rows, scratch, tile)) return;
-    set_bounds(intervals, head_k * p.group, p.group, tile);
+    set_heads(intervals, head_k * p.group, p.group, tile);
     run(kernel, tile);
 
     for (int32_t r = 0; p.max_score && r < tile.rows; ++r)
@@ -228,7 +229,7 @@ void part_statistics(const AttentionParams& p, const TileKernel& kernel, const I
     QueryTile tile;
     tile.params = &p, tile.sequence = sequence_of(p, b), tile.origin = dropout_origin(p, b), tile.scratch = scratch;
     tile.batch = b, tile.head_k = head / p.group;
-    set_bounds(intervals, head, 1, tile);
+    set_heads(intervals, head, 1, tile);
     const Sequence& s = tile.sequence;
     tile.rows = int32_t(std::min<int64_t>(kSumRows, s.seqlen_q - row0));
     if (tile.rows <= 0) return;
@@ -254,7 +255,7 @@ void sum_keys(const AttentionParams& p, const TileKernel& kernel, const Interval
     QueryTile tile;
     tile.params = &p, tile.sequence = sequence_of(p, b), tile.origin = dropout_origin(p, b), tile.scratch = scratch;
     tile.batch = b, tile.head_k = head / p.group;
-    set_bounds(intervals, head, 1, tile);
+    set_heads(intervals, head, 1, tile);
     const Sequence& s = tile.sequence;
     if (first_key >= s.seqlen_k) return;
     const int32_t begin = int32_t(first_key), end = int32_t(std::min<int64_t>(first_key + kSumKeys, s.seqlen_k));

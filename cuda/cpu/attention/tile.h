@@ -38,6 +38,7 @@ struct QueryTile {
     Sequence sequence;
     DropoutOrigin origin;
     int32_t batch, head_k;
+    int32_t head, heads;         // query heads of the rows, head .. head + heads - 1
     int32_t rows;                // 1 .. kMaxTileRows
     int32_t key_begin, key_end;  // keys that some row sees
     // Of masks by intervals: the bounds of the sequence's tiles of kTileKeys keys, from tile 0 on. nullptr without intervals. The rows

@@ -121,14 +121,21 @@ void output(const float* v, int64_t ld_v, int keys, int headdim_v, const float* 
 // Whether a row has to be computed again, in double precision. `poison` is the sum of 0 times every element of its out.
 FA_INLINE bool is_spoiled(const QueryTile& t, const QueryRow& row, float row_sum, float poison) {
     const AttentionParams& p = *t.params;
-    if (row_sum == 0) return row.key_begin < row.key_end && !p.bias.data && !p.mask.data && !p.tree.rows && !p.intervals.data;
+    if (row_sum == 0) return row.key_begin < row.key_end && !p.bias.data && !p.mask.data && !p.tree.rows && !p.hides_tiles();
     return !(poison == 0.0f);
 }
 
-// What rows first .. last see, through masks by intervals, of the key tile in which `key` lies.
+// What rows first .. last see, through masks by intervals and by blocks, of the key tile in which `key` lies.
 FA_INLINE Seen seen_by(const QueryTile& t, int64_t key, int32_t first, int32_t last) {
-    if (!t.bounds) return Seen::kEverything;
-    bool nothing = true, everything = true;
+    bool nothing = false, everything = true;
+    if (t.params->blocks.data) {
+        const int64_t begin = key / kTileKeys * kTileKeys,
+                      end = begin + kTileKeys < t.sequence.seqlen_k ? begin + kTileKeys : t.sequence.seqlen_k;
+        const Seen seen = BlockRows{*t.params, t.batch, t.head, t.heads, first, last}.of_keys(int32_t(begin), int32_t(end));
+        nothing = seen == Seen::kNothing, everything = seen == Seen::kEverything;
+    }
+    if (nothing || !t.bounds) return nothing ? Seen::kNothing : everything ? Seen::kEverything : Seen::kSome;
+    nothing = true;
     for (int h = 0; h < t.bounds_heads; ++h) {
         const Seen seen = t.bounds[h * t.bounds_stride + key / kTileKeys].seen_by(first, last);
         nothing &= seen == Seen::kNothing, everything &= seen == Seen::kEverything;
@@ -240,19 +247,25 @@ struct Group {
             }
     }
 
-    // The keys of the tile that starts at `key` and has `keys` keys which some row of the group may see; cut: intervals hide some pairs.
+    // The keys of the tile that starts at `key` and has `keys` keys which some row of the group may see; cut: masks hide some pairs.
     struct Keys {
         int begin, end;
         bool cut;
     };
     Keys keys_of(int key, int keys) const {
         Keys seen{first().key_begin > key ? first().key_begin - key : 0, last().key_end < key + keys ? last().key_end - key : keys, false};
-        if (!t.bounds || seen.begin >= seen.end) return seen;
+        if (!p.hides_tiles() || seen.begin >= seen.end) return seen;
         const int32_t first_query = first().query, last_query = last().query;
         const Seen what = seen_by(t, key, first_query, last_query);
         if (what == Seen::kNothing) return {0, 0, false};
         seen.cut = what == Seen::kSome;
-        if (!seen.cut || t.bounds_heads > 1) return seen;
+        if (seen.cut && p.blocks.data) {
+            const BlockRows rows{p, t.batch, t.head, t.heads, first_query, last_query};
+            const KeyRange range = rows.seen_keys(key + seen.begin, key + seen.end);
+            if (range.begin >= range.end) return {0, 0, false};
+            seen = {range.begin - key, range.end - key, t.bounds || rows.of_keys(range.begin, range.end) == Seen::kSome};
+        }
+        if (!seen.cut || !t.bounds || t.bounds_heads > 1) return seen;
         const int32_t* const numbers = row_indices_of(p, t.batch, first().head);
         const auto hidden = [&](int j) {
             HiddenBounds one;
@@ -264,6 +277,25 @@ struct Group {
         return seen;
     }
 
+    // Sets the scores of the pairs that masks by intervals and by blocks hide.
+    void hide(int key, int begin, int end) const {
+        if (t.bounds) intervals(key, begin, end);
+        if (p.blocks.data) blocks(key, begin, end);
+    }
+    __attribute__((noinline)) void blocks(int key, int begin, int end) const {
+        const int shift = p.blocks.key_shift;
+        for (int n = 0; n < width; ++n) {
+            const uint8_t* shown[L];
+            for (int l = 0; l < L; ++l) shown[l] = blocks_of_row(p, t.batch, row(n * L + l).head, row(n * L + l).query);
+            for (int j = begin, next; j < end; j = next) {  // one block of keys
+                next = (((key + j) >> shift) + 1) * (1 << shift) - key;
+                if (next > end) next = end;
+                IVec seen;
+                for (int l = 0; l < L; ++l) seen[l] = shown[l][(key + j) >> shift];
+                for (int i = j; i < next; ++i) score(i, n) = seen == 0 ? splat(-kInfinity) : score(i, n);
+            }
+        }
+    }
     __attribute__((noinline)) void intervals(int key, int begin, int end) const {
         IVec query[kQueryVectors];
         for (int n = 0; n < width; ++n)
@@ -570,7 +602,7 @@ struct Tile {
                 const float *const k = scratch.k + begin * scratch.ld_k, *const v = scratch.v + begin * scratch.ld_v;
                 scores<kWidth>(k, scratch.ld_k, end - begin, g.q, p.headdim, p.scale, g.s + s0, prefetch);
                 g.transform(key, begin, end);
-                if (cut) g.intervals(key, begin, end);
+                if (cut) g.hide(key, begin, end);
                 if (!finite) __builtin_memcpy(scratch.seen + s0, g.s + s0, size_t(end - begin) * kWidth * L * sizeof(float));
                 Vec correction[kWidth];
                 softmax<kWidth>(g.s, begin, end, row_max + n, row_sum + n, greatest + n, correction);
@@ -600,7 +632,7 @@ struct Tile {
                 scores<kWidth>(scratch.k + begin * scratch.ld_k, scratch.ld_k, end - begin, g.q, p.headdim, p.scale,
                                g.s + int64_t(begin) * kWidth * L, prefetch);
                 g.transform(key, begin, end);
-                if (cut) g.intervals(key, begin, end);
+                if (cut) g.hide(key, begin, end);
                 body(width, n, g, key, begin, end);
             });
         }

@@ -149,6 +149,11 @@ def put_rows(struct: ct.Structure, name: str, view: View) -> None:
 
 def refuse_unserved(options: Options) -> None:
     """Raises for options that no call across ranks takes."""
+    if options.block_mask is not None:
+        raise Unsupported(
+            "block_mask is given, but attention across ranks does not take it: its blocks count from the start of whole "
+            "sequences, not of a rank's part"
+        )
     if options.startend_row_indices is not None:
         raise Unsupported(
             "startend_row_indices is given, but attention across ranks does not take it: its rows count from the start "
