@@ -359,7 +359,7 @@ def varlen_backward(backward, dout, q, k, v, cu_seqlens_q, cu_seqlens_k, dlse=No
         columns = slice(cu_seqlens_k[b], cu_seqlens_k[b + 1])
         arrays = dout[None, rows], q[None, rows], k[None, columns], v[None, columns]
         own = None if dlse is None else dlse[None, :, rows]
-        one = backward(*arrays, dlse=own, sequence=b, **_of_keys(options, columns))
+        one = backward(*arrays, dlse=own, sequence=b, **_of_sequence(options, columns, cu_seqlens_q, cu_seqlens_k))
         if total is None:
             total = Gradients(*(np.zeros(x.shape) for x in (q, k, v)), one.dbias, one.dsinks)
         else:
@@ -370,10 +370,22 @@ def varlen_backward(backward, dout, q, k, v, cu_seqlens_q, cu_seqlens_k, dlse=No
     return total
 
 
-def _of_keys(options: dict, columns: slice) -> dict:
-    """The options of one sequence of a varlen call: startend_row_indices (heads, total_k, numbers) of its keys."""
-    indices = options.get("startend_row_indices")
-    return options if indices is None else options | {"startend_row_indices": np.asarray(indices)[:, columns]}
+def _of_sequence(options: dict, columns: slice, cu_seqlens_q, cu_seqlens_k) -> dict:
+    """The options of one sequence of a varlen call: startend_row_indices (heads, total_k, numbers) of its keys, and the
+    size of the blocks of block_mask."""
+    if (indices := options.get("startend_row_indices")) is not None:
+        options = options | {"startend_row_indices": np.asarray(indices)[:, columns]}
+    if options.get("block_mask") is None or options.get("block"):
+        return options
+    longest = [int(np.diff(x).max(initial=0)) for x in (cu_seqlens_q, cu_seqlens_k)]
+    return options | {"block": _block_of(options["block_mask"], longest)}
+
+
+def _block_of(block_mask, lengths) -> tuple[int, int]:
+    """The rows and keys of a block, 64 or 128, by the shape of the mask."""
+    counts = zip(np.shape(block_mask)[-2:], lengths, strict=True)
+    rows, keys = (64 if count == -(-length // 64) else 128 for count, length in counts)
+    return rows, keys
 
 
 def varlen(attention, q, k, v, cu_seqlens_q, cu_seqlens_k, **options):
@@ -384,7 +396,7 @@ def varlen(attention, q, k, v, cu_seqlens_q, cu_seqlens_k, **options):
     for b in range(len(cu_seqlens_q) - 1):
         rows = slice(cu_seqlens_q[b], cu_seqlens_q[b + 1])
         columns = slice(cu_seqlens_k[b], cu_seqlens_k[b + 1])
-        own = _of_keys(options, columns)
+        own = _of_sequence(options, columns, cu_seqlens_q, cu_seqlens_k)
         o, l = attention(q[None, rows], k[None, columns], v[None, columns], sequence=b, **own)  # noqa: E741
         out[rows], lse[:, rows] = o[0], l[0]
     return out, lse
@@ -396,7 +408,7 @@ def varlen_max_score(q, k, v, cu_seqlens_q, cu_seqlens_k, **options):
     for b in range(len(greatest)):
         rows = slice(cu_seqlens_q[b], cu_seqlens_q[b + 1])
         columns = slice(cu_seqlens_k[b], cu_seqlens_k[b + 1])
-        own = _of_keys(options, columns)
+        own = _of_sequence(options, columns, cu_seqlens_q, cu_seqlens_k)
         greatest[b] = max_score(q[None, rows], k[None, columns], v[None, columns], sequence=b, **own)[0]
     return greatest
 
@@ -407,7 +419,7 @@ def varlen_key_sums(q, k, v, cu_seqlens_q, cu_seqlens_k, **options):
     for b in range(len(cu_seqlens_q) - 1):
         rows = slice(cu_seqlens_q[b], cu_seqlens_q[b + 1])
         columns = slice(cu_seqlens_k[b], cu_seqlens_k[b + 1])
-        own = _of_keys(options, columns)
+        own = _of_sequence(options, columns, cu_seqlens_q, cu_seqlens_k)
         sums[:, columns] = key_sums(q[None, rows], k[None, columns], v[None, columns], sequence=b, **own)[0]
     return sums
 
@@ -465,8 +477,7 @@ def heads(
             return array[h * len(array) // nheads]
 
         if block_mask is not None and block is None:
-            counts = zip(np.shape(block_mask)[-2:], (seqlen_q, seqlen_k), strict=True)
-            block = tuple(64 if count == -(-length // 64) else 128 for count, length in counts)
+            block = _block_of(block_mask, (seqlen_q, seqlen_k))
         for h in range(nheads):
             yield (
                 b,

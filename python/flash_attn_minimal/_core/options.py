@@ -259,7 +259,7 @@ def _put_row_indices(args: AttentionArgs, views: list[View], array: Any) -> None
 
 def _put_block_mask(args: AttentionArgs, views: list[View], array: Any) -> None:
     """Checks block_mask, (batch, heads, blocks of rows, blocks of keys), and puts it into the struct. The sizes of the
-    blocks follow from the shape: only up to 64 rows have as many blocks of 64 as of 128, and there both mean the same."""
+    blocks follow from the shape: only up to 64 rows have as many blocks of 64 as of 128, which are then the same."""
     name, lengths = "block_mask", (args.seqlen_q, args.seqlen_k)
     view = _option(views, name, array, ("bool", "uint8"))
     shape, heads = tuple(view.shape), dict.fromkeys((1, args.nheads_k, args.nheads))
@@ -269,8 +269,8 @@ def _put_block_mask(args: AttentionArgs, views: list[View], array: Any) -> None:
         wanted = [" or ".join(map(str, x)) for x in (dict.fromkeys((1, args.batch)), heads, *counts)]
         ends = ("max_seqlen_q", "max_seqlen_k") if args.cu_seqlens_q else ("seqlen_q", "seqlen_k")
         raise BadArgument(
-            f"{name} has shape {shape}: expected (batch, heads, blocks of rows, blocks of keys) = ({', '.join(wanted)}), "
-            f"for blocks of 128 or 64 of {ends[0]}={lengths[0]} and {ends[1]}={lengths[1]}"
+            f"{name} has shape {shape}: expected (batch, heads, blocks of rows, blocks of keys) = ({', '.join(wanted)})"
+            f", for blocks of 128 or 64 of {ends[0]}={lengths[0]} and {ends[1]}={lengths[1]}"
         )
     _check_last_axis(name, view)
     steps = [stride if size != 1 else 0 for size, stride in zip(shape[:-1], view.strides, strict=False)]

@@ -151,8 +151,8 @@ def refuse_unserved(options: Options) -> None:
     """Raises for options that no call across ranks takes."""
     if options.block_mask is not None:
         raise Unsupported(
-            "block_mask is given, but attention across ranks does not take it: its blocks count from the start of whole "
-            "sequences, not of a rank's part"
+            "block_mask is given, but attention across ranks does not take it: its blocks count from the start of "
+            "whole sequences, and a rank has parts of them"
         )
     if options.startend_row_indices is not None:
         raise Unsupported(
