@@ -1,5 +1,5 @@
-"""The CUDA exercises: solutions and empty places compile. Without a GPU all that need no Hopper run on the CPU: judges
-accept the solution and the slow lines, and refuse mistakes. On a GPU all run there."""
+"""The CUDA exercises: solutions and empty places compile. All that need no Hopper run on the CPU, then on a GPU if
+there is one: judges accept the solution and the slow lines, and refuse mistakes."""
 
 import json
 import subprocess
@@ -22,23 +22,27 @@ SOLUTIONS = FOLDER.parent / "solutions"
 NAMES = sorted(path.stem for path in FOLDER.glob("[0-9]*.cu"))
 
 
-def kernel_of(name, lines=None):
-    kernel = kernels.CudaKernel(FOLDER / f"{name}.cu", lines or (SOLUTIONS / f"{name}.cu").read_text())
+class Slow(kernels.CudaKernel):
+    """The slow lines in the place of the reader's."""
+
+    def run(self, *arguments, slow=False, **more):
+        return super().run(*arguments, slow=True, **more)
+
+
+def kernel_of(name, lines=None, kind=kernels.CudaKernel):
+    kernel = kind(FOLDER / f"{name}.cu", lines or (SOLUTIONS / f"{name}.cu").read_text())
     kernel.strict = 0
     return kernel
 
 
-def judged(name, kernel, slow=False):
-    """Returns what the judge says; `slow`: about the slow lines."""
+def judged(name, kernel):
+    """Returns what the judge says."""
     if not NO_CUDA:  # CUDA does not survive the fork of a process that other tests have used it in
-        about = {"name": name, "lines": kernel.lines, "slow": slow}
+        about = {"name": name, "lines": kernel.lines, "slow": isinstance(kernel, Slow)}
         command = [sys.executable, "-c", IN_A_PROCESS, str(FOLDER)]
         done = subprocess.run(command, input=json.dumps(about), capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
-    if slow:
-        run = kernel.run
-        kernel.run = lambda *arguments, slow=False, **more: run(*arguments, slow=True, **more)
     judge = judging.load(FOLDER / f"{name}.py").judge
     return judging.apart(lambda: judging.verdict(judge, {"kernel": kernel}))
 
@@ -47,12 +51,13 @@ IN_A_PROCESS = """
 import json, pathlib, sys
 sys.path.insert(0, sys.argv[1])
 import judging, kernels
+class Slow(kernels.CudaKernel):
+    def run(self, *arguments, slow=False, **more):
+        return super().run(*arguments, slow=True, **more)
 folder, about = pathlib.Path(sys.argv[1]), json.load(sys.stdin)
-kernel = kernels.CudaKernel(folder / (about["name"] + ".cu"), about["lines"])
+kind = Slow if about["slow"] else kernels.CudaKernel
+kernel = kind(folder / (about["name"] + ".cu"), about["lines"])
 kernel.strict = 0
-if about["slow"]:
-    run = kernel.run
-    kernel.run = lambda *arguments, slow=False, **more: run(*arguments, slow=True, **more)
 judge = judging.load(folder / (about["name"] + ".py")).judge
 print(judging.apart(lambda: judging.verdict(judge, {"kernel": kernel})))
 """
@@ -111,7 +116,7 @@ def test_the_judge_accepts_the_solution(name):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "25_cuda_descriptor"])
 def test_the_slow_lines_are_right(name):
-    assert judged(name, kernel_of(name), slow=True) == "passed"
+    assert judged(name, kernel_of(name, kind=Slow)) == "passed"
 
 
 SLIPS = [  # exercise, what the solution has, what a reader writes first, what the judge says
@@ -155,8 +160,6 @@ def test_an_arrival_before_the_work_is_seen(act, barrier):
     assert act in lines and arrive in lines
     swapped = lines.replace(act, "@").replace(arrive, act).replace("@", arrive)
     kernel = kernel_of("24_cuda_phase", swapped)
-    if not kernel.on_cpu():
-        pytest.skip("on a GPU this shows rarely")
     assert "tiles: y[tile, lane]" in judged("24_cuda_phase", kernel)
 
 
@@ -227,6 +230,53 @@ def test_the_judge_of_a_product(swizzled, said):
     judge = judging.load(FOLDER / "25_cuda_descriptor.py").judge
     text = judging.verdict(judge, {"kernel": Stand(product(swizzled))})
     assert text.startswith(said) and (swizzled or "\n    idea: " in text)
+
+
+class Elsewhere(Stand):
+    """The product on the CPU, if it compiles there; on a GPU that of `right_there`."""
+
+    def __init__(self, right, compiles=True):
+        super().__init__(product(swizzled=right))
+        self.compiles = compiles
+
+    def library(self, slow=False):
+        judging.require(self.compiles, "it does not compile: no such function")
+        return super().library(slow)
+
+    def on_gpu(self):
+        there = Elsewhere(self.right_there)
+        there.said = "on a GPU"
+        return there
+
+
+@pytest.mark.parametrize("compiles", (True, False))
+@pytest.mark.parametrize("right, said", [(True, "passed"), (False, "wrong: C[row, column]: ")])
+def test_what_passes_on_the_cpu_is_judged_on_the_gpu(right, said, compiles):
+    judge = judging.load(FOLDER / "25_cuda_descriptor.py").judge
+    kernel = Elsewhere(True, compiles)
+    kernel.right_there = right
+    assert judging.verdict(judge, {"kernel": kernel}).startswith(said)
+    assert kernel.said == "on a GPU"
+
+
+def test_what_is_wrong_on_the_cpu_does_not_reach_the_gpu():
+    judge = judging.load(FOLDER / "25_cuda_descriptor.py").judge
+    kernel = Elsewhere(False)
+    kernel.right_there = True
+    assert judging.verdict(judge, {"kernel": kernel}).startswith("wrong: C[row, column]: ")
+    assert kernel.said is None
+
+
+def test_the_same_kernel_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(kernels.CudaKernel, "gpu", lambda self: (9, 0))
+    monkeypatch.setattr(kernels.CudaKernel, "nvcc", staticmethod(lambda: "nvcc"))
+    kernel = kernel_of("24_cuda_phase")
+    kernel.needs = (9, 0)
+    there = kernel.on_gpu()
+    assert kernel.on_cpu() and not there.on_cpu() and there.on_gpu() is None
+    assert (there.lines, there.needs, there.strict) == (kernel.lines, (9, 0), 0)
+    assert there.command("x.cu", FOLDER / "x.so")[0] == "nvcc" and kernel.command("x.cu", "x.so")[0] != "nvcc"
+    assert kernel_of("25_cuda_descriptor").on_gpu() is None
 
 
 def test_every_cuda_exercise_has_a_mistake_that_its_judge_refuses():

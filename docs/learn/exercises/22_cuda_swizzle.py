@@ -1,9 +1,9 @@
 """Exercise 22, in CUDA. A swizzle without bank conflicts: 22_cuda_swizzle.cu.
 
 A warp copies a tile of 64 x 64 bf16 into shared memory and reads it with ldmatrix, 2000 times. Write `offset`, one
-line: exercise 18 on a GPU. The judge compares every fragment, and wants twice the speed of rows that follow each other.
-It needs nvcc and a GPU of compute capability 8.0. Without them it runs your lines on the CPU, thread by thread, and
-counts bank conflicts instead of time.
+line: exercise 18 on a GPU. The judge runs your lines on the CPU, thread by thread, compares every fragment and counts
+bank conflicts. Where there are nvcc and a GPU of compute capability 8.0, it then runs them there, and wants twice the
+speed of rows that follow each other.
 
     python docs/learn/exercises/22_cuda_swizzle.py
 """

@@ -1,9 +1,9 @@
 """Exercise 23, in CUDA. Copies under way while a block computes: 23_cuda_pipeline.cu.
 
 The slow lines copy a tile into shared memory, wait, and compute. Write the loop with kStages buffers: three copies are
-under way while the block computes with the fourth. One __syncthreads for each tile is enough. The judge wants 1.2 times
-the speed. It needs nvcc and a GPU of compute capability 8.0. Without them it runs your lines on the CPU, thread by
-thread, and says nothing of the speed.
+under way while the block computes with the fourth. One __syncthreads for each tile is enough. The judge runs
+your lines on the CPU, thread by thread; where there are nvcc and a GPU of compute capability 8.0, then there, and wants
+1.2 times the speed.
 
     python docs/learn/exercises/23_cuda_pipeline.py
 """

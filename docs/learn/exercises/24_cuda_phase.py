@@ -1,9 +1,8 @@
 """Exercise 24, in CUDA. The phases of mbarriers between two warps: 24_cuda_phase.cu.
 
 A warp puts tiles into two slots in turn, another takes them out. Write both roles: who waits for which barrier with
-which parity, and who arrives where. Exercise 20 on a GPU. A wait that lasts a second is taken for a deadlock. It needs
-nvcc and a GPU of compute capability 9.0. Without them it runs your lines on the CPU, thread by thread, and says nothing
-of the speed.
+which parity, and who arrives where. Exercise 20 on a GPU. A wait that lasts a second is taken for a deadlock. The judge
+runs your lines on the CPU, thread by thread; where there are nvcc and a GPU of compute capability 9.0, then there.
 
     python docs/learn/exercises/24_cuda_phase.py
 """

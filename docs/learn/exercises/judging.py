@@ -72,7 +72,21 @@ def parts(exercise: dict, path: Path, solution: bool = False) -> dict[str, objec
 
 
 def verdict(judge: Callable, written: dict[str, object]) -> str:
-    """What the judge says of the parts that an exercise asks for; "passed" if nothing is wrong."""
+    """What the judge says of the parts that an exercise asks for; "passed" if nothing is wrong. A kernel in CUDA that
+    passes on the CPU, where races show, is judged again on the GPU, if there is one; so is one that the stand-in for
+    CUDA lacks a function for."""
+    said = _verdict(judge, written)
+    kernel = written.get("kernel")
+    further = said == "passed" or said.startswith("wrong: it does not compile")
+    there = kernel.on_gpu() if further and hasattr(kernel, "on_gpu") else None
+    if there is None:
+        return said
+    again = _verdict(judge, {**written, "kernel": there})
+    kernel.said = there.said or kernel.said
+    return said if again.startswith("skipped: ") else again
+
+
+def _verdict(judge: Callable, written: dict[str, object]) -> str:
     returned: dict[str, object] = {}  # by the last call of each
 
     def watched(name: str, function: Callable) -> Callable:

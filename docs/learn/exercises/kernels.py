@@ -126,10 +126,12 @@ def _between_nans(x: np.ndarray):
 
 
 class CudaKernel(Kernel):
-    """The same in CUDA: a file with a function `launch`, which cuda_tools.cuh calls. Without a GPU that has `needs`,
-    its compute capability, blocks run on the CPU by cuda_on_cpu.h, except where they use wgmma."""
+    """The same in CUDA: a file with a function `launch`, which cuda_tools.cuh calls. Blocks run on the CPU by
+    cuda_on_cpu.h, whose threads take turns in random order; `on_gpu` is the same kernel on a GPU that has `needs`, its
+    compute capability. Kernels that use wgmma run on a GPU alone."""
 
     needs = (8, 0)
+    place = "cpu"
 
     @functools.cache  # noqa: B019
     def library(self, slow: bool = False) -> ctypes.CDLL:
@@ -153,7 +155,7 @@ class CudaKernel(Kernel):
         if self.on_cpu():
             compiler = shutil.which(os.environ.get("CXX") or "c++")
             if compiler is None:
-                raise Unavailable("there is neither a GPU with nvcc nor a C++ compiler")
+                raise Unavailable("there is no C++ compiler")
             return [compiler, "-std=c++17", "-O2", "-shared", "-fPIC", *more, "-x", "c++", str(source)]
         if (nvcc := self.nvcc()) is None:
             raise Unavailable("there is no nvcc")
@@ -178,7 +180,15 @@ class CudaKernel(Kernel):
         return here if here >= self.needs else None
 
     def on_cpu(self) -> bool:
-        return "wgmma.cuh" not in self.text() and (self.gpu() is None or self.nvcc() is None)
+        return self.place == "cpu" and "wgmma.cuh" not in self.text()
+
+    def on_gpu(self) -> CudaKernel | None:
+        """The kernel that ran on the CPU, for a GPU: None without one."""
+        if not self.on_cpu() or self.gpu() is None or self.nvcc() is None:
+            return None
+        there = type(self)(self.path, self.lines)
+        there.place, there.needs, there.strict = "gpu", self.needs, self.strict
+        return there
 
     @staticmethod
     def nvcc() -> str | None:
