@@ -144,20 +144,19 @@ FA_INLINED bool block_hides(const AttentionParams& p, int32_t b, int32_t head, i
     return !blocks_of_row(p, b, head, i)[j >> p.blocks.key_shift];
 }
 
-// What a mask by blocks leaves to rows first .. last of query heads head .. head + heads - 1, which share a key head.
+// What a mask by blocks leaves to rows first .. last of a query head.
 struct BlockRows {
     const AttentionParams& p;
-    int32_t b, head, heads, first, last;
+    int32_t b, head, first, last;
 
     // Of keys begin .. end - 1, at least one.
     FA_INLINED Seen of_keys(int32_t begin, int32_t end) const {
         const BlockMaskView& x = p.blocks;
         bool some = false, every = true;
-        for (int32_t h = head; h < head + heads; h += x.heads_of_entry)
-            for (int32_t i = first >> x.row_shift; i <= last >> x.row_shift; ++i) {
-                const uint8_t* const row = blocks_of_row(p, b, h, i << x.row_shift);
-                for (int32_t j = begin >> x.key_shift; j <= (end - 1) >> x.key_shift; ++j) some |= row[j] != 0, every &= row[j] != 0;
-            }
+        for (int32_t i = first >> x.row_shift; i <= last >> x.row_shift; ++i) {
+            const uint8_t* const row = blocks_of_row(p, b, head, i << x.row_shift);
+            for (int32_t j = begin >> x.key_shift; j <= (end - 1) >> x.key_shift; ++j) some |= row[j] != 0, every &= row[j] != 0;
+        }
         return every ? Seen::kEverything : some ? Seen::kSome : Seen::kNothing;
     }
     // Keys begin .. end - 1 without the first and the last ones of which no row sees any.

@@ -136,7 +136,7 @@ struct Backward {
         const HiddenBounds* const panels = intervals.of(batch, head);
         const int32_t first = block * kBlockRows, last = std::min(first + kBlockRows, s.seqlen_q) - 1;
         const int32_t begin = tile * int32_t(layout.tile), end = std::min(begin + int32_t(layout.tile), s.seqlen_k);
-        const BlockRows rows{p, batch, head, 1, first, last};
+        const BlockRows rows{p, batch, head, first, last};
         for (int32_t panel = begin / kPanelKeys; panel * kPanelKeys < end; ++panel) {
             if (panels && panels[panel].seen_by(first, last) == Seen::kNothing) continue;
             const int32_t key = panel * kPanelKeys;  // the panel lies in one block of keys

@@ -127,20 +127,12 @@ FA_INLINE bool is_spoiled(const QueryTile& t, const QueryRow& row, float row_sum
 
 // What rows first .. last see, through masks by intervals and by blocks, of the key tile in which `key` lies.
 FA_INLINE Seen seen_by(const QueryTile& t, int64_t key, int32_t first, int32_t last) {
-    bool nothing = false, everything = true;
-    if (t.params->blocks.data) {
-        const int64_t begin = key / kTileKeys * kTileKeys,
-                      end = begin + kTileKeys < t.sequence.seqlen_k ? begin + kTileKeys : t.sequence.seqlen_k;
-        const Seen seen = BlockRows{*t.params, t.batch, t.head, t.heads, first, last}.of_keys(int32_t(begin), int32_t(end));
-        nothing = seen == Seen::kNothing, everything = seen == Seen::kEverything;
-    }
-    if (nothing || !t.bounds) return nothing ? Seen::kNothing : everything ? Seen::kEverything : Seen::kSome;
-    nothing = true;
-    for (int h = 0; h < t.bounds_heads; ++h) {
-        const Seen seen = t.bounds[h * t.bounds_stride + key / kTileKeys].seen_by(first, last);
-        nothing &= seen == Seen::kNothing, everything &= seen == Seen::kEverything;
-    }
-    return nothing ? Seen::kNothing : everything ? Seen::kEverything : Seen::kSome;
+    const Seen seen = t.bounds ? t.bounds[key / kTileKeys].seen_by(first, last) : Seen::kEverything;
+    if (!t.params->blocks.data || seen == Seen::kNothing) return seen;
+    const int32_t begin = int32_t(key / kTileKeys * kTileKeys), left = t.sequence.seqlen_k - begin;
+    const BlockRows rows{*t.params, t.batch, t.row[0].head, first, last};
+    const Seen shown = rows.of_keys(begin, begin + (left < kTileKeys ? left : kTileKeys));
+    return shown == Seen::kEverything ? seen : shown;
 }
 
 #include "cpu/attention/narrow_kernel.h"
@@ -260,12 +252,12 @@ struct Group {
         if (what == Seen::kNothing) return {0, 0, false};
         seen.cut = what == Seen::kSome;
         if (seen.cut && p.blocks.data) {
-            const BlockRows rows{p, t.batch, t.head, t.heads, first_query, last_query};
+            const BlockRows rows{p, t.batch, first().head, first_query, last_query};
             const KeyRange range = rows.seen_keys(key + seen.begin, key + seen.end);
             if (range.begin >= range.end) return {0, 0, false};
             seen = {range.begin - key, range.end - key, t.bounds || rows.of_keys(range.begin, range.end) == Seen::kSome};
         }
-        if (!seen.cut || !t.bounds || t.bounds_heads > 1) return seen;
+        if (!seen.cut || !t.bounds) return seen;
         const int32_t* const numbers = row_indices_of(p, t.batch, first().head);
         const auto hidden = [&](int j) {
             HiddenBounds one;
@@ -300,7 +292,6 @@ struct Group {
         IVec query[kQueryVectors];
         for (int n = 0; n < width; ++n)
             for (int l = 0; l < L; ++l) query[n][l] = row(n * L + l).query;
-        if (t.bounds_heads > 1) return intervals_of_lanes(query, key, begin, end);
         const int32_t* const numbers = row_indices_of(p, t.batch, first().head);
         const int32_t first_query = first().query, last_query = last().query;
         for (int j = begin; j < end; ++j) {
@@ -311,23 +302,6 @@ struct Group {
             for (int n = 0; n < width; ++n) score(j, n) = hidden.hides(query[n]) ? splat(-kInfinity) : score(j, n);
         }
     }
-    void intervals_of_lanes(const IVec* query, int key, int begin, int end) const {  // each query head has its own
-        for (int n = 0; n < width; ++n) {
-            const int32_t* numbers[L];
-            for (int l = 0; l < L; ++l) numbers[l] = row_indices_of(p, t.batch, row(n * L + l).head);
-            for (int j = begin; j < end; ++j) {
-                alignas(4 * L) int32_t begins[2][L], ends[2][L];
-                for (int l = 0; l < L; ++l) {
-                    const HiddenRows one = hidden_rows(p, numbers[l] + int64_t(key + j) * p.intervals.key);
-                    for (int x = 0; x < 2; ++x) begins[x][l] = one.begin[x], ends[x][l] = one.end[x];
-                }
-                const auto lanes = [](const int32_t* numbers) { return *reinterpret_cast<const IVec*>(numbers); };
-                const HiddenRowsOf<KeysOfLanes> hidden{{lanes(begins[0]), lanes(begins[1])}, {lanes(ends[0]), lanes(ends[1])}};
-                score(j, n) = hidden.hides(query[n]) ? splat(-kInfinity) : score(j, n);
-            }
-        }
-    }
-
     void causal_and_window(int key, int begin, int end) const {
         for (int n = 0; n < width; ++n) {
             IVec key_begin, key_end;

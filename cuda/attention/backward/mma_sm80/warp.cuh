@@ -217,7 +217,7 @@ struct MainWarp : MainShares<kD, kDv, kSm> {
             bool seen = !p.intervals.data || smem.bounds.seen_by(row0, last) != Seen::kNothing;
             if (seen && p.blocks.data) {
                 const int key0 = smem.work.key0;
-                const BlockRows rows{p, smem.work.b, to.head, 1, row0, last};
+                const BlockRows rows{p, smem.work.b, to.head, row0, last};
                 seen = rows.of_keys(key0, min(key0 + kBlockN, smem.seqlen_k)) != Seen::kNothing;
             }
             if (seen) break;

@@ -240,7 +240,7 @@ struct ForwardWarp {
             for (int x = own * (kBlockN / kBoundsKeys); x * kBoundsKeys < end; ++x)
                 sees |= bounds[x].seen_by(row0, last_row) != Seen::kNothing;
         }
-        if (sees && p.blocks.data) sees = BlockRows{p, work.b, work.head, 1, row0, last_row}.of_keys(own * kBlockN, end) != Seen::kNothing;
+        if (sees && p.blocks.data) sees = BlockRows{p, work.b, work.head, row0, last_row}.of_keys(own * kBlockN, end) != Seen::kNothing;
         seen.tiles = __ballot_sync(kFullWarp, sees);
     }
 
