@@ -76,7 +76,8 @@ typedef struct fa_score_tensor {
  *     not causal, 2 numbers:  i >= n[0]  or  i < n[1]
  *     not causal, 4 numbers:  n[0] <= i < n[1]  or  n[2] <= i < n[3]
  * Rows count from the start of their sequence. In a varlen call keys count through all sequences, as rows of k do, and batch_stride is
- * ignored. Numbers below 0 act as 0, and those above seqlen_q as seqlen_q. They are read on the device. */
+ * ignored; but with parts b is the part, and its rows and keys count from its first. Numbers below 0 act as 0, and those above seqlen_q as
+ * seqlen_q. They are read on the device. */
 typedef struct fa_row_indices {
     const int32_t* data; /* NULL = none */
     int64_t batch_stride;
@@ -164,7 +165,7 @@ typedef struct fa_attention_args {
 
     /* ---- masks: which keys a row sees ---- */
     fa_score_tensor mask;                /* uint8, non-zero = attend; data NULL = none */
-    fa_row_indices startend_row_indices; /* beside causal, window, chunks and mask. Not with parts */
+    fa_row_indices startend_row_indices; /* beside causal, window, chunks and mask */
     fa_block_mask block_mask;            /* beside all others. Not with parts */
     int32_t causal;                      /* row i sees j <= i_aligned */
     int32_t top_left;                    /* i_aligned = i + seqlen_k - seqlen_q (0, the default: bottom-right corner) or i (1: top-left) */

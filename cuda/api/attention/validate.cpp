@@ -125,8 +125,8 @@ Regions<kMostRead> inputs_of(const fa_attention_args& a, const Shapes& s) {
     const fa_row_indices& indices = a.startend_row_indices;
     read.add(Region{"startend_row_indices",
                     indices.data,
-                    {{"batch", "batch", s.batch, indices.batch_stride},
-                     {"key", "keys", s.rows_k, indices.key_stride},
+                    {{"batch", "batch", a.parts ? a.batch : s.batch, indices.batch_stride},
+                     {"key", "keys", a.parts ? a.seqlen_k : s.rows_k, indices.key_stride},
                      {"head", "heads", indices.heads, indices.head_stride}},
                     indices.numbers,
                     4});

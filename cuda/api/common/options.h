@@ -19,8 +19,6 @@ inline fa_status check_row_indices(const fa_attention_args& a) {
         return fail(FA_BAD_ARGUMENT, "startend_row_indices.numbers=%d is none of 1, 2, 4", x.numbers);
     if (x.numbers == 1 && !a.causal) return fail(FA_BAD_ARGUMENT, "startend_row_indices.numbers=1 without causal: it is 2 or 4 there");
     if (x.numbers == 4 && a.causal) return fail(FA_BAD_ARGUMENT, "startend_row_indices.numbers=4 with causal=1: it is 1 or 2 there");
-    if (a.parts)
-        return fail(FA_UNSUPPORTED, "startend_row_indices.data is set with parts: its rows count from the start of whole sequences");
     return FA_OK;
 }
 

@@ -15,7 +15,8 @@ struct ScoreView {
 // What the numbers of a key say: see fa_row_indices in flash_attn.h.
 enum class RowIndicesForm : int32_t { kFrom, kBetween, kOutside, kTwoIntervals };
 
-// startend_row_indices: `data` is int32, (batch, heads, keys, numbers). In a varlen call keys count through all sequences.
+// startend_row_indices: `data` is int32, (batch, heads, keys, numbers). In a varlen call without parts keys count
+// through all sequences.
 struct RowIndicesView {
     const int32_t* data;       // nullptr = option off
     int64_t batch, head, key;  // strides
@@ -117,8 +118,8 @@ struct AttentionParams {
     float* max_score;          // (batch, nheads); nullptr = not wanted
     float* key_sums;           // (batch, nheads, seqlen_k), varlen (nheads, total_k); nullptr = not wanted. Needs lse
     TreeView tree;             // only with a cache, and then without causal and window
-    RowIndicesView intervals;  // never with a cache or parts
-    BlockMaskView blocks;      // the same
+    RowIndicesView intervals;  // never with a cache
+    BlockMaskView blocks;      // never with a cache or parts
 
     // Whether scores are more than scale * (q . k) under a window; such calls take the general instantiation of a kernel.
     FA_HOST_DEVICE bool general_scores() const { return changes_scores() || hides_tiles(); }

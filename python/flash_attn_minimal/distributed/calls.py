@@ -154,11 +154,6 @@ def refuse_unserved(options: Options) -> None:
             "block_mask is given, but attention across ranks does not take it: its blocks count from the start of "
             "whole sequences, and a rank has parts of them"
         )
-    if options.startend_row_indices is not None:
-        raise Unsupported(
-            "startend_row_indices is given, but attention across ranks does not take it: its rows count from the start "
-            "of whole sequences, and a rank has parts of them"
-        )
     for name in _FLOAT8:
         if getattr(options, name) is not Options._field_defaults[name]:
             raise Unsupported(f"{name}={_quoted(getattr(options, name))}: float8 is not served across ranks")
