@@ -203,6 +203,14 @@ def test_caches_refuse():
         fa.flash_attn_with_kvcache(q, cache, cache, block_mask=np.zeros((1, 1, 1, 1), bool))
 
 
+def test_ranks_refuse():
+    from flash_attn_minimal import distributed
+
+    q = np.zeros((1, 64, 2, 8), np.float32)
+    with distributed.thread_groups(1)[0] as group, pytest.raises(fa.Unsupported, match="block_mask is given, but"):
+        distributed.forward(group, q, q, q, block_mask=np.ones((1, 1, 1, 1), bool))
+
+
 def test_equal_calls_repeat():
     """A call that repeats an earlier one reads the mask that it is given."""
     rng = np.random.default_rng(0)

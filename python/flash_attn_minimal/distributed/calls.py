@@ -268,6 +268,8 @@ def forward(
         out: array for the result, of q's shape with headdim_v, which is also returned.
         options: those of flash_attn_func except float8's, the same on every rank. bias and mask broadcast to (batch,
             nheads, rows, seqlen_k): row i of sequence b is this rank's i-th row of the sequence, columns are all keys.
+            startend_row_indices, which only gather takes, is (batch, heads, seqlen_k, numbers) for all keys of whole
+            sequences, padded to the longest, and its rows count from the start of whole sequences.
             num_threads is for this rank only.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Which options of a call express what was found in a score_mod and mask_mod."""
+"""The options of a call that express what was found in a score_mod and mask_mod."""
 
 from __future__ import annotations
 
