@@ -108,6 +108,10 @@ struct HiddenBounds {
     FA_INLINED void clear() {
         for (int x = 0; x < 2; ++x) max_begin[x] = max_end[x] = INT32_MIN, min_begin[x] = min_end[x] = INT32_MAX;
     }
+    // With these seen_by is always kSome.
+    FA_INLINED void decide_nothing() {
+        for (int x = 0; x < 2; ++x) max_begin[x] = max_end[x] = INT32_MAX, min_begin[x] = min_end[x] = INT32_MIN;
+    }
     FA_INLINED void add(const HiddenRows& rows) {
         for (int x = 0; x < 2; ++x) {
             const bool none = rows.begin[x] >= rows.end[x];
