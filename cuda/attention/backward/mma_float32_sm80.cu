@@ -254,6 +254,11 @@ __device__ __forceinline__ void gradients_of_pairs(const AttentionParams& p, con
                 if (!static_cast<const uint8_t*>(p.mask.data)[place]) seen &= ~(1u << i);
             }
         }
+        if (p.blocks.data) {
+#pragma unroll
+            for (int i = 0; i < kCount; ++i)
+                if (seen >> i & 1 && block_hides(p, at.batch, at.head, query(i), key(i))) seen &= ~(1u << i);
+        }
         if (p.intervals.data) {
 #pragma unroll
             for (int i = 0; i < kCount; ++i)

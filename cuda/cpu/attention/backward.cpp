@@ -130,14 +130,18 @@ struct Backward {
         while (tiles.begin < tiles.end && !sees(s, batch, head, block, tiles.end - 1)) --tiles.end;
         return tiles;
     }
-    // Whether masks by intervals let some row of the block see some key of the tile.
+    // Whether masks by intervals and by blocks let some row of the block see some key of the tile.
     bool sees(const Sequence& s, int32_t batch, int32_t head, int32_t block, int32_t tile) const {
+        if (!p.hides_tiles()) return true;
         const HiddenBounds* const panels = intervals.of(batch, head);
-        if (!panels) return true;
         const int32_t first = block * kBlockRows, last = std::min(first + kBlockRows, s.seqlen_q) - 1;
         const int32_t begin = tile * int32_t(layout.tile), end = std::min(begin + int32_t(layout.tile), s.seqlen_k);
-        for (int32_t panel = begin / kPanelKeys; panel * kPanelKeys < end; ++panel)
-            if (panels[panel].seen_by(first, last) != Seen::kNothing) return true;
+        const BlockRows rows{p, batch, head, first, last};
+        for (int32_t panel = begin / kPanelKeys; panel * kPanelKeys < end; ++panel) {
+            if (panels && panels[panel].seen_by(first, last) == Seen::kNothing) continue;
+            const int32_t key = panel * kPanelKeys;  // the panel lies in one block of keys
+            if (!p.blocks.data || rows.of_keys(key, key + 1) != Seen::kNothing) return true;
+        }
         return false;
     }
 

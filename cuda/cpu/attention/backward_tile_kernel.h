@@ -155,7 +155,16 @@ struct Panel {
             row_begin = row_begin < i ? row_begin : i, row_end = i + 1;
             begin = begin < first ? begin : first, end = end > last ? end : last;
         }
+        if (p.blocks.data) apply_blocks();
         if (q.bounds && !empty()) apply_intervals();
+    }
+    // Leaves out the rows that a mask by blocks hides. The panel lies in one block of keys, and its rows in two blocks of rows at most, so
+    // the rows that are left see the whole panel.
+    void apply_blocks() {
+        static_assert(kBlockRows == 96 && kPanelKeys == 64, "rows 96 x .. 96 x + 95 lie in two blocks of 64 rows");
+        const auto hidden = [&](int i) { return block_hides(p, t.batch, q.head, q.first + i, t.first + key); };
+        while (!empty() && hidden(row_begin)) ++row_begin;
+        while (!empty() && hidden(row_end - 1)) --row_end;
     }
     // Leaves out the first and last rows and keys that masks by intervals hide altogether.
     __attribute__((noinline)) void apply_intervals() {
