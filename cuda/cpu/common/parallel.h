@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "cpu/common/float_mode.h"
+#include "cpu/common/openmp.h"
 #include "cpu/common/processors.h"
 
 namespace fa::cpu {
@@ -165,11 +166,13 @@ private:
 template <typename Body>
 void parallel_for(int64_t tasks, int threads, const Body& body) {
     threads = int(std::min<int64_t>(threads, tasks));
-    if (threads > 1 && !GivenThreads::current()) threads = std::min(threads, processors_of_thread());
     std::atomic<int64_t> next{0};
     const auto work = [&](int thread) noexcept {
         for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) body(task, thread);
     };
+    const bool given = GivenThreads::current();
+    if (threads > 1 && run_on_openmp(threads, given, work)) return;
+    if (threads > 1 && !given) threads = std::min(threads, processors_of_thread());
     if (threads <= 1) return work(0);
     if (Team* const team = Team::current()) return team->run(threads, work);
     Helpers helpers;
