@@ -18,6 +18,8 @@ struct OpenMp {
     static inline std::atomic<int (*)()> max_threads{nullptr};
 };
 
+inline bool uses_openmp() { return OpenMp::parallel.load(std::memory_order_relaxed) != nullptr; }
+
 // Looks the functions up in `library`, which the program has loaded, and in what that is linked to; null: back to own threads. Returns the
 // reason why loops do not run on that runtime, or null.
 const char* use_openmp(const char* library);

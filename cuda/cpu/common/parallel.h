@@ -136,10 +136,11 @@ private:
     Helpers helpers_;                  // the last member, so its threads are joined before the other members are destroyed
 };
 
-// Starting a thread takes tens of microseconds, so each should get at least a tenth of a millisecond of work.
-constexpr double kThreadNanoseconds = 100e3;
+// Starting a thread takes tens of microseconds, so each should get at least a tenth of a millisecond of work. The threads of an OpenMP
+// runtime wait for work: one microsecond after the last loop, tens of microseconds when they sleep.
+constexpr double kThreadNanoseconds = 100e3, kOpenMpNanoseconds = 30e3;
 inline int worthwhile_threads(double nanoseconds, int threads) {
-    return int(std::clamp(nanoseconds / kThreadNanoseconds, 1.0, double(threads)));
+    return int(std::clamp(nanoseconds / (uses_openmp() ? kOpenMpNanoseconds : kThreadNanoseconds), 1.0, double(threads)));
 }
 
 // Whether the caller of the library has set the number of threads of a call. If not, a loop starts at most as many threads as there are
