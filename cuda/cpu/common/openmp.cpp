@@ -52,6 +52,7 @@ const char* use_openmp(const char* library) {
         watches_forks = true;
     }
     OpenMp::max_threads = max_threads;
+    OpenMp::passed = 0, OpenMp::next_passed = 1;
     OpenMp::parallel = parallel;
     return nullptr;
 }
