@@ -54,7 +54,7 @@ bool run_on_openmp(int threads, bool given, const Work& work) {
         const std::thread::id caller;
         std::atomic<int> next{0};
         std::atomic<Clock::time_point> last_came{Clock::time_point::min()};
-        Clock::time_point caller_ended;
+        Clock::time_point caller_ended{};
     } loop{work, threads, std::this_thread::get_id()};
     const auto body = [](void* data) {
         Loop& loop = *static_cast<Loop*>(data);
