@@ -448,6 +448,15 @@ FA_API fa_status fa_query_call(const fa_call* call, const uint64_t* values, void
  * failed_index may be NULL. */
 FA_API fa_status fa_run_calls(const fa_call* calls, int32_t count, const uint64_t* values, int32_t* failed_index, void* stream);
 
+/* ---- threads on the CPU ---- */
+
+/* The loops of this process's calls on the CPU run on the threads of an OpenMP runtime that the program has loaded, instead of on threads
+ * of the library. These share the processors with the runtime's threads, which spin for milliseconds after each of the program's own
+ * loops. `library` is the name or path of a loaded library: the runtime, or one that is linked to it, such as "libtorch_cpu.so". NULL goes
+ * back to own threads. FA_UNSUPPORTED, with own threads, if it is not loaded, has no OpenMP runtime, or the process was forked. A process
+ * that is forked later has own threads. Results are the same bits. */
+FA_API fa_status fa_use_openmp(const char* library);
+
 /* ---- the library ---- */
 
 /* The forward kernels in this build, best first for each device: index 0 .. fa_kernel_count() - 1. For any other index, name and summary

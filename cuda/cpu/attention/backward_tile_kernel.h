@@ -455,13 +455,19 @@ void sum_rows(const KeyTile& t, QueryBlock& q, float* row_max, float* row_sum) {
 
 void store_rows(const TensorView& to, int64_t first, DType dtype, int rows, int dim, const float* from, int64_t ld, float factor,
                 bool accumulate) {
-    for (int i = 0; i < rows; ++i)
+    constexpr int kAhead = 8;  // in rows
+    const int bytes = dim * element_size(dtype);
+    for (int i = 0; i < rows; ++i) {
+        if (i + kAhead < rows && to.row != dim)
+            for (int byte = 0; byte < bytes; byte += 64)
+                __builtin_prefetch(address(to.data, first + (i + kAhead) * to.row, dtype) + byte, 1);
         for (int d = 0; d < dim; d += L) {
             char* const at = const_cast<char*>(address(to.data, first + i * to.row + d, dtype));
             Vec x = *(const Vec*)(from + i * ld + d) * factor;
             if (accumulate) x += load_any(at, dim - d, dtype);
             store_any(at, dim - d, dtype, x);
         }
+    }
 }
 
 }  // namespace
