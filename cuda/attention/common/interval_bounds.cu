@@ -28,6 +28,10 @@ __global__ void __launch_bounds__(kThreads) interval_bounds_kernel(const __grid_
     bounds.clear();
     for (int key = key0 + lane; key < end; key += 32) add_key(bounds, p, s, hidden_rows(p, numbers + key * p.intervals.key), key);
     reduce_bounds(bounds);
+    // Sequences that are out of order may overlap, and so do the places of their bounds.
+    bool ordered = true;
+    for (int i = lane; p.cu_seqlens_k && i < p.batch; i += 32) ordered &= p.cu_seqlens_k[i] <= p.cu_seqlens_k[i + 1];
+    if (!__all_sync(~0u, ordered)) bounds.decide_nothing();
     const int64_t first = p.cu_seqlens_k ? first_key_row(p, b) / keys + b : int64_t(tiles) * b;
     if (lane == 0) params.to.data[head * params.to.head + first + tile] = bounds;
 }
