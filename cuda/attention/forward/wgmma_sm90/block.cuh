@@ -15,6 +15,7 @@ struct WgmmaSchedule {
     int q_loads, k_loads, v_loads;  // boxes of a tile
     int page_boxes;                 // paged cache whose pages are not whole tiles: rows of a box, several of which make a tile; else 0
     bool page_copies;               // the same without a common divisor of 8 rows or more: rows are copied one by one
+    float cap_inverse;              // plans with options: softmax_scale / softcap
 };
 
 // The work item that consumers read. wgmma_split_sm90 specialises it for its ids, where an item has only some of a row's keys.

@@ -265,7 +265,7 @@ __global__ void __launch_bounds__(128 * (kWgmmaPlan<kId>.warpgroups + 1), 1)
     }
     if constexpr (kPlan.moves_registers()) setmaxnreg_inc<kPlan.consumer_registers()>();
     const Consumer me{warpgroup - 1, int(threadIdx.x % 128 / 32), int(threadIdx.x % 32)};
-    if constexpr (kPlan.options) consume_with_options(p, smem, me);
+    if constexpr (kPlan.options) consume_with_options(p, schedule, smem, me);
     else consume(p, smem, me);
 }
 
@@ -280,6 +280,7 @@ cudaError_t launch_wgmma(const AttentionParams& p, const ForwardWorkList& list, 
 
     WgmmaSchedule schedule{};
     schedule.list = list;
+    if (p.softcap != 0) schedule.cap_inverse = p.scale / p.softcap;
     CUtensorMap map_q, map_k, map_v;
     const bool paged = p.cache.block_table;
     const int common = paged ? std::gcd(p.cache.page_size, kPlan.block_n) : kPlan.block_n;  // gcd of the rows of page and tile

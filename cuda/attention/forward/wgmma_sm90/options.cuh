@@ -11,6 +11,7 @@
 //     edges     -inf, in the tiles that they cross
 #pragma once
 
+#include "attention/common/softcap.h"
 #include "attention/forward/wgmma_sm90/block.cuh"
 #include "attention/forward/wgmma_sm90/consume.cuh"
 #include "common/constants.h"
@@ -37,16 +38,9 @@ __device__ __forceinline__ void exponentials_of(float (&S)[kCount], float (&sum)
     }
 }
 
-// tanh(x) to 1.1e-5 of itself, for |x| < kTanhLimit.
-constexpr float kTanhLimit = 0.75f;
-__device__ __forceinline__ float tanh_polynomial(float x) {
-    const float square = x * x;
-    return x * fmaf(square, fmaf(square, fmaf(square, -0.03545279f, 0.12742697f), -0.33269671f), 0.99998898f);
-}
-
-// S = tanh(S inverse). While the scores of a warp stay below 3/4 of softcap, the polynomial does it. The exponentials' unit, which is as
-// busy as the tensor cores at head dim 64, has nothing to do then. Two halves, each behind a branch of its own: all elements at once would
-// take too many registers.
+// S = tanh(S inverse). While the scores of a warp stay below kTanhLimit of softcap, the polynomial does it. The exponentials' unit, which
+// is as busy as the tensor cores at head dim 64, has nothing to do then. Two halves, each behind a branch of its own: all elements at once
+// would take too many registers.
 template <int kBegin, int kEnd, int kCount>
 __device__ __forceinline__ bool all_small(const float (&S)[kCount], float inverse) {
     float greatest[2] = {0.0f, 0.0f};
@@ -59,10 +53,10 @@ __device__ __forceinline__ void cap_part(float (&S)[kCount], float inverse) {
     if (all_small<kBegin, kEnd>(S, inverse)) {
 #pragma unroll
         for (int i = kBegin; i < kEnd; ++i) S[i] = tanh_polynomial(S[i] * inverse);
-    } else {  // 1 - 2 / (1 + e^2x)
-        const float twice = 2.0f * kLog2e * inverse;
+    } else {
 #pragma unroll
-        for (int i = kBegin; i < kEnd; ++i) S[i] = fmaf(-2.0f, rcp_approx(1.0f + exp2_approx(S[i] * twice)), 1.0f);
+        for (int i = kBegin; i < kEnd; ++i)
+            S[i] = tanh_any(S[i] * inverse, [](float x) { return exp2_approx(x); }, [](float x) { return rcp_approx(x); });
     }
 }
 template <int kCount>
@@ -79,12 +73,12 @@ struct TileOptions {
     using Scores = float[kBlockN / 2];
     const AttentionParams& p;
     const ForwardWork& w;
+    const WgmmaSchedule& schedule;
     const float& slope_of_item;
     const Consumer& me;
     const MaskedTiles masked;
 
     __device__ __forceinline__ float slope() const { return *static_cast<const volatile float*>(&slope_of_item); }
-    __device__ __forceinline__ float inverse() const { return __fdividef(p.scale, p.softcap); }
     // From row g of the thread to its element 0.
     __device__ __forceinline__ float distance(int n) const {
         const Consumer at = me.rare();
@@ -111,7 +105,7 @@ struct TileOptions {
     }
     // Applies all options to S.
     __device__ __forceinline__ void apply(Scores& S, const KeyTile& tile, int n) const {
-        if (p.softcap != 0) cap(S, inverse());
+        if (p.softcap != 0) cap(S, schedule.cap_inverse);
         if (p.alibi_slopes) {
             const float slope = this->slope(), to_key0 = distance(n);
 #pragma unroll
@@ -123,8 +117,8 @@ struct TileOptions {
     // Applies all but one, which the exponentials will apply.
     __device__ __forceinline__ InExponent prepare(Scores& S, const KeyTile& tile, int n) const {
         if (p.softcap != 0) {
-            if (!p.alibi_slopes && !tile.cut && !has_edge(n) && all_small<0, kBlockN / 2>(S, inverse())) return InExponent::kCap;
-            cap(S, inverse());
+            if (!p.alibi_slopes && !tile.cut && !has_edge(n) && all_small<0, kBlockN / 2>(S, schedule.cap_inverse)) return InExponent::kCap;
+            cap(S, schedule.cap_inverse);
         }
         mask_scores<kId>(S, w, masked, n, me);
         if (p.alibi_slopes) {
@@ -140,7 +134,7 @@ struct TileOptions {
 #pragma unroll
         for (int r = 0; r < 2; ++r) base[r] = rows.row_max[r] == -INFINITY ? 0.0f : rows.row_max[r];
         if (option == InExponent::kCap) {
-            const float inverse = this->inverse();
+            const float inverse = schedule.cap_inverse;
             exponentials_of(S, sum, [&](float x, int, int r) { return fmaf(tanh_polynomial(x * inverse), scale, -base[r]); });
         } else if (option == InExponent::kSlope) {
             const float slope = (n < before ? this->slope() : -this->slope()) * scale, to_key0 = distance(n);
@@ -157,7 +151,8 @@ struct TileOptions {
 };
 
 template <typename T, WgmmaPlanId kId>
-__device__ __forceinline__ void consume_with_options(const AttentionParams& p, WgmmaSmem<T, kId>& smem, const Consumer& me) {
+__device__ __forceinline__ void consume_with_options(const AttentionParams& p, const WgmmaSchedule& schedule, WgmmaSmem<T, kId>& smem,
+                                                     const Consumer& me) {
     constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
     constexpr int kBlockN = kPlan.block_n, kWarpgroups = kPlan.warpgroups;
     constexpr bool kSpeculative = kPlan.speculative(), kEarlyPack = kPlan.early_pack;
@@ -186,7 +181,7 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, W
         work.wait_full();
         const auto& w = smem.work[work.slot];
         if (w.state == WorkState::kEnd) return;
-        const TileOptions<T, kId> options{p, w, smem.keys.slope[work.slot], me, masked_tiles<kId>(w, me.wg)};
+        const TileOptions<T, kId> options{p, w, schedule, smem.keys.slope[work.slot], me, masked_tiles<kId>(w, me.wg)};
 
 #pragma unroll
         for (int i = 0; i < kPlan.headdim_v / 2; ++i) O[i] = 0.0f;

