@@ -17,7 +17,7 @@ struct MainWarpgroup {
     using Smem = BackwardSmem<T, kId>;
     static constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
     static constexpr int kD = kPlan.columns(), kBlockM = kPlan.block_m, kBlockN = kPlan.block_n;
-    static constexpr bool kGeneral = kPlan.general, kOptions = kPlan.options, kSoftcap = kPlan.softcap;
+    static constexpr bool kGeneral = kPlan.general, kOptions = kPlan.options, kSoftcap = kPlan.softcap, kBias = kPlan.bias();
     static constexpr int kStages = kPlan.stages, kKeyStages = kPlan.key_stages();
     static constexpr uint32_t kTileBytes = kBlockM * kD * 2, kKeysBytes = kBlockN * kD * 2, kDsBytes = kBlockN * kBlockM * 2;
     using Scores = float[kBlockM / 2];       // rows are keys, columns queries
@@ -109,7 +109,7 @@ struct MainWarpgroup {
         multiply_s(s, slot0, keys);
         if (!kGeneral) read_lse(lse, slot0);
         wgmma_wait<0>(s);
-        if constexpr (kOptions) change_scores(w, s, slot0, place, mask_place, left_place, 0);
+        if constexpr (kOptions) change_scores(w, s, slot0, place, mask_place, left_place, it0, 0);
 #pragma unroll 1
         for (uint32_t it = it0; it < it0 + tiles; ++it) {  // S of this tile is complete, nothing is in flight
             const uint32_t slot = it % kStages, phase = it / kStages & 1, ds_slot = it & 1;
@@ -149,7 +149,7 @@ struct MainWarpgroup {
             if (!kGeneral) read_lse(lse, next_slot);
             if constexpr (kOptions) {  // while dK is multiplied
                 wgmma_wait<1>(s);
-                if (it + 1 < it0 + tiles) change_scores(w, s, next_slot, next, mask_place, left_place, it + 1 - it0);
+                if (it + 1 < it0 + tiles) change_scores(w, s, next_slot, next, mask_place, left_place, it + 1, it + 1 - it0);
             }
             wgmma_wait<0>(dk, s);
             release(q_empty, slot);
@@ -231,7 +231,7 @@ struct MainWarpgroup {
     __device__ __forceinline__ void plain_p(const BackwardWork& w, Scores& s, Fragment& prob, const Statistics& lse, uint32_t slot,
                                             int place, int mask_place, uint32_t walked) const {
         if (!kOptions && place < mask_place) mask_scores(w, s, slot, place, walked);
-        probabilities<T>(s, prob, kSoftcap ? schedule.softcap.exponent : scale_log2, lse, smem.lse[slot], quad);
+        probabilities<T>(s, prob, kSoftcap ? schedule.softcap.exponent : kBias ? kLog2e : scale_log2, lse, smem.lse[slot], quad);
     }
     // Hides pairs beyond the right edge, and corrects the scores of large rows.
     __device__ __forceinline__ void mask_scores(const BackwardWork& w, Scores& s, uint32_t slot, int place, uint32_t walked) const {
@@ -239,23 +239,31 @@ struct MainWarpgroup {
         mask_fragment(s, w, first_key(w, ln), place / w.width * kBlockM + ln % 4 * 2);
         if (!kSoftcap && some_large(schedule.tiles)) {
             if constexpr (kOptions)
-                if (p.alibi_slopes) add_large_alibi(s, smem.options.alibi[slot], first_key(w, ln), ln % 4 * 2);
+                if (!kBias && p.alibi_slopes) add_large_alibi(s, smem.options.alibi[slot], first_key(w, ln), ln % 4 * 2);
             adjust_products(s, smem.lse[slot], large_rows_of<kBlockM>(p, schedule.tiles, w, visited(w, int(walked))), ln % 4);
         }
     }
     // All options of a tile's scores that change S.
     __device__ __forceinline__ void change_scores(const BackwardWork& w, Scores& s, uint32_t slot, int place, int mask_place,
-                                                  int left_place, uint32_t walked) const {
+                                                  int left_place, uint32_t it, uint32_t walked) const {
+        if constexpr (kBias) add_tile_of_bias(s, it);
         if constexpr (kSoftcap) cap_scores(s, schedule.softcap);
         if (place < mask_place) mask_scores(w, s, slot, place, walked);
         if (place >= left_place) {
             const int ln = opaque(lane);
             mask_left_edge(s, w, first_key(w, ln), place / w.width * kBlockM + ln % 4 * 2);
         }
-        if (!kSoftcap && p.alibi_slopes) {
+        if (!kSoftcap && !kBias && p.alibi_slopes) {
             const int ln = opaque(lane);
             add_alibi(s, smem.options.alibi[slot], first_key(w, ln), ln % 4 * 2);
         }
+    }
+    __device__ __forceinline__ void add_tile_of_bias(Scores& s, uint32_t it) const {
+        const uint32_t slot = it % kPlan.bias_stages;
+        mbarrier_wait(shared_address(&smem.bias_barriers.full[slot]), it / kPlan.bias_stages & 1);
+        add_bias<T, kBlockM>(s, p, shared_address(smem.bias[slot]), wg * 64 + warp * 16, opaque(lane));
+        __syncwarp();
+        release(shared_address(smem.bias_barriers.empty), slot);
     }
     // The key of element 0 of lane `ln`.
     __device__ __forceinline__ int first_key(const BackwardWork& w, int ln) const { return w.key0 + wg * 64 + warp * 16 + ln / 4; }

@@ -6,6 +6,7 @@
 //                   hidden key may be anything. Its dS, packed, is cleared in every tile, and its dK and dV once, before they are stored.
 //                   Blocks whose keys are all hidden walk no tiles, except in order.
 //     ALiBi         two operations a score
+//     bias          S becomes a score in natural units. The copy engine brings tiles of a 16-bit bias, and ldmatrix transposes them.
 //     softcap       S becomes tanh. Its derivative is found again from P and lse, without registers or shared memory for it.
 #pragma once
 
@@ -89,6 +90,33 @@ __device__ __forceinline__ void add_large_alibi(float (&S)[kCount], const AlibiT
     const int distance = tile.row0 + query - key;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) S[i] = alibi_product(S[i], tile.large_slope, distance + i / 4 * 8 + i % 2 - i / 2 % 2 * 8);
+}
+
+// ---- bias ----
+
+// S = scale S + bias, in natural units, with the rounding of find_large_rows; -inf where the bias is. `tile`: the shared address of a tile
+// of bias, whose rows are queries. key0: the warp's first key in the tile.
+template <typename T, int kBlockM, int kCount>
+__device__ __forceinline__ void add_bias(float (&S)[kCount], const AttentionParams& p, uint32_t tile, int key0, int ln) {
+    const bool rows = p.bias.row != 0;
+    const uint32_t place = tile + swizzled_offset(kBlockM, rows ? ln / 16 * 8 + ln % 8 : 0, key0 / 8 + ln / 8 % 2);
+    const uint32_t step = rows ? 16 * kChunkRowBytes : 0;
+#pragma unroll
+    for (int i = 0; i < kCount / 8; ++i) {
+        uint32_t pairs[4];
+        ldmatrix_x4_trans(pairs, place + i * step);
+#pragma unroll
+        for (int x = 0; x < 4; ++x) {
+            const float2 bias = unpack_16<T>(pairs[x]);
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const float own = e ? bias.y : bias.x;
+                float& score = S[8 * i + 2 * x + e];
+                const uint32_t product = opaque(own == -INFINITY ? 0u : __float_as_uint(score));  // it may be NaN
+                score = __fadd_rn(__fmul_rn(__uint_as_float(product), p.scale), own);
+            }
+        }
+    }
 }
 
 // ---- softcap ----

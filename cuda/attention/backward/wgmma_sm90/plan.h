@@ -1,6 +1,7 @@
 // wgmma_sm90/plan.h: the instantiations of the Hopper backward and their shapes, with the reason for each number.
 #pragma once
 
+#include "attention/common/bias_tiles.h"
 #include "attention/common/params.h"
 
 namespace fa {
@@ -21,7 +22,9 @@ enum class BackwardPlanId {
     kD64Options,
     kD128Options,
     kD64Softcap,
-    kD128Softcap
+    kD128Softcap,
+    kD64Bias,
+    kD128Bias
 };
 
 // The warpgroups of a block: one copies, two are the main warpgroups, which own 64 keys each, and one multiplies dQ.
@@ -39,7 +42,9 @@ struct BackwardPlan {
     bool general = false;
     bool options = false;  // windows with a left edge, masks of keys, and ALiBi or softcap
     bool softcap = false;  // with options: softcap, always, and no ALiBi
+    int bias_stages = 0;   // with options: a 16-bit bias, always, and no ALiBi: slots for its tiles. Scores are in natural units
 
+    FA_HOST_DEVICE constexpr bool bias() const { return bias_stages != 0; }
     FA_HOST_DEVICE constexpr int columns() const { return (headdim + 63) / 64 * 64; }  // in shared memory, in chunks of 64
     FA_HOST_DEVICE constexpr int columns_v() const { return (headdim_v + 63) / 64 * 64; }
     // Slots of K and V. A block takes one set of 128 keys after another. With two slots, the next set is loaded while the block works on
@@ -66,11 +71,15 @@ FA_HOST_DEVICE constexpr BackwardPlan backward_plan(BackwardPlanId id) {
         case BackwardPlanId::kD64: plan.headdim = plan.headdim_v = 64, plan.block_m = 128; break;
         case BackwardPlanId::kD64Options: plan = backward_plan(BackwardPlanId::kD64), plan.options = true; break;
         case BackwardPlanId::kD64Softcap: plan = backward_plan(BackwardPlanId::kD64Options), plan.softcap = true; break;
+        // A tile of bias takes the last 32 KiB of shared memory.
+        case BackwardPlanId::kD64Bias: plan = backward_plan(BackwardPlanId::kD64Options), plan.bias_stages = 1; break;
         case BackwardPlanId::kD64General: plan.headdim = plan.headdim_v = 64, plan.general = true; break;
         // 64 queries: dK and dV fill 128 registers, S and dP 32 each. Four pieces of dQ fill shared memory.
         case BackwardPlanId::kD128: plan.headdim = plan.headdim_v = 128, plan.dq_stages = 4; break;
         case BackwardPlanId::kD128Options: plan = backward_plan(BackwardPlanId::kD128), plan.options = true; break;
         case BackwardPlanId::kD128Softcap: plan = backward_plan(BackwardPlanId::kD128Options), plan.softcap = true; break;
+        // Tiles of bias take the place of dQ.
+        case BackwardPlanId::kD128Bias: plan = backward_plan(BackwardPlanId::kD128Options), plan.dq_stages = 0, plan.bias_stages = 2; break;
         case BackwardPlanId::kD128General: plan.headdim = plan.headdim_v = 128, plan.general = true; break;
         // dK of 64 keys alone fills 96 or 128 registers, and K and Q fill shared memory: two blocks share the keys
         // (wgmma_pair_sm90/kernel.cuh).
@@ -107,9 +116,18 @@ inline bool backward_serves_options(const AttentionParams& p) {
     return softcap && !rest.general_scores() && p.scale > (p.alibi_slopes ? 1e-6f : 0.0f);
 }
 
+// Whether the plans with a bias serve the call.
+inline bool backward_serves_bias(const AttentionParams& p) {
+    AttentionParams rest = p;
+    rest.bias.data = nullptr;
+    rest.scale = 1.0f;  // any scale
+    return bias_has_tiles(p) && backward_serves_options(rest) && p.softcap == 0 && !p.alibi_slopes;
+}
+
 inline BackwardPlanId backward_choose(const AttentionParams& p) {
     const bool general = backward_scores_are_natural(p) || p.window_left >= 0;
     const int d = p.headdim > p.headdim_v ? p.headdim : p.headdim_v;
+    if (d <= 128 && backward_serves_bias(p)) return d <= 64 ? BackwardPlanId::kD64Bias : BackwardPlanId::kD128Bias;
     if (general && d <= 128 && backward_serves_options(p)) {
         if (p.softcap != 0) return d <= 64 ? BackwardPlanId::kD64Softcap : BackwardPlanId::kD128Softcap;
         return d <= 64 ? BackwardPlanId::kD64Options : BackwardPlanId::kD128Options;

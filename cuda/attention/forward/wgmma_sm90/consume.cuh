@@ -261,7 +261,7 @@ __device__ __forceinline__ void finish_rows(const AttentionParams& p, const Forw
     for (int r = 0; r < 2; ++r) {
         const int i = row0 + 8 * r;
         const float row_sum = quad_sum(rows.row_sum[r]);
-        const bool natural = kWgmmaPlan<kId>.general && wgmma_scores_are_natural(p);
+        const bool natural = kWgmmaPlan<kId>.bias || (kWgmmaPlan<kId>.general && wgmma_scores_are_natural(p));
         const float sink = sink_of(p.sinks, w.head);
         const RowEnd end = natural ? finish_row<ScoreUnit::kNatural>(rows.row_max[r], row_sum, sink)
                                    : finish_row<ScoreUnit::kLog2>(rows.row_max[r], row_sum, sink);

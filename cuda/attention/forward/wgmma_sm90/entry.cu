@@ -33,6 +33,8 @@ cudaError_t forward_wgmma_sm90(const AttentionParams& p, const DeviceInfo& devic
         FA_WGMMA_CASE(kD256)
         FA_WGMMA_CASE(kD256General)
         FA_WGMMA_CASE(kD256Options)
+        FA_WGMMA_CASE(kD64Bias)
+        FA_WGMMA_CASE(kD128Bias)
 #undef FA_WGMMA_CASE
     }
     return cudaErrorInvalidValue;

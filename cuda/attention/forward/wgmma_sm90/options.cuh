@@ -7,11 +7,13 @@
 //     ALiBi     scores fall with the distance from the diagonal. Beside the diagonal the distance is a number of the row plus or minus one
 //               of the key: S += slope j, one operation a score, and the row's number goes to the maximum that the exponentials subtract.
 //               On the diagonal S -= slope |i + shift - j|
+//     bias      S becomes a score in natural units (bias.cuh)
 //     mask      -inf where a bit of the tile says so, in cut tiles
 //     edges     -inf, in the tiles that they cross
 #pragma once
 
 #include "attention/common/softcap.h"
+#include "attention/forward/wgmma_sm90/bias.cuh"
 #include "attention/forward/wgmma_sm90/block.cuh"
 #include "attention/forward/wgmma_sm90/consume.cuh"
 #include "common/constants.h"
@@ -70,10 +72,13 @@ template <typename T, WgmmaPlanId kId>
 struct TileOptions {
     static constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
     static constexpr int kBlockN = kPlan.block_n;
+    static constexpr bool kBias = kPlan.bias;
     using Scores = float[kBlockN / 2];
     const AttentionParams& p;
     const ForwardWork& w;
     const WgmmaSchedule& schedule;
+    WgmmaSmem<T, kId>& smem;
+    const uint32_t& entry;  // one more than the number of the tile
     const float& slope_of_item;
     const Consumer& me;
     const MaskedTiles masked;
@@ -87,12 +92,14 @@ struct TileOptions {
     // Whether the tile may have keys that a row of the warpgroup does not see.
     __device__ __forceinline__ bool has_edge(int n) const { return n >= masked.right_tile || n < masked.left_tile; }
     // Whether no option changes S in tile n.
-    __device__ __forceinline__ bool is_plain(int cut, int n) const { return !(p.softcap != 0 || p.alibi_slopes || cut || has_edge(n)); }
+    __device__ __forceinline__ bool is_plain(int cut, int n) const {
+        return !(kBias || p.softcap != 0 || p.alibi_slopes || cut || has_edge(n));
+    }
     // Whether the maximum of tile n, which follows tile `before`, must be found: a row may see its first key, or scores may rise. Under
     // ALiBi they fall from the diagonal on, downwards and later upwards; under a negative slope they rise.
     __device__ __forceinline__ bool is_exact(int n, int before) const {
         if (n >= masked.right_tile) return true;
-        if (!p.alibi_slopes) return false;
+        if (kBias || !p.alibi_slopes) return false;
         const bool beside = n > before || (n + 1) * kBlockN - 1 <= w.row0 + me.wg * 64 + w.shift;
         return !beside || slope() < 0;
     }
@@ -103,8 +110,27 @@ struct TileOptions {
         for (int i = 0; i < kBlockN / 2; ++i)
             if (hidden >> (i / 4 * 2 + i % 2) & 1) S[i] = -INFINITY;
     }
+    template <Infinities kInfinities>
+    __device__ __forceinline__ void add_tile_of_bias(Scores& S) const {
+        const BiasRing<kId> ring(smem.bias.full, smem.bias.empty, entry - 1);
+        ring.wait_full();
+        add_bias<kInfinities, T, kId>(S, p, shared_address(smem.bias.tiles[ring.slot]), me);
+    }
+    // The warp is done with the tile's bias.
+    __device__ __forceinline__ void release_bias() const {
+        if constexpr (kBias) {
+            __syncwarp();
+            if (arrives(me.lane)) mbarrier_arrive(BiasRing<kId>(smem.bias.full, smem.bias.empty, entry - 1).empty_barrier());
+        }
+    }
     // Applies all options to S.
     __device__ __forceinline__ void apply(Scores& S, const KeyTile& tile, int n) const {
+        if constexpr (kBias) {
+            add_tile_of_bias<Infinities::kStrict>(S);
+            hide(S, tile);
+            mask_scores<kId>(S, w, masked, n, me);
+            return;
+        }
         if (p.softcap != 0) cap(S, schedule.cap_inverse);
         if (p.alibi_slopes) {
             const float slope = this->slope(), to_key0 = distance(n);
@@ -116,6 +142,12 @@ struct TileOptions {
     }
     // Applies all but one, which the exponentials will apply.
     __device__ __forceinline__ InExponent prepare(Scores& S, const KeyTile& tile, int n) const {
+        if constexpr (kBias) {
+            add_tile_of_bias<Infinities::kAdded>(S);
+            hide(S, tile);
+            mask_scores<kId>(S, w, masked, n, me);
+            return InExponent::kNothing;
+        }
         if (p.softcap != 0) {
             if (!p.alibi_slopes && !tile.cut && !has_edge(n) && all_small<0, kBlockN / 2>(S, schedule.cap_inverse)) return InExponent::kCap;
             cap(S, schedule.cap_inverse);
@@ -130,6 +162,11 @@ struct TileOptions {
     // S becomes P under the current maximum.
     __device__ __forceinline__ void take_exponentials(Scores& S, float scale, const RowStatistics& rows, const KeyTile& tile, int n,
                                                       int before, InExponent option, float (&sum)[2]) const {
+        if constexpr (kBias) exponentials(S, exponent_of_natural(), rows.row_max, sum);
+        else take_exponentials_of_products(S, scale, rows, tile, n, before, option, sum);
+    }
+    __device__ __forceinline__ void take_exponentials_of_products(Scores& S, float scale, const RowStatistics& rows, const KeyTile& tile,
+                                                                  int n, int before, InExponent option, float (&sum)[2]) const {
         float base[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) base[r] = rows.row_max[r] == -INFINITY ? 0.0f : rows.row_max[r];
@@ -170,7 +207,7 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
     const uint32_t slab = shared_address(smem.q) + me.wg * sizeof smem.q[0];
     const uint64_t desc_q = wgmma_descriptor(slab, 16), desc_k = wgmma_descriptor(shared_address(smem.k), 16),
                    desc_v = wgmma_descriptor(shared_address(smem.v), kBlockN * kChunkRowBytes);
-    const Exponent exponent = exponent_of_products((p.softcap != 0 ? p.softcap : p.scale) * kLog2e);
+    const Exponent exponent = kPlan.bias ? exponent_of_natural() : exponent_of_products((p.softcap != 0 ? p.softcap : p.scale) * kLog2e);
 
     uint32_t entry = 0;  // of the next tile
     const auto next_tile = [&] { return &smem.keys.tiles[entry++ % WgmmaKeyTiles<kId>::kEntries]; };
@@ -181,7 +218,7 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
         work.wait_full();
         const auto& w = smem.work[work.slot];
         if (w.state == WorkState::kEnd) return;
-        const TileOptions<T, kId> options{p, w, schedule, smem.keys.slope[work.slot], me, masked_tiles<kId>(w, me.wg)};
+        const TileOptions<T, kId> options{p, w, schedule, smem, entry, smem.keys.slope[work.slot], me, masked_tiles<kId>(w, me.wg)};
 
 #pragma unroll
         for (int i = 0; i < kPlan.headdim_v / 2; ++i) O[i] = 0.0f;
@@ -193,6 +230,7 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
         wgmma_wait<0>(S);
         k.release(me.lane);
         options.apply(S, *tile, index_of(place));
+        options.release_bias();
         softmax_first<kId>(S, exponent, rows);
         pack_probabilities<T>(P, S);
 #pragma unroll 1
@@ -227,6 +265,7 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
                 }
             }
             if (!done) {
+                if constexpr (kPlan.bias && kEarlyPack) wgmma_wait<0>(O);  // frees the registers of P
                 if (!kAppliesTwice) options.apply(S, *tile, opaque(n));
                 moved = softmax_lazy<kId>(S, exponent, rows);
                 if constexpr (kEarlyPack) {
@@ -235,6 +274,7 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
                 }
             }
             if (kSpeculative) k.release(me.lane);
+            options.release_bias();
             if constexpr (!kEarlyPack) wgmma_wait<0>(O);
             v.release(me.lane);
             if constexpr (!kEarlyPack) pack_probabilities<T>(P, S);  // not before the wait: P(before) was still being read

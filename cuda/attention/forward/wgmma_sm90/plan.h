@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "attention/common/bias_tiles.h"
 #include "attention/common/params.h"
 
 namespace fa {
@@ -30,7 +31,9 @@ enum class WgmmaPlanId {
     kD128Options,
     kD128MiddleOptions,
     kD192Options,
-    kD256Options
+    kD256Options,
+    kD64Bias,
+    kD128Bias
 };
 
 // How the running row maximum is kept. P = 2^(S - m) gives the right answer for any m as long as nothing overflows, so m need not be the
@@ -52,6 +55,8 @@ struct WgmmaPlan {
     bool general = false;
     // Serves a left edge, ALiBi, softcap and masks of keys, with the loop in options.cuh. In a bare plan their code costs 1 .. 13 %.
     bool options = false;
+    // With options, but neither ALiBi nor softcap: also a 16-bit bias, always (bias.cuh). Scores are in natural units.
+    bool bias = false;
     // Speculative plans: wait for O before the exponentials instead of after them. The packing of P is then interleaved with the
     // exponentials and hides under them. This warpgroup's own product no longer hides there: the products of other warpgroups must fill the
     // tensor cores.
@@ -135,6 +140,10 @@ FA_HOST_DEVICE constexpr WgmmaPlan wgmma_plan(WgmmaPlanId id) {
         case WgmmaPlanId::kD128MiddleOptions: return with_options(wgmma_plan(WgmmaPlanId::kD128Middle));
         case WgmmaPlanId::kD192Options: return with_options(wgmma_plan(WgmmaPlanId::kD192));
         case WgmmaPlanId::kD256Options: return with_options(wgmma_plan(WgmmaPlanId::kD256));
+        // Two tiles of bias take 96 KiB or 64 KiB of shared memory, which K and V give up. At head dim 128 three warpgroups would leave
+        // room for tiles of 64 keys, whose products are bound by reads of Q.
+        case WgmmaPlanId::kD64Bias: plan = with_options(wgmma_plan(WgmmaPlanId::kD64Long)), plan.stages = 3, plan.bias = true; break;
+        case WgmmaPlanId::kD128Bias: plan = with_options(wgmma_plan(WgmmaPlanId::kD128Middle)), plan.stages = 2, plan.bias = true; break;
     }
     return plan;
 }
@@ -161,6 +170,8 @@ constexpr const char* wgmma_plan_name(WgmmaPlanId id) {
         case WgmmaPlanId::kD128MiddleOptions: return "d128_middle_options";
         case WgmmaPlanId::kD192Options: return "d192_options";
         case WgmmaPlanId::kD256Options: return "d256_options";
+        case WgmmaPlanId::kD64Bias: return "d64_bias";
+        case WgmmaPlanId::kD128Bias: return "d128_bias";
     }
     return "";
 }
@@ -184,6 +195,14 @@ inline bool wgmma_options_serve(const AttentionParams& p) {
     return !rest && !pairs && p.scale > kLeastUnit;
 }
 
+// Whether a plan with a bias serves the call. To head dim 64 or 128.
+inline bool wgmma_bias_serves(const AttentionParams& p) {
+    AttentionParams rest = p;
+    rest.bias.data = nullptr;
+    rest.scale = 1.0f;  // any scale
+    return bias_has_tiles(p) && wgmma_options_serve(rest) && p.softcap == 0 && !p.alibi_slopes;
+}
+
 // Whether blocks of 192 rows take longer than blocks of 128 rows because they leave more of the GPU idle, although they read K and V less
 // often. That happens up to two rounds of blocks. 512 rows x 32 heads over 8192 keys: 124 -> 99 us with 128 rows (on pages of 256 keys).
 inline bool wgmma_blocks_of_192_idle(const AttentionParams& p, int multiprocessors) {
@@ -203,6 +222,7 @@ inline WgmmaPlanId wgmma_choose(const AttentionParams& p, int multiprocessors) {
     const bool aligned = !causal || p.cu_seqlens_q || p.top_left ||
                          (!p.cache.seqlens && !p.cache.batch_invariant && (int64_t(p.seqlen_k) - p.seqlen_q + p.window_right) % 128 == 0);
     const bool options = general && wgmma_options_serve(p);
+    if (d <= 128 && wgmma_bias_serves(p)) return d <= 64 ? WgmmaPlanId::kD64Bias : WgmmaPlanId::kD128Bias;
     if (d <= 64) {
         if (general) return options ? WgmmaPlanId::kD64Options : WgmmaPlanId::kD64General;
         const bool few_tiles = keys <= (causal ? 2048 : 1024);
