@@ -289,7 +289,18 @@ void test_choice() {
     without_tiles("bias and alibi", [](P& p, auto* slopes, auto*) { p.alibi_slopes = slopes; });
     without_tiles("bias and dropout", [](P& p, auto*, auto*) { p.dropout_threshold = 9; });
     without_tiles("bias and mask of pairs", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 0, 1}; });
-    general("dropout and window", [](P& p, auto*, auto*) { p.dropout_threshold = 9, p.window_left = 5; });
+    const auto dropout = [&](const char* what, const auto& change) {
+        each(Id::kD64Dropout, Id::kD128Dropout, Id::kD192General, what, [&](P& p, auto* slopes, auto* mask) {
+            p.dropout_threshold = 9;
+            change(p, slopes, mask);
+        });
+    };
+    dropout("dropout", [](P&, auto*, auto*) {});
+    dropout("dropout, window and mask", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 0, 0}, p.window_left = 5; });
+    dropout("dropout, causal and alibi", [](P& p, auto* slopes, auto*) { p.alibi_slopes = slopes, p.window_right = 0; });
+    general("dropout and softcap", [](P& p, auto*, auto*) { p.dropout_threshold = 9, p.softcap = 50; });
+    general("dropout and mask of pairs", [](P& p, auto*, auto* mask) { p.dropout_threshold = 9, p.mask = {mask, 7, 0, 1}; });
+    general("dropout and scale below zero", [](P& p, auto*, auto*) { p.dropout_threshold = 9, p.scale = -1; });
     general("mask by intervals and window",
             [](P& p, auto*, auto* mask) { p.intervals.data = reinterpret_cast<const int32_t*>(mask), p.window_left = 5; });
     general("scale below zero", [](P& p, auto*, auto*) { p.scale = -1, p.window_left = 5; });

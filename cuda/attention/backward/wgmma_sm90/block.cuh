@@ -12,8 +12,16 @@ namespace fa {
 // What plans with options keep in shared memory, because registers are scarce.
 template <int kStages>
 struct OptionsSmem {
-    uint32_t hidden[kMainWarps];  // which of a warp's 16 keys the mask hides
-    AlibiTile alibi[kStages];     // with alibi_slopes: of the tile of Q in the slot
+    uint32_t hidden[kMainWarps];   // which of a warp's 16 keys the mask hides
+    AlibiTile alibi[kStages];      // with alibi_slopes: of the tile of Q in the slot
+    DropoutTile dropout[kStages];  // in plans with dropout: of the tile of Q in the slot
+};
+
+// Plans with dropout: what each main warp keeps of its 16 keys in a tile of Q. Bit j of byte [n][quad][8 c / 4 + e] keeps key 8 n + j of
+// the warp for query 8 c + 2 quad + e.
+template <int kBlockM>
+struct alignas(16) KeepBytes {
+    uint8_t of_warp[kMainWarps][2][4][kBlockM / 4];
 };
 
 // Tile `it` of bias, with tile `it` of Q, in slot it % kStages of BackwardSmem::bias.
@@ -43,6 +51,7 @@ struct alignas(1024) BackwardSmem {
     DqTurns turns;
     WorkList list;
     std::conditional_t<kPlan.options, OptionsSmem<kStages>, char> options;
+    std::conditional_t<kPlan.dropout, KeepBytes<kBlockM>, char> kept;
     std::conditional_t<kPlan.bias(), BiasBarriers<kPlan.bias() ? kPlan.bias_stages : 1>, char> bias_barriers;
 };
 

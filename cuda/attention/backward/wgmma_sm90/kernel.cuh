@@ -92,6 +92,18 @@ __device__ __forceinline__ void describe_alibi(const AttentionParams& p, const Q
     smem.options.alibi[it % kStages] = {large ? 0.0f : slope, slope, at.m * kBackwardPlan<kId>.block_m + w.shift};
 }
 
+// The same for dropout.
+template <BackwardPlanId kId, typename T>
+__device__ __forceinline__ void describe_dropout(const AttentionParams& p, const BackwardWork& w, BackwardSmem<T, kId>& smem, uint32_t it,
+                                                 Visited at) {
+    constexpr int kStages = kBackwardPlan<kId>.stages;
+    const DropoutOrigin origin = dropout_origin(p, w.batch);
+    mbarrier_wait(shared_address(&smem.q_empty[it % kStages]), it / kStages & 1 ^ 1);
+    smem.options.dropout[it % kStages] = {origin.row + uint32_t(at.m * kBackwardPlan<kId>.block_m),
+                                          origin.head + uint32_t(w.head_k * p.group + at.head), origin.sequence,
+                                          origin.columns + uint32_t(w.key0) / 8};
+}
+
 // Warp 1: loads the query tiles of the walk.
 template <typename T, BackwardPlanId kId>
 __device__ __forceinline__ void load_queries(const CUtensorMap& map_q, const CUtensorMap& map_dout, const AttentionParams& p,
@@ -103,6 +115,7 @@ __device__ __forceinline__ void load_queries(const CUtensorMap& map_q, const CUt
             const int batch = p.cu_seqlens_q ? 0 : w.batch;
             if constexpr (kBackwardPlan<kId>.options)
                 if (p.alibi_slopes) describe_alibi<kId>(p, schedule.tiles, w, smem, it, at);
+            if constexpr (kBackwardPlan<kId>.dropout) describe_dropout<kId>(p, w, smem, it, at);
             load_query_tile(map_q, schedule.q_loads, smem.q, schedule.tiles.lse, smem.lse, smem.q_full, smem.q_empty, it, row, head, batch,
                             tile);
             if constexpr (kBackwardPlan<kId>.bias())

@@ -17,7 +17,8 @@ struct MainWarpgroup {
     using Smem = BackwardSmem<T, kId>;
     static constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
     static constexpr int kD = kPlan.columns(), kBlockM = kPlan.block_m, kBlockN = kPlan.block_n;
-    static constexpr bool kGeneral = kPlan.general, kOptions = kPlan.options, kSoftcap = kPlan.softcap, kBias = kPlan.bias();
+    static constexpr bool kGeneral = kPlan.general, kOptions = kPlan.options, kSoftcap = kPlan.softcap, kBias = kPlan.bias(),
+                          kDropout = kPlan.dropout;
     static constexpr int kStages = kPlan.stages, kKeyStages = kPlan.key_stages();
     static constexpr uint32_t kTileBytes = kBlockM * kD * 2, kKeysBytes = kBlockN * kD * 2, kDsBytes = kBlockN * kBlockM * 2;
     using Scores = float[kBlockM / 2];       // rows are keys, columns queries
@@ -126,32 +127,37 @@ struct MainWarpgroup {
             else plain_p(w, s, prob, lse, slot, place, mask_place, it - it0);
             mbarrier_wait(dout_full + 8 * slot, phase);
             multiply_dp(dp, slot, keys);
-            if (kBlockM == 64) multiply_dv(dv, prob, slot, it == it0);
+            if (kBlockM == 64 && !kDropout) multiply_dv(dv, prob, slot, it == it0);
+            if constexpr (kDropout) draw(slot);  // while dP is multiplied
             const float4 delta = statistic(smem.delta[slot], quad, 0);
             OptionInputs first{};
             if constexpr (kSoftcap) first = {statistic(smem.lse[slot], quad, 0), own_hidden(opaque(int(threadIdx.x)) % 32)};
             mbarrier_wait(ds_empty + 8 * ds_slot, it >> 1 & 1 ^ 1);
             if constexpr (kOptions && !kSoftcap) first.hidden = own_hidden(opaque(int(threadIdx.x)) % 32);  // earlier, registers spill
-            if (kBlockM == 64) wgmma_wait<1>(dp);
+            if (kDropout) wgmma_wait<0>(dp);
+            else if (kBlockM == 64) wgmma_wait<1>(dp);
             else wgmma_wait<0>(dp), multiply_dv(dv, prob, slot, it == it0);  // drained alone, dP frees its registers one by one
             if constexpr (kGeneral)
                 if (p.dropout_threshold) drop_gradients<kBlockM>(smem.keep + 8 * wg, p.dropout_scale, dp);
             store_ds(dp, prob, slot, ds_slot, delta, first);  // while dV is multiplied
+            if constexpr (kDropout) drop(prob);
             if (it + 1 < it0 + tiles) {
                 mbarrier_wait(q_full + 8 * next_slot, (it + 1) / kStages & 1);
                 if (next >= ragged) zero_rows_past_end<kBlockM>(w, smem.q[next_slot]);
             }
             announce_ds(ds_slot);
-            wgmma_wait<0>(dv);
+            if (!kDropout) wgmma_wait<0>(dv);
             multiply_s(s, next_slot, keys);  // unused after the last tile: making the product conditional would cost copies of registers
-            release(dout_empty, slot);
+            if (kDropout) multiply_dv(dv, prob, slot, it == it0);
+            else release(dout_empty, slot);
             multiply_dk(dk, slot, ds_slot, it == it0);
-            if (!kGeneral) read_lse(lse, next_slot);
+            if (!kGeneral && !kDropout) read_lse(lse, next_slot);
             if constexpr (kOptions) {  // while dK is multiplied
-                wgmma_wait<1>(s);
+                wgmma_wait<kDropout ? 2 : 1>(s);
                 if (it + 1 < it0 + tiles) change_scores(w, s, next_slot, next, mask_place, left_place, it + 1, it + 1 - it0);
             }
-            wgmma_wait<0>(dk, s);
+            if constexpr (kDropout) wgmma_wait<0>(dk, dv), release(dout_empty, slot), read_lse(lse, next_slot);
+            else wgmma_wait<0>(dk, s);
             release(q_empty, slot);
             place = next;
         }
@@ -265,6 +271,25 @@ struct MainWarpgroup {
         __syncwarp();
         release(shared_address(smem.bias_barriers.empty), slot);
     }
+    // Draws the tile's dropout for the warp's keys.
+    __device__ __forceinline__ void draw(uint32_t slot) const {
+        __syncwarp();  // all lanes have read the bits of the tile before
+        draw_kept<kBlockM>(p, smem.options.dropout[slot], &smem.kept.of_warp[4 * wg + warp][0][0][0], wg * 64 + warp * 16);
+        __syncwarp();
+    }
+    __device__ __forceinline__ uint32_t kept(int n, int i) const {
+        return kept_signs<kBlockM>(&smem.kept.of_warp[4 * wg + warp][0][0][0], n, i, lane);
+    }
+    // P after dropout.
+    __device__ __forceinline__ void drop(Fragment& prob) const {
+#pragma unroll
+        for (int i = 0; i < kBlockM / 16; ++i)
+#pragma unroll
+            for (int n = 0; n < 2; ++n) {
+                const uint32_t signs = kept(n, i);
+                prob[4 * i + n] = keep_pair<0>(prob[4 * i + n], signs), prob[4 * i + 2 + n] = keep_pair<2>(prob[4 * i + 2 + n], signs);
+            }
+    }
     // The key of element 0 of lane `ln`.
     __device__ __forceinline__ int first_key(const BackwardWork& w, int ln) const { return w.key0 + wg * 64 + warp * 16 + ln / 4; }
     // Bits 0 and 8: whether the mask hides the thread's two keys.
@@ -280,6 +305,7 @@ struct MainWarpgroup {
             const float4 own = delta, lse = next.lse;
             if (!kSoftcap && i + 1 < kBlockM / 16) delta = statistic(smem.delta[slot], quad, i + 1);
             if constexpr (kSoftcap) capped_gradients<T>(ds, prob + 4 * i, dp + 8 * i, own, lse, schedule.softcap);
+            else if constexpr (kDropout) dropped_gradients<T>(ds, prob + 4 * i, dp + 8 * i, own, p.dropout_scale, {kept(0, i), kept(1, i)});
             else score_gradients<T>(ds, prob + 4 * i, dp + 8 * i, own);
             if constexpr (kOptions) clear_hidden(ds, next.hidden);
             if constexpr (kSoftcap)

@@ -24,7 +24,9 @@ enum class BackwardPlanId {
     kD64Softcap,
     kD128Softcap,
     kD64Bias,
-    kD128Bias
+    kD128Bias,
+    kD64Dropout,
+    kD128Dropout
 };
 
 // The warpgroups of a block: one copies, two are the main warpgroups, which own 64 keys each, and one multiplies dQ.
@@ -42,6 +44,7 @@ struct BackwardPlan {
     bool general = false;
     bool options = false;  // windows with a left edge, masks of keys, and ALiBi or softcap
     bool softcap = false;  // with options: softcap, always, and no ALiBi
+    bool dropout = false;  // with options: dropout, always
     int bias_stages = 0;   // with options: a 16-bit bias, always, and no ALiBi: slots for its tiles. Scores are in natural units
 
     FA_HOST_DEVICE constexpr bool bias() const { return bias_stages != 0; }
@@ -71,6 +74,8 @@ FA_HOST_DEVICE constexpr BackwardPlan backward_plan(BackwardPlanId id) {
         case BackwardPlanId::kD64: plan.headdim = plan.headdim_v = 64, plan.block_m = 128; break;
         case BackwardPlanId::kD64Options: plan = backward_plan(BackwardPlanId::kD64), plan.options = true; break;
         case BackwardPlanId::kD64Softcap: plan = backward_plan(BackwardPlanId::kD64Options), plan.softcap = true; break;
+        case BackwardPlanId::kD64Dropout: plan = backward_plan(BackwardPlanId::kD64Options), plan.dropout = true; break;
+        case BackwardPlanId::kD128Dropout: plan = backward_plan(BackwardPlanId::kD128Options), plan.dropout = true; break;
         // A tile of bias takes the last 32 KiB of shared memory.
         case BackwardPlanId::kD64Bias: plan = backward_plan(BackwardPlanId::kD64Options), plan.bias_stages = 1; break;
         case BackwardPlanId::kD64General: plan.headdim = plan.headdim_v = 64, plan.general = true; break;
@@ -116,6 +121,12 @@ inline bool backward_serves_options(const AttentionParams& p) {
     return softcap && !rest.general_scores() && p.scale > (p.alibi_slopes ? 1e-6f : 0.0f);
 }
 
+// Whether the plans with dropout serve the call.
+inline bool backward_serves_dropout(const AttentionParams& p) {
+    AttentionParams rest = p;
+    rest.dropout_threshold = 0;
+    return p.dropout_threshold && backward_serves_options(rest) && p.softcap == 0;
+}
 // Whether the plans with a bias serve the call.
 inline bool backward_serves_bias(const AttentionParams& p) {
     AttentionParams rest = p;
@@ -128,6 +139,7 @@ inline BackwardPlanId backward_choose(const AttentionParams& p) {
     const bool general = backward_scores_are_natural(p) || p.window_left >= 0;
     const int d = p.headdim > p.headdim_v ? p.headdim : p.headdim_v;
     if (d <= 128 && backward_serves_bias(p)) return d <= 64 ? BackwardPlanId::kD64Bias : BackwardPlanId::kD128Bias;
+    if (d <= 128 && backward_serves_dropout(p)) return d <= 64 ? BackwardPlanId::kD64Dropout : BackwardPlanId::kD128Dropout;
     if (general && d <= 128 && backward_serves_options(p)) {
         if (p.softcap != 0) return d <= 64 ? BackwardPlanId::kD64Softcap : BackwardPlanId::kD128Softcap;
         return d <= 64 ? BackwardPlanId::kD64Options : BackwardPlanId::kD128Options;

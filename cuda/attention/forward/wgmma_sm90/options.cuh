@@ -16,6 +16,7 @@
 #include "attention/forward/wgmma_sm90/bias.cuh"
 #include "attention/forward/wgmma_sm90/block.cuh"
 #include "attention/forward/wgmma_sm90/consume.cuh"
+#include "attention/forward/wgmma_sm90/dropout.cuh"
 #include "common/constants.h"
 #include "device/approximate.cuh"
 #include "device/ring.cuh"
@@ -211,6 +212,10 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
 
     uint32_t entry = 0;  // of the next tile
     const auto next_tile = [&] { return &smem.keys.tiles[entry++ % WgmmaKeyTiles<kId>::kEntries]; };
+    // Dropout leaves too few registers to carry the positions in the rings of K and V from one tile to the next.
+    const auto find_stages = [&] {
+        if constexpr (kWgmmaPlan<kId>.dropout) k = {smem.k_full, smem.k_empty, entry}, v = {smem.v_full, smem.v_empty, entry - 1};
+    };
     const auto index_of = [](int place) { return place < 0 ? ~place : place; };
 
     if (me.wg == kWarpgroups - 1) give_turn<kPlan.ping_pong, kWarpgroups>(me.wg);  // the first turn is warpgroup 0's
@@ -222,6 +227,7 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
 
 #pragma unroll
         for (int i = 0; i < kPlan.headdim_v / 2; ++i) O[i] = 0.0f;
+        find_stages();
         q.wait_full();
         k.wait_full();
         const KeyTile* tile = next_tile();
@@ -232,10 +238,12 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
         options.apply(S, *tile, index_of(place));
         options.release_bias();
         softmax_first<kId>(S, exponent, rows);
+        if constexpr (kPlan.dropout) drop_probabilities<kId>(S, p, w, index_of(place), me);
         pack_probabilities<T>(P, S);
 #pragma unroll 1
         while (place >= 0) {
             const int before = place;
+            find_stages();
             k.wait_full();
             tile = next_tile();
             place = tile->place;
@@ -249,6 +257,7 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
             give_turn<kPlan.ping_pong, kWarpgroups>(me.wg);
             wgmma_wait<1>(S);
             if (!kSpeculative) k.release(me.lane);
+            if constexpr (kPlan.dropout) tile = &smem.keys.tiles[(opaque(entry) - 1) % WgmmaKeyTiles<kId>::kEntries];
             bool done = false, moved = false;
             if (!kSpeculative || (!plain && options.is_exact(n, before))) {
                 if (kAppliesTwice) options.apply(S, *tile, opaque(n));
@@ -257,6 +266,7 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
                 if constexpr (kEarlyPack) wgmma_wait<0>(O);
                 float sum[2];
                 options.take_exponentials(S, exponent.scale, rows, *tile, n, before, option, sum);
+                if constexpr (kEarlyPack && kPlan.dropout) drop_probabilities<kId>(S, p, w, n, me);
                 if constexpr (kEarlyPack) pack_probabilities<T>(P, S);
                 done = accept_sums<T>(sum, rows);
                 if (!done) {
@@ -270,17 +280,20 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
                 moved = softmax_lazy<kId>(S, exponent, rows);
                 if constexpr (kEarlyPack) {
                     wgmma_wait<0>(O);
+                    if constexpr (kPlan.dropout) drop_probabilities<kId>(S, p, w, n, me);
                     pack_probabilities<T>(P, S);
                 }
             }
             if (kSpeculative) k.release(me.lane);
             options.release_bias();
+            if constexpr (!kEarlyPack && kPlan.dropout) drop_probabilities<kId>(S, p, w, n, me);
             if constexpr (!kEarlyPack) wgmma_wait<0>(O);
             v.release(me.lane);
             if constexpr (!kEarlyPack) pack_probabilities<T>(P, S);  // not before the wait: P(before) was still being read
             if (moved) rescale_output(O, rows.o_scale);
         }
         q.release(me.lane);  // the next Q arrives during the last product and the epilogue
+        find_stages();
         v.wait_full();
         if (options.has_edge(~place)) zero_values_outside<kBlockN>(p, w, ~place, smem.v, v, me.wg);
         multiply_pv<T>(O, P, desc_v + v.slot * v_step);

@@ -33,7 +33,9 @@ enum class WgmmaPlanId {
     kD192Options,
     kD256Options,
     kD64Bias,
-    kD128Bias
+    kD128Bias,
+    kD64Dropout,
+    kD128Dropout
 };
 
 // How the running row maximum is kept. P = 2^(S - m) gives the right answer for any m as long as nothing overflows, so m need not be the
@@ -57,6 +59,7 @@ struct WgmmaPlan {
     bool options = false;
     // With options, but neither ALiBi nor softcap: also a 16-bit bias, always (bias.cuh). Scores are in natural units.
     bool bias = false;
+    bool dropout = false;  // with options: also dropout, always (dropout.cuh)
     // Speculative plans: wait for O before the exponentials instead of after them. The packing of P is then interleaved with the
     // exponentials and hides under them. This warpgroup's own product no longer hides there: the products of other warpgroups must fill the
     // tensor cores.
@@ -143,6 +146,8 @@ FA_HOST_DEVICE constexpr WgmmaPlan wgmma_plan(WgmmaPlanId id) {
         // Two tiles of bias take 96 KiB or 64 KiB of shared memory, which K and V give up. At head dim 128 three warpgroups would leave
         // room for tiles of 64 keys, whose products are bound by reads of Q.
         case WgmmaPlanId::kD64Bias: plan = with_options(wgmma_plan(WgmmaPlanId::kD64Long)), plan.stages = 3, plan.bias = true; break;
+        case WgmmaPlanId::kD64Dropout: plan = with_options(wgmma_plan(WgmmaPlanId::kD64Long)), plan.dropout = true; break;
+        case WgmmaPlanId::kD128Dropout: plan = with_options(wgmma_plan(WgmmaPlanId::kD128Long)), plan.dropout = true; break;
         case WgmmaPlanId::kD128Bias: plan = with_options(wgmma_plan(WgmmaPlanId::kD128Middle)), plan.stages = 2, plan.bias = true; break;
     }
     return plan;
@@ -172,6 +177,8 @@ constexpr const char* wgmma_plan_name(WgmmaPlanId id) {
         case WgmmaPlanId::kD256Options: return "d256_options";
         case WgmmaPlanId::kD64Bias: return "d64_bias";
         case WgmmaPlanId::kD128Bias: return "d128_bias";
+        case WgmmaPlanId::kD64Dropout: return "d64_dropout";
+        case WgmmaPlanId::kD128Dropout: return "d128_dropout";
     }
     return "";
 }
@@ -195,6 +202,12 @@ inline bool wgmma_options_serve(const AttentionParams& p) {
     return !rest && !pairs && p.scale > kLeastUnit;
 }
 
+// Whether a plan with dropout serves the call. To head dim 64 or 128.
+inline bool wgmma_dropout_serves(const AttentionParams& p) {
+    AttentionParams rest = p;
+    rest.dropout_threshold = 0;
+    return p.dropout_threshold && wgmma_options_serve(rest);
+}
 // Whether a plan with a bias serves the call. To head dim 64 or 128.
 inline bool wgmma_bias_serves(const AttentionParams& p) {
     AttentionParams rest = p;
@@ -223,6 +236,7 @@ inline WgmmaPlanId wgmma_choose(const AttentionParams& p, int multiprocessors) {
                          (!p.cache.seqlens && !p.cache.batch_invariant && (int64_t(p.seqlen_k) - p.seqlen_q + p.window_right) % 128 == 0);
     const bool options = general && wgmma_options_serve(p);
     if (d <= 128 && wgmma_bias_serves(p)) return d <= 64 ? WgmmaPlanId::kD64Bias : WgmmaPlanId::kD128Bias;
+    if (d <= 128 && wgmma_dropout_serves(p)) return d <= 64 ? WgmmaPlanId::kD64Dropout : WgmmaPlanId::kD128Dropout;
     if (d <= 64) {
         if (general) return options ? WgmmaPlanId::kD64Options : WgmmaPlanId::kD64General;
         const bool few_tiles = keys <= (causal ? 2048 : 1024);
