@@ -1,14 +1,12 @@
 """Exercise 22, in CUDA. A swizzle without bank conflicts: 22_cuda_swizzle.cu.
 
 A warp copies a tile of 64 x 64 bf16 into shared memory and reads it with ldmatrix, 2000 times. Write `offset`, one
-line: exercise 18 on a GPU. The judge compares every fragment, and wants twice the speed of rows that follow each other.
-It needs nvcc and a GPU of compute capability 8.0. Without them it runs your lines on the CPU, thread by thread, and
-counts bank conflicts instead of time.
+line: exercise 18 on a GPU. The judge runs your lines on the CPU, thread by thread, compares every fragment and counts
+bank conflicts. Where there are nvcc and a GPU of compute capability 8.0, it then runs them there, and wants twice the
+speed of rows that follow each other.
 
     python docs/learn/exercises/22_cuda_swizzle.py
 """
-
-import ctypes
 
 import numpy as np
 from judging import close, main, require
@@ -30,7 +28,7 @@ def judge(kernel):
     (got,), _ = kernel.run([tile], shapes, (1,))
     close("fragments[tile, lane, register, half]", got.astype(float), fragments(tile).astype(float), 0)
     if kernel.on_cpu():
-        count = ctypes.c_uint32.in_dll(kernel.library(False), "bank_conflicts").value
+        count = kernel.counted("bank_conflicts")
         require(count == 0, f"right, but {count} times a lane of ldmatrix wants the banks of another; 0 is possible")
     kernel.race([tile], shapes, (2000,), 2)
 

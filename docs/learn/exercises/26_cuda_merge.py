@@ -2,9 +2,9 @@
 
 Each of up to 32 pieces has left out, divided by its own sum, and lse. Write the merge: a lane reads the lse of one
 piece, shuffles give all lanes the largest and the sum of the weights, and every lane adds up four of the 128 numbers. A
-piece without keys has lse = -inf and an out that nobody wrote. The judge wants 0.9 times the speed of the slow lines:
-both are bound by memory, yours with an eighth of the loads. It needs nvcc and a GPU of compute capability 8.0. Without
-them it runs your lines on the CPU, thread by thread, and says nothing of the speed.
+piece without keys has lse = -inf and an out that nobody wrote. The judge runs your lines on the CPU, thread by
+thread; where there are nvcc and a GPU of compute capability 8.0, then there, and wants 0.9 times the speed of the slow
+lines: both are bound by memory, yours with an eighth of the loads.
 
     python docs/learn/exercises/26_cuda_merge.py
 """
