@@ -241,15 +241,6 @@ __device__ __forceinline__ const T* opaque(const T* x) {
     return x;
 }
 
-// prmt.b32 in its sign form: byte n of the result is eight copies of the sign of the byte of `x` that nibble n of kSelector, 8 to 11,
-// names.
-template <uint32_t kSelector>
-__device__ __forceinline__ uint32_t prmt_signs(uint32_t x) {
-    uint32_t y;
-    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(y) : "r"(x), "n"(kSelector));
-    return y;
-}
-
 // 4 x 4 transpose among the four lanes of a quad: x[j] of lane i becomes x[i] of lane j.
 __device__ __forceinline__ void transpose_quad(uint32_t (&x)[4], int quad) {
     const bool odd = quad & 1, high = quad & 2;

@@ -139,7 +139,7 @@ struct MainWarpgroup {
             else wgmma_wait<0>(dp), multiply_dv(dv, prob, slot, it == it0);  // drained alone, dP frees its registers one by one
             if constexpr (kGeneral)
                 if (p.dropout_threshold) drop_gradients<kBlockM>(smem.keep + 8 * wg, p.dropout_scale, dp);
-            store_ds(dp, prob, slot, ds_slot, delta, first);  // while dV is multiplied
+            store_ds(dp, prob, slot, ds_slot, delta, first);  // while dV is multiplied; with dropout before
             if constexpr (kDropout) drop(prob);
             if (it + 1 < it0 + tiles) {
                 mbarrier_wait(q_full + 8 * next_slot, (it + 1) / kStages & 1);

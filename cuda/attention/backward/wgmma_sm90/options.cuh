@@ -18,6 +18,7 @@
 #include "common/constants.h"
 #include "device/approximate.cuh"
 #include "device/mma.cuh"
+#include "device/prmt.cuh"
 #include "device/wgmma.cuh"
 
 namespace fa {

@@ -7,7 +7,8 @@
 namespace fa {
 
 // Bare plans serve causal and full attention. To head dim 128, plans with options have the tiles and products of the bare plans, and serve
-// options that change S before the exponential (backward_serves_options). General plans serve everything else.
+// options that change S before the exponential (backward_serves_options), some of them also a 16-bit bias or dropout. General plans serve
+// everything else.
 enum class BackwardPlanId {
     kD64,
     kD64General,

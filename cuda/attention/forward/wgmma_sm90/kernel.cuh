@@ -24,7 +24,8 @@
 //
 // The parts: wgmma_sm90/plan.h: the shapes; work_list.h: the items; wgmma_sm90/block.cuh: shared memory and barriers;
 // wgmma_sm90/produce.cuh: the copies; wgmma_sm90/consume.cuh: the steps of the loop below. Plans with options have loops of their own, of
-// the producer in wgmma_sm90/key_tiles.cuh and of the consumers in wgmma_sm90/options.cuh.
+// the producer in wgmma_sm90/key_tiles.cuh and of the consumers in wgmma_sm90/options.cuh. Some of them also have a bias (bias.cuh) or
+// dropout (dropout.cuh).
 #pragma once
 
 #include <numeric>
