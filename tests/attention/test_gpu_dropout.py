@@ -25,6 +25,7 @@ OTHERS = {
     "alibi and causal": {"alibi": 1, "causal": True},
     "padding and alibi": {"mask": (True, False, False), "alibi": 2},
     "sinks": {"sinks": True},
+    "softcap": {"softcap": 30.0},  # the backward pass takes the general plans
 }
 RATES = [0.1, 0.5, 1e-5, 0.99999]
 
