@@ -1,5 +1,5 @@
-"""Plans with a bias of wgmma_sm90, forward and backward, on a Hopper GPU: which calls they take, and that these calls are
-right on every axis that the bias shares, where it hides pairs, and where hidden keys and values hold NaN."""
+"""Plans with a bias of wgmma_sm90, forward and backward, on a Hopper GPU: which calls they take, and that these calls
+are right on every axis that the bias shares, where it hides pairs, and where hidden keys and values hold NaN."""
 
 import math
 
@@ -118,8 +118,8 @@ def hiding_bias(kind, rows, keys, low):
 @pytest.mark.parametrize("kind", ["causal", "padding", "holes", "random", "rows", "everything"])
 @pytest.mark.parametrize("headdim", [64, 128])
 def test_bias_that_hides(headdim, kind, low, spread):
-    """Keys hidden from all rows hold NaN in K and V if the bias is -inf there. finfo.min is a number: a row of nothing else
-    is the mean of V."""
+    """Keys hidden from all rows hold NaN in K and V if the bias is -inf there. finfo.min is a number: a row of nothing
+    else is the mean of V."""
     from flash_attn_lab import reference
 
     rows, keys = 520, 1000
@@ -142,8 +142,8 @@ def test_bias_that_hides(headdim, kind, low, spread):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("headdim", [32, 64, 80, 128])
 def test_gradients_beside_hidden_keys(headdim, causal, bad):
-    """Keys that a bias of -inf hides from all rows of their heads, alone or together with the diagonal, may hold anything.
-    Their gradients are zero."""
+    """Keys that a bias of -inf hides from all rows of their heads, alone or together with the diagonal, may hold
+    anything. Their gradients are zero."""
     torch.manual_seed(4)
     q, k, v = (torch.randn(1, n, 2, headdim, device="cuda").to(torch.bfloat16) for n in (500, 704, 704))
     bias = torch.randn(1, 1, 500, 704, device="cuda").to(torch.bfloat16)
@@ -155,8 +155,10 @@ def test_gradients_beside_hidden_keys(headdim, causal, bad):
     results = []
     for kernel, value in (("simple", 0.0), (KERNEL, float(bad))):
         x, y = (t.masked_fill(unseen[None, :, None, None], value) for t in (k, v))
-        out, lse = fa.flash_attn_func(q, x, y, return_lse=True, bias=bias, causal=causal, kernel="minimal" if value == 0 else KERNEL)
-        results.append((out, *fa.backward(dout, q, x, y, out, lse, kernel=kernel, bias=bias, causal=causal)[:3]))
+        options = {"bias": bias, "causal": causal}
+        forward_kernel = "minimal" if value == 0 else KERNEL
+        out, lse = fa.flash_attn_func(q, x, y, return_lse=True, kernel=forward_kernel, **options)
+        results.append((out, *fa.backward(dout, q, x, y, out, lse, kernel=kernel, **options)[:3]))
     for name, want, got in zip(("out", "dq", "dk", "dv"), *results, strict=True):
         assert torch.isfinite(got).all(), name
         assert (got.float() - want.float()).norm() <= 1e-2 * want.float().norm(), name
@@ -192,5 +194,6 @@ def test_which_plan(headdim):
     shifted = torch.zeros(2 * 2 * 512 * 512 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(2, 2, 512, 512)
     for other in (wide, shifted, bias.float()):
         assert served(x, x, x, bias=other).endswith("_general")
-    for options in ({"softcap": 30.0}, {"alibi_slopes": torch.ones(2, device="cuda")}, {"dropout_p": 0.1, "dropout_seed": 1}):
+    slopes = torch.ones(2, device="cuda")
+    for options in ({"softcap": 30.0}, {"alibi_slopes": slopes}, {"dropout_p": 0.1, "dropout_seed": 1}):
         assert served(x, x, x, bias=bias, **options).endswith("_general")

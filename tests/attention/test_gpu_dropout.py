@@ -1,5 +1,5 @@
-"""Plans with dropout of wgmma_sm90, forward and backward, on a Hopper GPU: which calls they take, and that they drop the
-same elements as the definition in float64, with other options, over several tiles, in packed sequences and in parts."""
+"""Plans with dropout of wgmma_sm90, forward and backward, on a Hopper GPU: which calls they take, and that they drop
+the same elements as the definition in float64, with other options, over several tiles, in packed sequences."""
 
 import math
 

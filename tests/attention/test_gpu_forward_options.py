@@ -159,8 +159,8 @@ def test_slopes(headdim, shape, slopes, causal):
 @pytest.mark.parametrize("spread", [1, 6, 40])
 @pytest.mark.parametrize("headdim", [64, 128])
 def test_lse_under_softcap(headdim, spread, softcap, keys):
-    """Small scores, scores on both sides of the polynomial's end, and scores at the cap. The lse of a row with one key is
-    its score."""
+    """Small scores, scores on both sides of the polynomial's end, and scores at the cap. The lse of a row with one key
+    is its score."""
     check(Case(300, keys, headdim, dtype="float16", softcap=softcap, spread=spread))
 
 
