@@ -76,7 +76,8 @@ typedef struct fa_score_tensor {
  *     not causal, 2 numbers:  i >= n[0]  or  i < n[1]
  *     not causal, 4 numbers:  n[0] <= i < n[1]  or  n[2] <= i < n[3]
  * Rows count from the start of their sequence. In a varlen call keys count through all sequences, as rows of k do, and batch_stride is
- * ignored. Numbers below 0 act as 0, and those above seqlen_q as seqlen_q. They are read on the device. */
+ * ignored; but with parts b is the part, and its rows and keys count from its first. Numbers below 0 act as 0, and those above seqlen_q as
+ * seqlen_q. They are read on the device. */
 typedef struct fa_row_indices {
     const int32_t* data; /* NULL = none */
     int64_t batch_stride;
@@ -85,6 +86,20 @@ typedef struct fa_row_indices {
     int32_t heads;   /* extent of the head axis: 1, nheads_k or nheads */
     int32_t numbers; /* 1, 2 or 4 */
 } fa_row_indices;
+
+/* A mask by blocks: row i sees key j only if the uint8_t
+ *     data[b * batch_stride + h * head_stride + (i / row_block) * row_stride + j / key_block]
+ * is not zero. Rows and keys count from the start of their sequence, in a varlen call too. */
+typedef struct fa_block_mask {
+    const void* data; /* NULL = none */
+    int64_t batch_stride;
+    int64_t head_stride;
+    int64_t row_stride; /* from one block of rows to the next */
+    int32_t heads;      /* extent of the head axis: 1, nheads_k or nheads */
+    int32_t row_block;  /* rows of a block: 64 or 128 */
+    int32_t key_block;  /* keys of a block: 64 or 128 */
+    int32_t reserved;
+} fa_block_mask;
 
 /* Scale factors of a tensor with 8-bit elements: value = element * factor. Each head of each batch entry (varlen: of each sequence) has
  * one factor, a positive float at data[b * batch_stride + head * head_stride]. Stride 0, the default, broadcasts an axis. */
@@ -150,7 +165,8 @@ typedef struct fa_attention_args {
 
     /* ---- masks: which keys a row sees ---- */
     fa_score_tensor mask;                /* uint8, non-zero = attend; data NULL = none */
-    fa_row_indices startend_row_indices; /* beside causal, window, chunks and mask. Not with parts */
+    fa_row_indices startend_row_indices; /* beside causal, window, chunks and mask */
+    fa_block_mask block_mask;            /* beside all others. Not with parts */
     int32_t causal;                      /* row i sees j <= i_aligned */
     int32_t top_left;                    /* i_aligned = i + seqlen_k - seqlen_q (0, the default: bottom-right corner) or i (1: top-left) */
     /* Chunked attention: row i sees only keys of the chunk that contains i_aligned, that is those with
@@ -431,6 +447,15 @@ FA_API fa_status fa_query_call(const fa_call* call, const uint64_t* values, void
  * call failed, or when the list itself is invalid. On the CPU all calls use one set of threads. calls may be NULL when count is 0;
  * failed_index may be NULL. */
 FA_API fa_status fa_run_calls(const fa_call* calls, int32_t count, const uint64_t* values, int32_t* failed_index, void* stream);
+
+/* ---- threads on the CPU ---- */
+
+/* The loops of this process's calls on the CPU run on the threads of an OpenMP runtime that the program has loaded, instead of on threads
+ * of the library. These share the processors with the runtime's threads, which spin for milliseconds after each of the program's own
+ * loops. `library` is the name or path of a loaded library: the runtime, or one that is linked to it, such as "libtorch_cpu.so". NULL goes
+ * back to own threads. FA_UNSUPPORTED, with own threads, if it is not loaded, has no OpenMP runtime, or the process was forked. A process
+ * that is forked later has own threads. Results are the same bits. */
+FA_API fa_status fa_use_openmp(const char* library);
 
 /* ---- the library ---- */
 

@@ -65,6 +65,8 @@ class Case:
     mask: tuple[bool, ...] | None = None
     mask_rate: float = 0.7
     intervals: tuple[int, int] | None = None  # heads of startend_row_indices, and numbers for each key
+    blocks: tuple[int, int, int] | None = None  # heads of block_mask, and rows and keys of a block
+    block_rate: float = 0.5
     sinks: bool = False
     dropout_p: float = 0.0
     dlse: bool = False  # the loss of the backward pass depends on lse, too
@@ -115,6 +117,10 @@ def inputs(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, An
     if case.intervals is not None:
         shape = (*([] if case.varlen else [batch]), case.intervals[0], lead_k[-1], case.intervals[1])
         options["startend_row_indices"] = random_intervals(rng, shape, case.seqlen_q)
+    if case.blocks is not None:
+        heads, *sizes = case.blocks
+        counts = (-(-n // size) for n, size in zip((case.seqlen_q, case.seqlen_k), sizes, strict=True))
+        options["block_mask"] = rng.random((batch, heads, *counts)) < case.block_rate
     if case.sinks:
         options["sinks"] = rng.standard_normal(case.nheads, dtype=np.float32)
     return q, k, v, options

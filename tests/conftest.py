@@ -116,7 +116,7 @@ class Kernel:
     def arguments(self, q, k, v, dtype, cu_seqlens, options):
         arrays = [self.device.array(x, dtype) for x in (q, k, v)]
         options = {"kernel": self.name, **options}
-        for name in ("alibi_slopes", "sinks", "mask", "startend_row_indices"):
+        for name in ("alibi_slopes", "sinks", "mask", "startend_row_indices", "block_mask"):
             if name in options:
                 options[name] = self.device.array(options[name])
         if "bias" in options:

@@ -33,8 +33,9 @@ struct SplitParts {
             low[i] = __float_as_uint(x - __uint_as_float(high[i]));
         } else {
             const bool finite = fabsf(x) < INFINITY;
-            high[i] = finite ? __float_as_uint(x) & kTf32 : round_tf32(x);  // rounding down cannot make a finite number infinite
-            const float rest = x - __uint_as_float(high[i]);                // rounded up, it could make the largest numbers infinite
+            // Cut off, a finite number cannot become infinite. But a NaN could, if its low bits alone are set: x + x sets the others.
+            high[i] = __float_as_uint(finite ? __uint_as_float(__float_as_uint(x) & kTf32) : x + x);
+            const float rest = x - __uint_as_float(high[i]);
             low[i] = !finite ? 0u : fabsf(x) < 0x1p127f ? round_tf32(rest) : __float_as_uint(rest);
             finite_high[i] = finite ? high[i] : 0u;
         }

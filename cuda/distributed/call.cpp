@@ -219,9 +219,24 @@ void select_heads(fa_attention_args& args, const Problem& p, int32_t first, int3
 
 namespace {
 
+// Puts into args the intervals of a part: those of its keys, for some heads. Rows count from the first row of the part.
+fa_status select_intervals(Walk& w, const Problem& p, const fa_part& part, const Heads& heads, fa_attention_args& args, int64_t i) {
+    const fa_row_indices& all = p.a.startend_row_indices;
+    const bool one = all.heads == 1, of_keys = all.heads == p.a.nheads_k;
+    const int32_t count = one ? 1 : of_keys ? heads.count_k : heads.count, group = p.a.nheads / p.a.nheads_k;
+    const int64_t first = one ? 0 : of_keys ? heads.first / group : heads.first, keys = part.seqlen_k;
+    char* const to = w.scratch(count * std::max<int64_t>(keys, 1) * all.numbers * 4);
+    args.startend_row_indices = {reinterpret_cast<int32_t*>(to), 0, keys * all.numbers, all.numbers, count, all.numbers};
+    if (!w.runs()) return FA_OK;
+    const int64_t offset = part.sequence * all.batch_stride + first * all.head_stride + part.first_key * all.key_stride;
+    const HeadRows from{const_cast<int32_t*>(all.data) + offset, all.key_stride, all.head_stride};
+    return launch_subtract(p.rows(keys, count, all.numbers), from, part.first_row, reinterpret_cast<int32_t*>(to), w.stream(i));
+}
+
 // Calls launch(args, n): once for all parts, or once for each part n.
 template <typename Launch>
-fa_status each_launch(const Problem& p, const Parts& parts, const PartArrays& arrays, const Heads& heads, const Launch& launch) {
+fa_status each_launch(Walk& w, int64_t i, const Problem& p, const Parts& parts, const PartArrays& arrays, const Heads& heads,
+                      const Launch& launch) {
     if (parts.part.empty()) return FA_OK;
     fa_attention_args args = bare_args(p);
     select_heads(args, p, heads.first, heads.count, heads.count_k);
@@ -248,6 +263,7 @@ fa_status each_launch(const Problem& p, const Parts& parts, const PartArrays& ar
         if (all.alibi_slopes) args.alibi_slopes = all.alibi_slopes + part.sequence * all.alibi_batch_stride;
         args.cu_seqlens_q = all.cu_seqlens_q + n, args.parts = all.parts + n;
         args.seqlen_q = part.seqlen_q, args.seqlen_k = part.seqlen_k;
+        if (all.startend_row_indices.data) FA_RETURN_IF_ERROR(select_intervals(w, p, part, heads, args, i));
         FA_RETURN_IF_ERROR(launch(args, n));
     }
     return FA_OK;
@@ -256,11 +272,11 @@ fa_status each_launch(const Problem& p, const Parts& parts, const PartArrays& ar
 }  // namespace
 
 fa_status attend_parts(Walk& w, const Problem& p, const Parts& parts, const PartArrays& arrays, const Heads& heads, int64_t i) {
-    return each_launch(p, parts, arrays, heads, [&](fa_attention_args args, size_t) { return w.attend(args, i); });
+    return each_launch(w, i, p, parts, arrays, heads, [&](fa_attention_args args, size_t) { return w.attend(args, i); });
 }
 
 fa_status differentiate_parts(Walk& w, const Problem& p, const Parts& parts, const PartArrays& arrays, const Heads& heads) {
-    return each_launch(p, parts, arrays, heads, [&](fa_attention_args args, size_t n) {
+    return each_launch(w, 0, p, parts, arrays, heads, [&](fa_attention_args args, size_t n) {
         fa_attention_backward_args g{};
         g.dout = arrays.dout, g.dq = arrays.dq, g.dk = arrays.dk, g.dv = arrays.dv;
         g.dsinks = arrays.dsinks, g.dlse = p.g.dlse;

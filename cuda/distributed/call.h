@@ -32,8 +32,10 @@ struct Problem {
     Window window;
 
     bool backward() const { return operation == Operation::kBackward; }
-    // Bias, mask and the ALiBi slopes of a batch entry are indexed by part, so each part then needs its own launch.
-    bool parts_stand_alone() const { return a.bias.data || a.mask.data || (a.alibi_slopes && a.alibi_batch_stride); }
+    // Bias, mask, intervals and the ALiBi slopes of a batch entry are indexed by part, so each part then needs its own launch.
+    bool parts_stand_alone() const {
+        return a.bias.data || a.mask.data || a.startend_row_indices.data || (a.alibi_slopes && a.alibi_batch_stride);
+    }
     int64_t total_q() const { return cu_q.back(); }
     int64_t total_k() const { return cu_k.back(); }
     int64_t seqlen_q(int32_t b) const { return int64_t(cu_q[size_t(b) + 1]) - cu_q[size_t(b)]; }

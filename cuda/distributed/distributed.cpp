@@ -115,9 +115,8 @@ fa_status validate(const fa_distributed_args* args, int32_t kind, int32_t rank, 
     if (a.key_sums) return fail(FA_UNSUPPORTED, "key_sums is set: a call over ranks does not give it");
     if (a.attention_chunk)
         return fail(FA_UNSUPPORTED, "attention_chunk=%d: a rank's part of a sequence may begin inside a chunk", a.attention_chunk);
-    if (a.startend_row_indices.data)
-        return fail(FA_UNSUPPORTED,
-                    "startend_row_indices.data is set: its rows count from the start of whole sequences, not of a rank's part");
+    if (a.block_mask.data)
+        return fail(FA_UNSUPPORTED, "block_mask.data is set: its blocks count from the start of whole sequences, not of a rank's part");
     FA_RETURN_IF_ERROR(check_layout(d.layout));
     if (d.mode < FA_MODE_AUTO || d.mode > FA_MODE_ULYSSES) return fail(FA_BAD_ARGUMENT, "mode=%d is not an fa_mode (0 .. 2)", d.mode);
     if (d.groups < 0 || d.groups > kMostPieces) return fail(FA_BAD_ARGUMENT, "groups=%d is outside 0 .. %d", d.groups, kMostPieces);

@@ -186,6 +186,15 @@ fa_status launch_copies_of(const std::vector<RowsCopy>& copies, Beside beside, v
     return launch_now();
 }
 
+__global__ void __launch_bounds__(kThreads) subtract_kernel(RowsShape s, HeadRows from, int32_t n, int32_t* to) {
+    const Place at = place_of(s);
+    if (!at.valid) return;
+    for (int d = at.lane; d < s.dim; d += kWarp) {
+        const int64_t x = int64_t(row_of<const int32_t>(from, at)[d]) - n;
+        to[(at.h * s.rows + at.i) * s.dim + d] = int32_t(x < INT32_MIN ? INT32_MIN : x > INT32_MAX ? INT32_MAX : x);
+    }
+}
+
 }  // namespace
 
 fa_status launch_copies(const std::vector<RowsCopy>& copies, Beside beside, void* stream) {
@@ -221,6 +230,9 @@ fa_status merge_parts(const RowsShape& s, const TensorView& to, float* lse, int6
                         return launch(s, stream, merge_parts_kernel<T>, s, to, lse, seqlen, static_cast<const T*>(outs), out_stride, lses,
                                       lse_stride, count);
                     }));
+}
+fa_status subtract(const RowsShape& s, HeadRows from, int32_t n, int32_t* to, void* stream) {
+    return launched("subtract", launch(s, stream, subtract_kernel, s, from, n, to));
 }
 fa_status store(void* to, const void* from, size_t bytes, void* stream) {
     for (size_t done = 0; done < bytes; done += sizeof(Words)) {

@@ -38,6 +38,9 @@ fa_status launch_sum(const RowsShape& s, HeadRows to, const void* parts, int64_t
 fa_status launch_merge_parts(const RowsShape& s, const TensorView& to, float* lse, int64_t seqlen, const void* outs, int64_t out_stride,
                              const float* lses, int64_t lse_stride, int32_t count, void* stream);
 
+// to[(h * rows + i) * dim + d] = from[i, h, d] - n for int32 from, held to the int32 range.
+fa_status launch_subtract(const RowsShape& s, HeadRows from, int32_t n, int32_t* to, void* stream);
+
 // Copies `bytes` (a multiple of 4) of host memory, which may change as soon as the call returns; on a GPU the bytes are passed
 // as kernel arguments.
 fa_status launch_store(fa_device device, void* to, const void* from, size_t bytes, void* stream);
@@ -59,6 +62,7 @@ fa_status negative_delta(const RowsShape& s, HeadRows out, HeadRows dout, const 
 fa_status sum(const RowsShape& s, HeadRows to, const void* parts, int64_t stride, int32_t count, void* stream);
 fa_status merge_parts(const RowsShape& s, const TensorView& to, float* lse, int64_t seqlen, const void* outs, int64_t out_stride,
                       const float* lses, int64_t lse_stride, int32_t count, void* stream);
+fa_status subtract(const RowsShape& s, HeadRows from, int32_t n, int32_t* to, void* stream);
 fa_status store(void* to, const void* from, size_t bytes, void* stream);
 fa_status zero(void* to, size_t bytes, void* stream);
 }  // namespace cuda

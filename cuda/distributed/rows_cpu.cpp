@@ -86,6 +86,19 @@ fa_status launch_store(fa_device device, void* to, const void* from, size_t byte
     return FA_OK;
 }
 
+fa_status launch_subtract(const RowsShape& s, HeadRows from, int32_t n, int32_t* to, void* stream) {
+#if FA_WITH_CUDA
+    if (s.device == FA_CUDA) return cuda::subtract(s, from, n, to, stream);
+#endif
+    static_cast<void>(stream);
+    for (int64_t h = 0; h < s.heads; ++h)
+        for (int64_t i = 0; i < s.rows; ++i)
+            for (int32_t d = 0; d < s.dim; ++d) {
+                const int64_t x = int64_t(static_cast<const int32_t*>(from.data)[i * from.row + h * from.head + d]) - n;
+                to[(h * s.rows + i) * s.dim + d] = int32_t(std::clamp<int64_t>(x, INT32_MIN, INT32_MAX));
+            }
+    return FA_OK;
+}
 fa_status launch_zero(fa_device device, void* to, size_t bytes, void* stream) {
 #if FA_WITH_CUDA
     if (device == FA_CUDA) return cuda::zero(to, bytes, stream);

@@ -473,7 +473,44 @@ struct Attention {
             expect_type(mask, {kBool, kUint8});
             args.mask = scores(mask);
         }
+        read_row_indices(call.tensor("startend_row_indices"));
+        read_block_mask(call.tensor("block_mask"));
     }
+
+    // (batch or 1, heads, seqlen_k, numbers), or (heads, total_k, numbers) of packed sequences.
+    void read_row_indices(const Tensor& t) {
+        if (!t) return;
+        expect_type(t, {kInt32});
+        const Axis heads{"1, nheads_k or nheads", kAny}, numbers{"1, 2 or 4", kAny};
+        if (varlen()) expect_shape(t, {heads, keys(), numbers});
+        else expect_shape(t, {{"batch", t.rank == 4 && t.shape[0] == 1 ? 1 : args.batch}, heads, keys(), numbers});
+        expect_last_axis_contiguous(t);
+        const int64_t* const last = t.strides + t.rank - 3;
+        args.startend_row_indices = {
+            reinterpret_cast<const int32_t*>(t.data), batch_stride(t), last[0], last[1], narrow(t, t.rank - 3), narrow(t, t.rank - 1)};
+    }
+
+    // (batch or 1, heads, blocks of rows, blocks of keys), with as many blocks of 128 or of 64 as the longest sequence needs.
+    void read_block_mask(const Tensor& t) {
+        if (!t) return;
+        expect_type(t, {kBool, kUint8});
+        const Axis heads{"1, nheads_k or nheads", kAny};
+        const auto blocks = [&](int axis, int64_t length) {  // 0 where the extent fits neither size
+            for (const int32_t size : {128, 64})
+                if (t.rank == 4 && t.shape[axis] == (length + size - 1) / size) return size;
+            return 0;
+        };
+        const int32_t row_block = blocks(2, args.seqlen_q), key_block = blocks(3, args.seqlen_k);
+        const auto fewest = [](int64_t length) { return (length + 127) / 128; };
+        expect_shape(t, {{"batch", t.rank == 4 && t.shape[0] == 1 ? 1 : args.batch},
+                         heads,
+                         {"blocks of rows", row_block ? kAny : fewest(args.seqlen_q)},
+                         {"blocks of keys", key_block ? kAny : fewest(args.seqlen_k)}});
+        expect_last_axis_contiguous(t);
+        args.block_mask = {t.data, batch_stride(t), t.strides[1], t.strides[2], narrow(t, 1), row_block, key_block, 0};
+    }
+    // The stride of a batch axis that may have one entry for all sequences.
+    static int64_t batch_stride(const Tensor& t) { return t.rank == 4 && t.shape[0] > 1 ? t.strides[0] : 0; }
 
     fa_score_tensor scores(const Tensor& t) const {
         int64_t strides[4];
@@ -854,7 +891,9 @@ int give_text(const char* text, TVMFFIAny* result) {
 #define FA_OPTIONS                                                                                                              \
     "softmax_scale softcap causal top_left window_left window_right attention_chunk alibi_slopes sinks allow_tf32 num_threads " \
     "kernel workspace"
-#define FA_MORE_OPTIONS "bias mask dropout_p dropout_seed dropout_offset deterministic fast_accum q_descale k_descale v_descale"
+#define FA_MORE_OPTIONS                                                                                                             \
+    "bias mask startend_row_indices block_mask dropout_p dropout_seed dropout_offset deterministic fast_accum q_descale k_descale " \
+    "v_descale"
 #define FA_PACKED "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
 
 // Each text is: what the function does. Needed: names. Optional: names.

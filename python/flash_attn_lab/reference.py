@@ -38,6 +38,8 @@ class Head:
     bias: np.ndarray | None = None  # broadcasts to (seqlen_q, seqlen_k)
     mask: np.ndarray | None = None
     row_indices: np.ndarray | None = None  # (seqlen_k, 1 | 2 | 4): see dense_from_intervals
+    block_mask: np.ndarray | None = None  # (blocks of rows, blocks of keys)
+    block: tuple[int, int] = (64, 64)  # rows and keys of a block
     sink: float = -np.inf  # one more logit in the denominator; -inf adds nothing
     dropout: dict[str, Any] = field(default_factory=dict)  # p, seed, offset, batch, head
 
@@ -59,6 +61,8 @@ class Head:
             seen &= _broadcast(self.mask, self)[rows, columns] != 0
         if self.row_indices is not None:
             seen &= dense_from_intervals(self.row_indices[columns], len(self.q), self.causal)[rows]
+        if self.block_mask is not None:
+            seen &= self.block_mask[i // self.block[0], j // self.block[1]] != 0
         if self.bias is not None:
             seen &= _broadcast(self.bias, self)[rows, columns] != -np.inf
         return seen
@@ -355,7 +359,7 @@ def varlen_backward(backward, dout, q, k, v, cu_seqlens_q, cu_seqlens_k, dlse=No
         columns = slice(cu_seqlens_k[b], cu_seqlens_k[b + 1])
         arrays = dout[None, rows], q[None, rows], k[None, columns], v[None, columns]
         own = None if dlse is None else dlse[None, :, rows]
-        one = backward(*arrays, dlse=own, sequence=b, **_of_keys(options, columns))
+        one = backward(*arrays, dlse=own, sequence=b, **_of_sequence(options, columns, cu_seqlens_q, cu_seqlens_k))
         if total is None:
             total = Gradients(*(np.zeros(x.shape) for x in (q, k, v)), one.dbias, one.dsinks)
         else:
@@ -366,10 +370,22 @@ def varlen_backward(backward, dout, q, k, v, cu_seqlens_q, cu_seqlens_k, dlse=No
     return total
 
 
-def _of_keys(options: dict, columns: slice) -> dict:
-    """The options of one sequence of a varlen call: startend_row_indices (heads, total_k, numbers) of its keys."""
-    indices = options.get("startend_row_indices")
-    return options if indices is None else options | {"startend_row_indices": np.asarray(indices)[:, columns]}
+def _of_sequence(options: dict, columns: slice, cu_seqlens_q, cu_seqlens_k) -> dict:
+    """The options of one sequence of a varlen call: startend_row_indices (heads, total_k, numbers) of its keys, and the
+    size of the blocks of block_mask."""
+    if (indices := options.get("startend_row_indices")) is not None:
+        options = options | {"startend_row_indices": np.asarray(indices)[:, columns]}
+    if options.get("block_mask") is None or options.get("block"):
+        return options
+    longest = [int(np.diff(x).max(initial=0)) for x in (cu_seqlens_q, cu_seqlens_k)]
+    return options | {"block": _block_of(options["block_mask"], longest)}
+
+
+def _block_of(block_mask, lengths) -> tuple[int, int]:
+    """The rows and keys of a block, 64 or 128, by the shape of the mask."""
+    counts = zip(np.shape(block_mask)[-2:], lengths, strict=True)
+    rows, keys = (64 if count == -(-length // 64) else 128 for count, length in counts)
+    return rows, keys
 
 
 def varlen(attention, q, k, v, cu_seqlens_q, cu_seqlens_k, **options):
@@ -380,7 +396,7 @@ def varlen(attention, q, k, v, cu_seqlens_q, cu_seqlens_k, **options):
     for b in range(len(cu_seqlens_q) - 1):
         rows = slice(cu_seqlens_q[b], cu_seqlens_q[b + 1])
         columns = slice(cu_seqlens_k[b], cu_seqlens_k[b + 1])
-        own = _of_keys(options, columns)
+        own = _of_sequence(options, columns, cu_seqlens_q, cu_seqlens_k)
         o, l = attention(q[None, rows], k[None, columns], v[None, columns], sequence=b, **own)  # noqa: E741
         out[rows], lse[:, rows] = o[0], l[0]
     return out, lse
@@ -392,7 +408,7 @@ def varlen_max_score(q, k, v, cu_seqlens_q, cu_seqlens_k, **options):
     for b in range(len(greatest)):
         rows = slice(cu_seqlens_q[b], cu_seqlens_q[b + 1])
         columns = slice(cu_seqlens_k[b], cu_seqlens_k[b + 1])
-        own = _of_keys(options, columns)
+        own = _of_sequence(options, columns, cu_seqlens_q, cu_seqlens_k)
         greatest[b] = max_score(q[None, rows], k[None, columns], v[None, columns], sequence=b, **own)[0]
     return greatest
 
@@ -403,7 +419,7 @@ def varlen_key_sums(q, k, v, cu_seqlens_q, cu_seqlens_k, **options):
     for b in range(len(cu_seqlens_q) - 1):
         rows = slice(cu_seqlens_q[b], cu_seqlens_q[b + 1])
         columns = slice(cu_seqlens_k[b], cu_seqlens_k[b + 1])
-        own = _of_keys(options, columns)
+        own = _of_sequence(options, columns, cu_seqlens_q, cu_seqlens_k)
         sums[:, columns] = key_sums(q[None, rows], k[None, columns], v[None, columns], sequence=b, **own)[0]
     return sums
 
@@ -422,6 +438,8 @@ def heads(
     bias=None,
     mask=None,
     startend_row_indices=None,
+    block_mask=None,
+    block=None,
     sinks=None,
     top_left=False,
     attention_chunk=0,
@@ -430,7 +448,9 @@ def heads(
     sequence=None,
 ):
     """Yields (b, h, Head) for every batch entry and query head. sequence: for a call on one sequence of a varlen batch,
-    its index there, which selects its slopes, bias and mask, and its part of the dropout pattern."""
+    its index there, which selects its slopes, bias and mask, and its part of the dropout pattern. block: rows and keys
+    of a block of block_mask, of which there are as many as the longest sequence needs; None: they follow from the shape
+    of block_mask and the lengths of this call."""
     batch, seqlen_q, nheads, headdim = q.shape
     seqlen_k, nheads_k = k.shape[1:3]
     scale = headdim**-0.5 if softmax_scale is None else softmax_scale
@@ -452,6 +472,12 @@ def heads(
                 array = array[index if len(array) > 1 else 0]
             return array[h * len(array) // nheads]
 
+        def blocks(h, index=index):  # this head's (blocks of rows, blocks of keys)
+            array = np.asarray(block_mask)[index if len(block_mask) > 1 else 0]
+            return array[h * len(array) // nheads]
+
+        if block_mask is not None and block is None:
+            block = _block_of(block_mask, (seqlen_q, seqlen_k))
         for h in range(nheads):
             yield (
                 b,
@@ -470,6 +496,8 @@ def heads(
                     bias=None if bias is None else np.asarray(part(bias, h), np.float64),
                     mask=part(mask, h),
                     row_indices=None if startend_row_indices is None else indices(h),
+                    block_mask=None if block_mask is None else blocks(h),
+                    block=block or (64, 64),
                     sink=-np.inf if sinks is None else float(sinks[h]),
                     dropout={"p": dropout_p, "seed": dropout_seed, "offset": dropout_offset, "batch": index, "head": h}
                     if dropout_p

@@ -177,6 +177,10 @@ def flash_attn_func(
                 not causal, 4 numbers:  n[0] <= i < n[1] or n[2] <= i < n[3]
             masks makes those of documents, shared prompts, trees and others. These are FlashMask's (arXiv 2410.01359).
             Parts that no row sees cost next to nothing where the kernel skips them (docs/masks.md).
+        block_mask: block-sparse attention: bool or uint8, (batch, heads, blocks of rows, blocks of keys), non-zero =
+            attend, for blocks of 64 or of 128. batch may be 1; heads is 1, nheads_k or nheads. The sizes of the blocks
+            follow from the shape: seqlen_q and seqlen_k divided by 64 or by 128, rounded up. Hidden blocks are skipped
+            like those of startend_row_indices.
         sinks: (nheads,), float32 or 16 bits: one more logit per head in every row's denominator. lse includes it.
         top_left: hang causal and window from the top-left corner instead of the bottom-right one.
         dropout_seed, dropout_offset: 64-bit integers that decide which probabilities are dropped, the same on every
@@ -382,6 +386,9 @@ def flash_attn_varlen_func(
         max_seqlen_q, max_seqlen_k: integers, at least the length of the longest sequence.
         bias, mask: broadcast to (batch, nheads, max_seqlen_q, max_seqlen_k); rows and columns count from the start of
             each sequence.
+        startend_row_indices: (heads, total_k, numbers).
+        block_mask: blocks count from the start of each sequence, and there are as many as max_seqlen_q and
+            max_seqlen_k need.
         alibi_slopes: (nheads,) or (batch, nheads).
 
     Returns:

@@ -179,7 +179,7 @@ _repeats = Repeats(
     "attention_backward",
     (
         AttentionArgs,
-        {f"{name}_data": name for name in ("q", "k", "v", "out", "bias", "mask", "startend_row_indices")}
+        {f"{name}_data": name for name in ("q", "k", "v", "out", "bias", "mask", "startend_row_indices", "block_mask")}
         | {name: name for name in ("cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "sinks")}
         | {name: name for name in ("lse", "workspace", "workspace_bytes")},
     ),

@@ -1,4 +1,4 @@
-"""Rows that see no key beside NaN in V, in a position that other rows see: out is 0 and lse -inf, gradients are 0
+"""Rows that see no key beside NaN in V or K, in a position that other rows see: out is 0 and lse -inf, gradients are 0
 (docs/contract.md, section 2). 0 times NaN is NaN, so a kernel that multiplies hidden pairs must select."""
 
 from __future__ import annotations
@@ -65,14 +65,20 @@ def test_forward(kernel, shape, headdim, dtype, sinks):
 @pytest.mark.parametrize("dtype", DTYPES[:3])
 @pytest.mark.parametrize("headdim", [64, 128, 192, 256, 320])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_backward(backward_kernel, shape, headdim, dtype, deterministic):
+@pytest.mark.parametrize("where", ["v", "k", "k, with sinks"])
+def test_backward(backward_kernel, where, shape, headdim, dtype, deterministic):
     q, k, v = inputs(*shape, headdim)
+    if where != "v":
+        k, v = v, k
     empty = shape[0] - shape[1]
     dout = np.random.default_rng(3).standard_normal(q.shape, np.float32)
     out = np.full(q.shape, np.nan, np.float32)
-    lse = np.zeros((q.shape[0], q.shape[2], shape[0]), np.float32)
+    lse = np.full((q.shape[0], q.shape[2], shape[0]), 0 if where == "v" else np.nan, np.float32)
     out[:, :empty], lse[:, :, :empty] = 0, -np.inf
     options = {"causal": True, "deterministic": deterministic}
+    if "sinks" in where:
+        options["sinks"] = np.linspace(-1, 1, q.shape[2]).astype(np.float32)
+        lse[:, :, :empty] = options["sinks"][:, None]
     dq, dk, _ = backward_kernel(dout, q, k, v, out, lse, dtype, **options)
     assert (dq[:, :empty] == 0).all()
     assert np.isnan(dq[:, empty:]).all() and np.isnan(dk).all(), "these rows see the NaN"

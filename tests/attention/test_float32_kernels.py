@@ -148,9 +148,15 @@ def test_small_and_large_values(name, factor):
     assert np.abs(got / factor - plain).max() < 2e-5 * np.abs(plain).max()
 
 
+def of_bits(bits):
+    return np.array(bits, np.uint32).view(np.float32)
+
+
 SPECIAL = {
     "q inf": (0, np.inf), "q nan": (0, np.nan), "k inf": (1, np.inf), "k -inf": (1, -np.inf), "k nan": (1, np.nan),
     "v inf": (2, np.inf), "v nan": (2, np.nan), "k 1e30": (1, 1e30), "v 1e30": (2, 1e30), "q 1e-42": (0, 1e-42),
+    "q nan of low bits": (0, of_bits(0x7F800001)), "k nan of low bits": (1, of_bits(0x7F800001)),
+    "v nan of low bits": (2, of_bits(0xFF801FFF)), "nan of all bits": (1, of_bits(0x7FFFFFFF)),
     "largest": (2, np.finfo(np.float32).max),
 }  # fmt: skip
 
@@ -169,6 +175,18 @@ def test_special_values(name, value):
         assert np.array_equal(np.isnan(x), np.isnan(y)) and np.array_equal(np.isinf(x), np.isinf(y))
         finite = np.isfinite(y)
         assert np.allclose(x[finite], y[finite], rtol=1e-4, atol=1e-5)
+
+
+@with_gpu
+def test_the_choice_of_a_kernel_repeats():
+    """A column of V whose mean is, to a rounding, the least that float16 parts take: no order of a sum may decide."""
+    q, k, v, _ = accuracy.inputs(Case(128, 128, 64, nheads=8, nheads_k=8))
+    column = np.random.default_rng(0).uniform(0.1, 1.9, v[..., 5].shape)
+    v[:] = np.clip(v, -1, 1)
+    v[:, 0, :, 0], v[..., 5] = 1, 2.0**-13 * column / column.mean(1, keepdims=True)
+    first, *others = (Kernel(CUDA, "wgmma_float32_sm90")(q, k, v)[0] for _ in range(30))
+    for other in others:
+        np.testing.assert_array_equal(other, first)
 
 
 @with_gpu
@@ -228,6 +246,34 @@ def test_special_values_in_gradients(name, headdim, value):
         if not 1e10 < abs(number) < np.inf:
             finite = np.isfinite(y)
             assert np.allclose(x[finite], y[finite], rtol=1e-4, atol=2e-5)
+
+
+@with_gpu
+@pytest.mark.parametrize("headdim", [64, 128])
+@pytest.mark.parametrize("seqlen_q,seqlen_k", [(64, 64), (192, 128), (128, 320)])
+def test_gradients_of_whole_tiles_come_from_parts(seqlen_q, seqlen_k, headdim):
+    """An odd number of tiles of 64 rows is padded by a tile without rows, which must not send the call to the kernel
+    with tf32 parts. Their bits differ."""
+    arrays, options = spoiled(Case(seqlen_q, seqlen_k, headdim, nheads=4, nheads_k=2), lambda *_: None)
+    float16, tf32 = (BackwardKernel(CUDA, name)(*arrays, **options) for name in (BACKWARD[1], BACKWARD[0]))
+    assert not any(np.array_equal(x, y) for x, y in zip(float16, tf32, strict=True))
+
+
+@with_gpu
+@pytest.mark.parametrize("name", BACKWARD)
+@pytest.mark.parametrize("headdim", [64, 256])
+@pytest.mark.parametrize("number", [np.inf, -np.inf, np.nan], ids=str)
+def test_infinite_dlse(name, headdim, number):
+    """dS is infinite, although q, k, v and dout are not."""
+    arrays, options = spoiled(Case(70, 90, headdim), lambda *_: None)
+    dlse = np.zeros_like(arrays[-1])
+    dlse[0, 0, 40] = number
+    want = BackwardKernel(CUDA, "simple")(*arrays, dlse=dlse, **options)
+    got = BackwardKernel(CUDA, name)(*arrays, dlse=dlse, **options)
+    for x, y in zip(got, want, strict=True):
+        finite = np.isfinite(y)
+        np.testing.assert_array_equal(x[~finite], y[~finite])
+        assert np.allclose(x[finite], y[finite], rtol=1e-4, atol=2e-5)
 
 
 @with_gpu

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from conftest import CUDA, NO_CUDA
 
@@ -56,3 +57,25 @@ def test_backward_ends_on_any_lengths(headdim, deterministic):
     except subprocess.TimeoutExpired as hung:
         pytest.fail(f"hung after {(hung.stdout or b'').decode().splitlines()[-1:]}")
     assert done.stdout.endswith("ended\n"), done.stdout[-200:] + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("kernel", ["mma_sm80", "mma_tf32_sm80"])
+def test_masks_by_intervals_of_any_lengths(kernel):
+    """Sequences that overlap share keys. The bounds of their keys must not share a place."""
+    import torch
+
+    import flash_attn_minimal as fa
+
+    rng = np.random.default_rng(0)
+    dtype = torch.float32 if "tf32" in kernel else torch.float16
+    q, k, v = (torch.tensor(rng.standard_normal((600, h, 64)), device="cuda", dtype=dtype) for h in (4, 2, 2))
+    numbers = np.sort(rng.integers(0, 200, (1, 600, 2)), -1)[:, np.arange(600) // 64 * 64].astype(np.int32)
+    indices = torch.tensor(numbers, device="cuda")
+    cu_q, cu_k = (torch.tensor(x, device="cuda", dtype=torch.int32) for x in ([0, 200, 400, 600], [0, 400, 30, 600]))
+    options = {"causal": True, "startend_row_indices": indices, "allow_tf32": True}
+    want, *found = (
+        fa.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 200, 600, kernel=name, **options).float()
+        for name in ("naive", *[kernel] * 20)
+    )
+    for out in found:
+        torch.testing.assert_close(out, want, atol=5e-3, rtol=5e-3)

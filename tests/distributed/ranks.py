@@ -123,6 +123,15 @@ class Shards:
             cut[b, :, : mine.size] = x[b][:, mine]
         return cut
 
+    def intervals(self, x: np.ndarray) -> np.ndarray:
+        """startend_row_indices of all keys of whole sequences, padded to the longest: (batch, heads, keys, numbers)."""
+        if not self.case.varlen:
+            return x
+        padded = np.full((self.batch, len(x), int(np.diff(self.cu_k).max()), x.shape[2]), 3, np.int32)
+        for b in range(self.batch):
+            padded[b, :, : self.cu_k[b + 1] - self.cu_k[b]] = x[:, self.cu_k[b] : self.cu_k[b + 1]]
+        return padded
+
     def where(self) -> dict[str, Any]:
         split = self.split
         where = {"layout": split.layout, "mode": split.mode, "groups": split.groups}
@@ -144,6 +153,8 @@ def local_options(shards: Shards, options: dict[str, Any], device: Device) -> di
     if "mask" in found:
         mask = found["mask"]
         found["mask"] = device.array(shards.scores(mask, True) if has_rows(mask) else mask)
+    if "startend_row_indices" in found:
+        found["startend_row_indices"] = device.array(shards.intervals(found["startend_row_indices"]))
     if "bias" in found:
         bias, dtype = found["bias"], shards.case.dtype
         exact = np.array_equal(accuracy.round_to(bias, dtype), bias)

@@ -62,6 +62,33 @@ def test_bias_and_mask(options, layout, device):
     check_case(small(**GATHERED[options]), Split(3, layout, "auto"), device)
 
 
+INTERVALS = {
+    "causal1": {"causal": True, "intervals": (1, 1)},
+    "causal2": {"causal": True, "intervals": (2, 2), **LONGER_K},
+    "full2": {"intervals": (4, 2), **LONGER_Q},
+    "full4": {"intervals": (2, 4), "dtype": "float16", "headdim_v": 24},
+    "top_left": {"causal": True, "top_left": True, "intervals": (4, 1), **LONGER_K},
+    "all": {**ROWS, "mask": (False, False, True), "alibi": 2, "sinks": True, "dropout_p": 0.2, "window_size": (20, 9),
+            "intervals": (1, 4), "dlse": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("device", devices)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("options", INTERVALS)
+def test_masks_by_intervals(options, layout, device):
+    """Each rank has the numbers of all keys; their rows count from the start of whole sequences."""
+    for size, groups in ((2, 0), (3, 2), (4, 1)):
+        check_case(small(**INTERVALS[options]), Split(size, layout, "auto", groups), device)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_masks_by_intervals_of_a_dense_batch(layout):
+    for form in ({"causal": True, "intervals": (2, 1)}, {"intervals": (1, 4)}):
+        case = Case(48, 48, 16, batch=3, nheads=4, nheads_k=2, **form)
+        check_case(case, Split(3, layout, "gather", dense=True))
+
+
 @pytest.mark.parametrize("device", devices)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_bias_of_ranks_with_a_row_or_none(layout, device):

@@ -208,6 +208,10 @@ def test_ulysses_needs_as_many_heads_as_ranks():
         ({"dq": Q}, "dq is float32 .*: expected float32"),
         ({"accumulate": True}, "unexpected keyword argument 'accumulate'"),
         ({"bias": np.zeros((1, 8), np.float32), "return_dbias": True, "mode": "ulysses"}, "mode=ulysses: dbias"),
+        (
+            {"startend_row_indices": np.zeros((1, 1, 8, 2), np.int32), "mode": "ulysses", "causal": False},
+            "mode=ulysses: startend_row_indices is set, which only gather takes",
+        ),
     ],
 )
 def test_refusals_of_backward(wrong, text):

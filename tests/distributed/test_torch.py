@@ -85,7 +85,8 @@ def agrees(group, call=across.context_parallel_attention, *, layout="zigzag", mo
     arrays = dict(zip("qkv", inputs(varlen), strict=True))
     arrays |= {name: x for name, x in options.items() if isinstance(x, torch.Tensor)}
     full = {
-        name: x.to(device, copy=True).requires_grad_(name not in ("mask", "alibi_slopes")) for name, x in arrays.items()
+        name: x.to(device, copy=True).requires_grad_(x.is_floating_point() and name != "alibi_slopes")
+        for name, x in arrays.items()
     }
     with_rows = {name for name in ("bias", "mask") if name in full and full[name].shape[-2] > 1}
     mine = {}
@@ -141,6 +142,8 @@ def options():
     agrees(group, bias=normal(1, HEADS, 30, 30))  # each rank has its own rows
     agrees(group, bias=normal(2, 1, 1, 30))  # shared by the ranks
     agrees(group, mask=normal(2, 1, 30, 30) > -0.5)
+    ends = torch.tensor([12] * 12 + [30] * 18, dtype=torch.int32).view(1, 1, 30, 1)  # documents
+    agrees(group, startend_row_indices=ends, causal=True)  # of all keys, on each rank
 
 
 def on_gpus(ranks):

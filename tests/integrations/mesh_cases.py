@@ -80,6 +80,26 @@ def test_attention_stays_spread(kind, layout):
 
 
 @KINDS
+@pytest.mark.parametrize("heads", [1, 4, HEADS])
+def test_masks_by_intervals_and_blocks_stay_spread(kind, heads):
+    """Each device has the numbers and blocks of its own sequences and heads."""
+    mesh, rng = mesh_of(kind), np.random.default_rng(heads)
+    rows, keys = 70, 130
+    arrays = normal(BATCH, rows, HEADS, DIM), normal(BATCH, keys, 4, DIM), normal(BATCH, keys, 4, DIM, seed=1)
+    indices = jnp.asarray(rng.integers(0, rows + 1, (BATCH, heads, keys, 2)), jnp.int32)
+    blocks = jnp.asarray(rng.random((BATCH, heads, 2, 3)) < 0.7)
+    cut = P("data", None, "model")
+    own = P("data", "model") if heads > 1 else P("data")
+
+    def attend(q, k, v, indices, blocks):
+        return fa.flash_attn_func(q, k, v, startend_row_indices=indices, block_mask=blocks)
+
+    specs = (cut, cut, cut, own, own)
+    check(attend, (*arrays, indices, blocks), mesh, specs, [cut])
+    check(jax.grad(loss_of(attend), (0, 1, 2)), (*arrays, indices, blocks), mesh, specs, specs[:3])
+
+
+@KINDS
 def test_what_cannot_be_cut_is_whole(kind):
     """Rows are not cut, and two key heads are not cut over four devices. Dropout counts the heads and sequences of the
     whole array."""

@@ -90,6 +90,19 @@ def masks(c):
         "left padding": lambda b, h, q, k: (k >= c.lengths[b] - 15) & (q >= k),
         "heads": lambda b, h, q, k: (q >= k) & ((k % 3 == 0) | (h < 2)),
         "memory": lambda b, h, q, k: seen[b, h, q, k],
+        "before itself": lambda b, h, q, k: k < q,
+        "shared prompt": lambda b, h, q, k: (q >= k) & ((k < 7) | (c.ids[q] == c.ids[k])),
+        "window and global": lambda b, h, q, k: (q >= k) & ((q - k <= 3) | (k < 2)),
+        "window and global of both sides": lambda b, h, q, k: ((q - k).abs() <= 3) | (k < 2) | (q < 2),
+        "documents in pieces": and_masks(mods.documents(torch.tensor([0] * 9 + [1] * 9 + [0] * 22)), mods.causal),
+        "documents that are NaN": mods.documents(c.ids + torch.tensor([0.0] * 20 + [torch.nan] * 20)),
+        "documents with padding": and_masks(mods.documents(c.ids), mods.padding(c.lengths), mods.causal),
+        "documents of prefixes": and_masks(mods.documents(c.ids_of_both), mods.prefix_lm(c.lengths)),
+        "prefix with a window": and_masks(mods.prefix_lm(3), mods.sliding_window(4)),
+        "heads differ": lambda b, h, q, k: q >= k + h,
+        "other ids": lambda b, h, q, k: c.ids[q] == c.ids_of_both[b, k],
+        "block diffusion": lambda b, h, q, k: (q // 8 == k // 8) | ((q // 8 > k // 8) & (k >= 20)),
+        "not": lambda b, h, q, k: ~((q >= 5) & (q < c.lengths[b]) & (k > 3)),
     }
 
 
@@ -260,6 +273,59 @@ def test_functions_in_compiled_code_are_refused():
     close(plain(*inputs), definition(*inputs, None, None)[0])
 
 
+# ---- masks by intervals and by blocks ----
+
+
+def test_which_options_a_mask_becomes():
+    c = Captured("cpu")
+    of = masks(c)
+
+    def form(mask_mod, rows=ROWS, keys=ROWS):
+        return recognise(None, mask_mod, BATCH, HEADS, rows, keys)
+
+    for name, window, shape in (
+        ("shared prompt", (-1, 0), (1, 1, ROWS, 1)),
+        ("window and global", (-1, 0), (1, 1, ROWS, 1)),
+        ("window and global of both sides", (-1, -1), (1, 1, ROWS, 4)),
+        ("documents in pieces", (-1, 0), (1, 1, ROWS, 2)),
+        ("documents of prefixes", (-1, -1), (BATCH, 1, ROWS, 2)),
+        ("heads differ", (-1, -1), (1, HEADS, ROWS, 2)),
+    ):
+        found = form(of[name])
+        assert (found.window, tuple(found.row_indices.shape), found.blocks) == (window, shape, None)
+    found = form(and_masks(mods.causal, lambda b, h, q, k: (q // 64 + k // 64 + b) % 2 == 0), 300, 300)
+    assert found.row_indices is None and found.window == (-1, 0) and tuple(found.blocks.shape) == (BATCH, 1, 5, 5)
+    assert form(of["causal documents"]).documents is not None and form(of["prefixes"]).prefix is not None
+
+
+@pytest.mark.parametrize("rows,keys", [(300, 300), (200, 330)])
+def test_masks_of_blocks(device, rows, keys):
+    """Functions whose values are those of whole blocks, and a BlockMask of blocks alone, with gradients."""
+    layout = torch.rand(1, HEADS, 5, 6, generator=torch.Generator().manual_seed(0)).to(device) < 0.5
+    layout[:, :, :, 0] = True
+    arrays = [normal(device, 1, HEADS, n, DIM, grad=True) for n in (rows, keys, keys)]
+    by_function = lambda b, h, q, k: layout[b, h, q // 64, k // 64]  # noqa: E731
+    kept = layout[:, :, : -(-rows // 64), : -(-keys // 64)].int()
+    listed = kept.sum(-1).int(), kept.argsort(dim=-1, descending=True, stable=True).int()
+    by_blocks = BlockMask.from_kv_blocks(*listed, BLOCK_SIZE=64, seq_lengths=(rows, keys))
+    want = definition(*arrays, None, by_function)[0]
+    grads = torch.autograd.grad(want.sin().sum(), arrays)
+    for mask in (by_function, by_blocks):
+        out = flex_attention(*arrays, block_mask=mask)
+        close(out, want)
+        for x, y in zip(torch.autograd.grad(out.sin().sum(), arrays), grads, strict=True):
+            close(x, y, 1e-4)
+
+
+def test_a_block_mask_that_hides_more_than_its_function():
+    arrays = [normal("cpu", 1, 2, 256, DIM) for _ in range(3)]
+    lists = torch.tensor([[[1, 1]]], dtype=torch.int32), torch.tensor([[[[0, 1], [1, 0]]]], dtype=torch.int32)
+    mask = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=128, mask_mod=mods.causal)  # each row sees its own block
+    form = recognise(None, mask, 1, 2, 256, 256)
+    assert form.blocks.tolist() == [[[[True, False], [False, True]]]] and form.window == (-1, 0)
+    close(form(*arrays), definition(*arrays, None, lambda b, h, q, k: (q >= k) & (q // 128 == k // 128))[0])
+
+
 # ---- functions that are not understood are refused, with the part that was not understood ----
 
 
@@ -273,28 +339,15 @@ def test_masks_that_are_refused():
     c, inputs = Captured("cpu"), inputs_of("cpu")
     split = torch.tensor([0, 1] * (ROWS // 2))
     for mask_mod, text in (
-        (lambda b, h, q, k: (q - k) % 2 == 0, r"mask_mod: \(\(\(q_idx - kv_idx\) % 2\) == 0\): not a window"),
-        (lambda b, h, q, k: q + k > 3, r"\(\(q_idx \+ kv_idx\) > 3\): not a window"),
-        (lambda b, h, q, k: q * k > 3, r"\(\(q_idx \* kv_idx\) > 3\): not a window"),
-        (lambda b, h, q, k: 2 * q >= k, r"not a window"),
-        (lambda b, h, q, k: q >= k + 0.5, r"not a window"),
-        (lambda b, h, q, k: q >= k + h, r"not a window"),
-        (lambda b, h, q, k: q < c.lengths[b], r"\(q_idx < tensor\[2\]\[b\]\): not a window"),
-        (lambda b, h, q, k: (q >= k) | (k > 3), r"\| \(kv_idx > 3\)\): not a window"),
-        (lambda b, h, q, k: (q - k <= 3) | (k < 2), "not a window"),
-        (lambda b, h, q, k: (q >= k) ^ (k < 2), "not a window"),
-        (lambda b, h, q, k: c.ids[q] == c.ids_of_both[b, k], "not a window"),
-        (lambda b, h, q, k: c.ids[q] == c.ids[k] + 0.0 * q, "not a window"),
-        (lambda b, h, q, k: k < q, r"kv_idx - q_idx in None .. -1: a window must hold"),
-        (mods.documents(split), "a document that is not in one piece"),
-        (mods.documents(torch.full((ROWS,), torch.nan)), "a document that is NaN"),
-        (and_masks(mods.documents(c.ids), mods.padding(c.lengths)), "documents beside padding"),
-        (and_masks(mods.prefix_lm(3), mods.sliding_window(4)), "a prefix beside another prefix or a window"),
+        (lambda b, h, q, k: (q - k) % 2 == 0, r"\(\(\(q_idx - kv_idx\) % 2\) == 0\): not a window"),
+        (lambda b, h, q, k: ((q - k) % 5 != 0) & (q > k), r"whole blocks of 64; flex_attention of PyTorch"),
+        (and_masks(mods.documents(split), mods.prefix_lm(3)), "more than two intervals of rows from some key"),
+        (lambda b, h, q, k: (q + k) % 3, "a mask of torch.int64: expected bool"),
         (branch, r"a Python `if`, `and`, `or` or `not` asks whether \(q_idx > 3\)"),
         (lambda b, h, q, k: int(q) > 2, "q_idx is used as a Python number"),
         (lambda b, h, q, k: torch.max(q, k) > 2, r"max\(q_idx, kv_idx\) is no operation that is known"),
         (lambda b, h, q, k: c.ids[q : q + 1] == k, "expected a number for each axis|used as a Python number"),
-        (lambda b, h, q, k: c.larger[b, h, q] > 0, "is no element|not a window"),
+        (lambda b, h, q, k: c.larger[b, h, q] > 0, "is no element"),
         (lambda b, h, q, k: k % 3, "a mask of torch.int64: expected bool"),
     ):
         with pytest.raises(fa.Unsupported, match=text):

@@ -14,6 +14,7 @@ import pytest
 from conftest import NO_CUDA, ROOT, torch
 
 import flash_attn_minimal as fa
+from flash_attn_lab.fuzz.arrays import random_intervals
 from flash_attn_minimal._core import library as _library
 
 tvm_ffi = pytest.importorskip("tvm_ffi", reason="the package apache-tvm-ffi is not installed")
@@ -60,6 +61,10 @@ def qkv(seqlen_q=19, seqlen_k=23, dim=32, dim_v=48):
     return normal(2, seqlen_q, 4, dim), normal(2, seqlen_k, 2, dim), normal(2, seqlen_k, 2, dim_v)
 
 
+def intervals(*shape):
+    return random_intervals(np.random.default_rng(0), shape, 19)
+
+
 def nans(*shape):
     return np.full(shape, np.nan, np.float32)
 
@@ -74,6 +79,10 @@ OPTIONS = {
     "slopes of sequences": {"alibi_slopes": normal(2, 4)},
     "scores": {"bias": normal(4, 1, 23), "mask": normal(2, 1, 19, 23) > -1},
     "mask of bytes": {"mask": (normal(19, 23) > 0).view(np.uint8)},
+    "intervals": {"startend_row_indices": intervals(2, 2, 23, 1), "causal": True},
+    "intervals of all sequences": {"startend_row_indices": intervals(1, 1, 23, 4)[..., ::-1, :]},
+    "blocks": {"block_mask": normal(2, 4, 1, 1) > 0},
+    "blocks of bytes": {"block_mask": (normal(1, 2, 1, 1) > 0).view(np.uint8)},
     "dropout": {"dropout_p": 0.3, "dropout_seed": 11, "dropout_offset": 5},
     "kernel": {"kernel": "cpu_naive", "num_threads": 1},
 }
@@ -129,18 +138,21 @@ def test_slices_and_reversed_rows_are_read_where_they_lie(module):
     assert np.array_equal(out, fa.flash_attn_func(*(x.copy() for x in (q, k, v))))
 
 
-def test_packed_sequences(module):
+@pytest.mark.parametrize(
+    "masks", [{}, {"startend_row_indices": intervals(2, 40, 1), "block_mask": np.array([1, 0]).reshape(2, 1, 1, 1) > 0}]
+)
+def test_packed_sequences(module, masks):
     q, k, v = normal(30, 4, 32), normal(40, 2, 32), normal(40, 2, 32)
     starts_q, starts_k = np.array([0, 7, 30], np.int32), np.array([0, 25, 40], np.int32)
     lengths = {"cu_seqlens_q": starts_q, "cu_seqlens_k": starts_k, "max_seqlen_q": 23, "max_seqlen_k": 25}
     out, lse = nans(30, 4, 32), nans(4, 30)
-    call(module.forward, q=q, k=k, v=v, out=out, lse=lse, causal=True, **lengths)
-    same, same_lse = fa.flash_attn_varlen_func(q, k, v, **lengths, causal=True, return_lse=True)
+    call(module.forward, q=q, k=k, v=v, out=out, lse=lse, causal=True, **lengths, **masks)
+    same, same_lse = fa.flash_attn_varlen_func(q, k, v, **lengths, **masks, causal=True, return_lse=True)
     assert np.array_equal(out, same) and np.array_equal(lse, same_lse)
     dout, gradients = normal(30, 4, 32, seed=1), [nans(*x.shape) for x in (q, k, v)]
     named = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
-    call(module.backward, q=q, k=k, v=v, out=out, lse=lse, dout=dout, causal=True, **named, **lengths)
-    theirs = fa.backward(dout, q, k, v, out, lse, **lengths, causal=True)
+    call(module.backward, q=q, k=k, v=v, out=out, lse=lse, dout=dout, causal=True, **named, **lengths, **masks)
+    theirs = fa.backward(dout, q, k, v, out, lse, **lengths, **masks, causal=True)
     assert all(np.array_equal(a, b) for a, b in zip(gradients, theirs, strict=True))
 
 
@@ -444,6 +456,14 @@ REFUSED = {
     "bias": ({"bias": normal(3, 19, 23)}, ValueError, r"bias has shape \(3, 19, 23\), which does not broadcast to "),
     "columns of bias": ({"bias": normal(19, 1)}, ValueError, r"bias has shape \(19, 1\), which does not broadcast"),
     "mask": ({"mask": normal(19, 23)}, ValueError, "mask is float32: expected bool or uint8"),
+    "intervals": (
+        {"startend_row_indices": intervals(2, 1, 22, 2)},
+        ValueError,
+        "startend_row_indices has shape .*: exp",
+    ),
+    "numbers": ({"startend_row_indices": intervals(2, 1, 23, 1)}, ValueError, "startend_row_indices.numbers=1 without"),
+    "blocks": ({"block_mask": np.ones((2, 1, 2, 1), bool)}, ValueError, r"block_mask has shape .*blocks of rows=1, b"),
+    "heads of blocks": ({"block_mask": np.ones((2, 3, 1, 1), bool)}, ValueError, "block_mask.heads=3 is none of 1, nh"),
     "sinks": ({"sinks": normal(2)}, ValueError, r"sinks has shape \(2,\): expected \(nheads=4\)"),
     "seed": ({"dropout_p": 0.5}, TypeError, "dropout_p=0.5 needs a dropout_seed"),
     "flag": ({"causal": 1.5}, TypeError, r"causal is neither true nor false \(type index 3\)"),

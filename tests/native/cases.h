@@ -41,9 +41,10 @@ struct Case {
     int bias = 0;   // 1: full, 2: the same for all batch entries and heads, 3: the same for all rows
     bool bias_is_fp32 = false, bias_has_infinities = false;
     Mask mask = Mask::kNone;
-    int intervals = 0;       // numbers for each key of startend_row_indices
-    int interval_heads = 0;  // 0: one list for all heads, 1: for each key head, 2: for each head
-    int sinks = 0;           // 1: finite sinks, 2: some are -inf
+    int intervals = 0;                  // numbers for each key of startend_row_indices
+    int interval_heads = 0;             // 0: one list for all heads, 1: for each key head, 2: for each head
+    int row_block = 0, key_block = 64;  // of block_mask: 64 or 128; row_block 0 = none. Its heads are those of interval_heads
+    int sinks = 0;                      // 1: finite sinks, 2: some are -inf
     bool allow_tf32 = false, fast_accum = false;
     float dropout_p = 0;
     uint64_t dropout_seed = 0, dropout_offset = 0;
@@ -134,6 +135,7 @@ inline Case fuzz(uint64_t seed, int number) {
     if (r.chance(0.25)) c.bias = int(r.integer(1, 3)), c.bias_is_fp32 = r.chance(0.5), c.bias_has_infinities = r.chance(0.3);
     if (r.chance(0.25)) c.mask = r.pick<Mask>({Mask::kRandom, Mask::kFull, Mask::kHoles});
     if (r.chance(0.2)) c.intervals = int(r.integer(1, 2)) * (c.causal ? 1 : 2), c.interval_heads = int(r.integer(0, 2));
+    if (r.chance(0.2)) c.row_block = r.pick<int>({64, 128}), c.key_block = r.pick<int>({64, 128});
     if (r.chance(0.2)) c.sinks = int(r.integer(1, 2));
     if (r.chance(0.2)) c.dropout_p = float(r.uniform()), c.dropout_seed = r.bits(), c.dropout_offset = r.bits();
     c.layout = r.pick<Layout>(
@@ -237,6 +239,10 @@ inline std::vector<Case> correctness_cases(uint64_t seed, bool quick) {
                 const auto intervals = [=](Case& x) { x.intervals = numbers, x.interval_heads = of_heads; };
                 if (numbers < 4) t.add(format("intervals/causal%d/lists%d", numbers, of_heads), c, heads(4, 2), causal, intervals);
                 if (numbers > 1) t.add(format("intervals/full%d/lists%d", numbers, of_heads), c, heads(4, 2), intervals);
+                const auto blocks = [=](Case& x) {
+                    x.row_block = numbers == 2 ? 128 : 64, x.key_block = numbers == 4 ? 128 : 64, x.interval_heads = of_heads;
+                };
+                t.add(format("blocks/%d/lists%d", numbers, of_heads), c, heads(4, 2), [=](Case& x) { x.causal = numbers == 1; }, blocks);
             }
         t.add("mask/causal", c, causal, [](Case& c) { c.mask = Mask::kHoles; });
         t.add("empty/no_keys", shape(33, 0, 64, dtype));

@@ -97,6 +97,7 @@ public:
     std::vector<float> slopes, sinks;
     Scores bias, mask;
     std::vector<int32_t> intervals;  // (tensors, heads, rows of k, numbers)
+    Scores blocks;                   // of block_mask
     Buffer intervals_device;
     std::vector<float> q_descale, k_descale, v_descale;  // (batch, heads), when the inputs are float8
     Buffer lse_device, descale_device[3], slopes_device, sinks_device, cu_q_device, cu_k_device;
@@ -161,6 +162,8 @@ public:
                                    : i >= n[0] || i < n[1])
                 return false;
         }
+        if (c.row_block && !blocks.host[size_t(blocks.at(s.index, head * interval_heads() / c.nheads, i / c.row_block, j / c.key_block))])
+            return false;
         return mask.host.empty() || mask.host[size_t(mask.at(s.index, head, i, j))];
     }
 
@@ -195,6 +198,9 @@ public:
             a.startend_row_indices = {
                 intervals_device.as<int32_t>(), interval_heads() * head_stride, head_stride, c.intervals, interval_heads(), c.intervals};
         }
+        if (c.row_block)
+            a.block_mask = {blocks.device.data(), blocks.batch_stride, blocks.head_stride, blocks.row_stride,
+                            interval_heads(),     c.row_block,         c.key_block,        0};
         a.sinks = sinks_device.as<float>();
         a.causal = c.causal, a.top_left = c.top_left, a.has_window = c.has_window;
         a.window_left = c.window_left, a.window_right = c.window_right, a.attention_chunk = c.attention_chunk;
@@ -247,6 +253,14 @@ private:
             intervals_device = Buffer(device, intervals.data(), intervals.size() * 4);
         }
         const int64_t sq = c.seqlen_q, sk = c.seqlen_k, pad = 5;
+        if (c.row_block) {
+            const int64_t rows = (sq + c.row_block - 1) / c.row_block;
+            blocks.row_stride = (sk + c.key_block - 1) / c.key_block + pad;
+            blocks.head_stride = rows * blocks.row_stride, blocks.batch_stride = interval_heads() * blocks.head_stride;
+            for (int64_t x = 0; x < c.batch * blocks.batch_stride; ++x)
+                blocks.host.push_back(random.chance(0.5) ? 0 : uint8_t(random.integer(1, 255)));
+            blocks.device = Buffer(device, blocks.host.data(), blocks.host.size());
+        }
         if (c.bias) {
             bias_dtype = c.bias_is_fp32 ? FA_FLOAT32 : c.dtype;
             bias.row_stride = sk + pad;

@@ -136,7 +136,7 @@ def test_every_function_that_the_quick_reference_recommends_is_there():
     }
     package = ROOT / "python/flash_attn_minimal"
     assert len(names) > 20
-    arguments = {"out", "lse", "q_descale", "k_descale", "v_descale", "startend_row_indices"}
+    arguments = {"out", "lse", "q_descale", "k_descale", "v_descale", "startend_row_indices", "block_mask"}
     arguments |= {"score_mod", "mask_mod", "x.transpose"}
     for name in sorted(names - arguments):
         module, _, member = name.removeprefix("flash_attn_minimal.").rpartition(".")

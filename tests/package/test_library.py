@@ -36,8 +36,8 @@ STRUCTS = {
     **{f"fa_{name}_args": struct for name, struct in OPERATIONS.items()},
 }
 NESTED = re.compile(
-    r"^(q|k|v|x|out|bias|mask|startend_row_indices|out_a|out_b|q_descale|k_descale|v_descale|k_new|v_new|k_scale|v_scale|residual|weight|gate_up|logits|w)"
-    r"_(data|batch_stride|row_stride|head_stride|key_stride|heads|numbers|format|out_features|in_features|reserved|codes|scales|tensor_scale)$"
+    r"^(q|k|v|x|out|bias|mask|startend_row_indices|block_mask|out_a|out_b|q_descale|k_descale|v_descale|k_new|v_new|k_scale|v_scale|residual|weight|gate_up|logits|w)"
+    r"_(data|batch_stride|row_stride|head_stride|key_stride|heads|numbers|row_block|key_block|format|out_features|in_features|reserved|codes|scales|tensor_scale)$"
 )
 
 

@@ -233,6 +233,11 @@ fa_status fa_quantize_fp8(const fa_quantize_args* args, void* stream) {
     return fa::launch_quantize(params, fa_device(args->device), stream);
 }
 
+fa_status fa_use_openmp(const char* library) {
+    const char* const reason = fa::cpu::use_openmp(library);
+    return reason ? fa::fail(FA_UNSUPPORTED, "library=%s: %s", library, reason) : FA_OK;
+}
+
 FA_KERNEL_TABLE(fa_kernel, fa::forward_kernels())
 FA_KERNEL_TABLE(fa_backward_kernel, fa::backward_kernels())
 

@@ -14,7 +14,7 @@ namespace fa {
 namespace {
 
 constexpr int32_t kMaxHeadDim = 512;
-constexpr int kMostRead = 21;  // the most arrays that a call reads
+constexpr int kMostRead = 22;  // the most arrays that a call reads
 
 fa_status check_descale(const char* name, const fa_descale& d, bool fp8, bool need) {
     if (!fp8 && d.data) return fail(FA_BAD_ARGUMENT, "%s.data is set, but only dtype=float8_e4m3 has factors", name);
@@ -125,11 +125,20 @@ Regions<kMostRead> inputs_of(const fa_attention_args& a, const Shapes& s) {
     const fa_row_indices& indices = a.startend_row_indices;
     read.add(Region{"startend_row_indices",
                     indices.data,
-                    {{"batch", "batch", s.batch, indices.batch_stride},
-                     {"key", "keys", s.rows_k, indices.key_stride},
+                    {{"batch", "batch", a.parts ? a.batch : s.batch, indices.batch_stride},
+                     {"key", "keys", a.parts ? a.seqlen_k : s.rows_k, indices.key_stride},
                      {"head", "heads", indices.heads, indices.head_stride}},
                     indices.numbers,
                     4});
+    const fa_block_mask& blocks = a.block_mask;
+    if (blocks.data)
+        read.add(Region{"block_mask",
+                        blocks.data,
+                        {{"batch", "batch", a.batch, blocks.batch_stride},
+                         {"row", "blocks of rows", ceil_div(a.seqlen_q, blocks.row_block), blocks.row_stride},
+                         {"head", "heads", blocks.heads, blocks.head_stride}},
+                        ceil_div(a.seqlen_k, blocks.key_block),
+                        1});
     read.add(Region{"alibi_slopes",
                     a.alibi_slopes,
                     {{"batch", "batch", a.batch, a.alibi_batch_stride}, {"row", "rows", 1, 0}, {"head", "nheads", 1, 0}},
@@ -154,6 +163,17 @@ RowIndicesView view(const fa_row_indices& t, const fa_attention_args& a) {
                                 : a.causal       ? RowIndicesForm::kBetween
                                                  : RowIndicesForm::kOutside;
     return {t.data, t.batch_stride, t.head_stride, t.key_stride, a.nheads / t.heads, form};
+}
+BlockMaskView view(const fa_block_mask& t, const fa_attention_args& a) {
+    if (!t.data) return {};
+    const auto shift = [](int32_t block) { return block == 64 ? 6 : 7; };
+    return {static_cast<const uint8_t*>(t.data),
+            t.batch_stride,
+            t.head_stride,
+            t.row_stride,
+            a.nheads / t.heads,
+            shift(t.row_block),
+            shift(t.key_block)};
 }
 
 }  // namespace
@@ -261,6 +281,7 @@ fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attentio
     p.alibi_slopes = a.alibi_slopes, p.alibi_batch = a.alibi_batch_stride;
     p.bias = view(a.bias), p.bias_dtype = DType(bias_dtype), p.mask = view(a.mask);
     p.intervals = view(a.startend_row_indices, a);
+    p.blocks = view(a.block_mask, a);
     p.top_left = a.top_left;
     const auto edge = [](int64_t w) { return int32_t(std::min<int64_t>(w, INT32_MAX)); };
     p.window_left = a.has_window ? edge(a.window_left) : -1;

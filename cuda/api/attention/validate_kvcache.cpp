@@ -240,6 +240,7 @@ fa_status validate(const fa_kvcache_args* args, Pointers pointers, fa_attention_
     if (f.mask.data) return fail(FA_UNSUPPORTED, "mask.data is set: a call with a cache takes no mask");
     if (f.startend_row_indices.data)
         return fail(FA_UNSUPPORTED, "startend_row_indices.data is set: a call with a cache takes no startend_row_indices");
+    if (f.block_mask.data) return fail(FA_UNSUPPORTED, "block_mask.data is set: a call with a cache takes no block_mask");
     if (f.dropout_p > 0) return fail(FA_UNSUPPORTED, "dropout_p=%g: a call with a cache has no dropout", f.dropout_p);
     if (f.max_score) return fail(FA_UNSUPPORTED, "max_score is set: a call with a cache does not give it");
     if (f.key_sums) return fail(FA_UNSUPPORTED, "key_sums is set: a call with a cache does not give it");

@@ -19,8 +19,18 @@ inline fa_status check_row_indices(const fa_attention_args& a) {
         return fail(FA_BAD_ARGUMENT, "startend_row_indices.numbers=%d is none of 1, 2, 4", x.numbers);
     if (x.numbers == 1 && !a.causal) return fail(FA_BAD_ARGUMENT, "startend_row_indices.numbers=1 without causal: it is 2 or 4 there");
     if (x.numbers == 4 && a.causal) return fail(FA_BAD_ARGUMENT, "startend_row_indices.numbers=4 with causal=1: it is 1 or 2 there");
-    if (a.parts)
-        return fail(FA_UNSUPPORTED, "startend_row_indices.data is set with parts: its rows count from the start of whole sequences");
+    return FA_OK;
+}
+
+inline fa_status check_block_mask(const fa_attention_args& a) {
+    const fa_block_mask& x = a.block_mask;
+    if (!x.data) return FA_OK;
+    if (x.heads != 1 && x.heads != a.nheads_k && x.heads != a.nheads)
+        return fail(FA_BAD_ARGUMENT, "block_mask.heads=%d is none of 1, nheads_k=%d, nheads=%d", x.heads, a.nheads_k, a.nheads);
+    if (x.row_block != 64 && x.row_block != 128) return fail(FA_BAD_ARGUMENT, "block_mask.row_block=%d is neither 64 nor 128", x.row_block);
+    if (x.key_block != 64 && x.key_block != 128) return fail(FA_BAD_ARGUMENT, "block_mask.key_block=%d is neither 64 nor 128", x.key_block);
+    if (x.reserved) return fail(FA_BAD_ARGUMENT, "block_mask.reserved=%d is not 0", x.reserved);
+    if (a.parts) return fail(FA_UNSUPPORTED, "block_mask.data is set with parts: its blocks count from the start of whole sequences");
     return FA_OK;
 }
 
@@ -41,6 +51,7 @@ inline fa_status check_options(const fa_attention_args& a) {
     FA_RETURN_IF_ERROR(check_pointer("bias", a.bias.data, dtype_size(a.bias_dtype ? a.bias_dtype : a.dtype), false));
     FA_RETURN_IF_ERROR(check_pointer("sinks", a.sinks, 4, false));
     FA_RETURN_IF_ERROR(check_row_indices(a));
+    FA_RETURN_IF_ERROR(check_block_mask(a));
     FA_RETURN_IF_ERROR(check_bool("causal", a.causal));
     FA_RETURN_IF_ERROR(check_bool("top_left", a.top_left));
     FA_RETURN_IF_ERROR(check_bool("has_window", a.has_window));

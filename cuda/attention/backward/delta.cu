@@ -19,8 +19,8 @@ constexpr int kFullSm = 2048;
 struct DeltaParams {
     BackwardParams backward;
     float* delta;
-    float2* bases;  // nullptr = not wanted
-    int* some_large;
+    float2* bases;    // nullptr = not wanted
+    int* some_large;  // nullptr = not wanted. Set if some row is large, or its delta infinite: such a dS has no parts
 };
 
 // A varlen call is treated as one batch entry of total_q rows. Nobody reads the delta of a row that belongs to no sequence, or that has lse
@@ -61,16 +61,15 @@ __global__ void __launch_bounds__(kThreads, kFullSm / kThreads) delta_kernel(con
     for (int d = lane; d < p.headdim_v; d += kWarp) sum = fmaf(to_float(dout[d]), to_float(out[d]), sum);
     sum = reduce_sum<kWarp>(sum);
     const int64_t place = (batch * p.nheads + head) * rows + i;
+    if (b.dlse) sum -= b.dlse[place];
     if (params.bases) {
         RowBase base{0.0f, p.lse[place]};
-        if (is_large(base.rest)) {
-            base = base_of_large_row<T>(p, int(batch), int(head), int(i), base);
-            if (params.some_large) *params.some_large = 1;
-        }
+        const bool large = is_large(base.rest);
+        if (large) base = base_of_large_row<T>(p, int(batch), int(head), int(i), base);
+        if (params.some_large && (large || (fabsf(sum) == INFINITY && base.rest != -INFINITY))) *params.some_large = 1;
         if (lane == 0) params.bases[place] = make_float2(base.max, base.rest);
     }
-    if (lane > 0) return;
-    params.delta[place] = b.dlse ? sum - b.dlse[place] : sum;
+    if (lane == 0) params.delta[place] = sum;
 }
 
 }  // namespace

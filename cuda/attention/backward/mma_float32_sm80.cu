@@ -17,7 +17,8 @@
 // Above head dim 128 the registers of a warp do not hold dK and dV: two warps have the same keys and half of the columns each, and both
 // compute S and dP. Two warps with the same queries take half of the keys of a step each, and add up their sums of dQ at the end.
 //
-// A row whose |lse| is beyond 4096 needs the products of large_rows.cuh to the bit: a call that has one is left to simple.cu.
+// A row whose |lse| is beyond 4096 needs the products of large_rows.cuh to the bit: a call that has one is left to simple.cu. So is one
+// with an infinite delta.
 //
 // Infinity and NaN have no parts: where a sum of a block is not finite, the block computes its rows again, with code that gives what
 // float32 gives. Bound by mma.sync: 7 products instead of 5, three instructions each.
@@ -253,6 +254,11 @@ __device__ __forceinline__ void gradients_of_pairs(const AttentionParams& p, con
                 if (!static_cast<const uint8_t*>(p.mask.data)[place]) seen &= ~(1u << i);
             }
         }
+        if (p.blocks.data) {
+#pragma unroll
+            for (int i = 0; i < kCount; ++i)
+                if (seen >> i & 1 && block_hides(p, at.batch, at.head, query(i), key(i))) seen &= ~(1u << i);
+        }
         if (p.intervals.data) {
 #pragma unroll
             for (int i = 0; i < kCount; ++i)
@@ -440,7 +446,7 @@ struct GradientBlock {
         for (int x = 0; x < 4 * kColumnTiles; ++x)
             if (thread < kOfPart) acc[0][x / 4][x % 4] += smem.own_a[x * kOfPart + thread];
     }
-    __device__ __forceinline__ void finish(const Sums& acc_a, const Sums& acc_b) const {
+    __device__ __forceinline__ void finish(Sums& acc_a, const Sums& acc_b) const {
         const BackwardParams& b = params.backward;
         const GradientSequence g = gradients_of(b, at.batch);
         const int warp = opaque(int(threadIdx.x)) / 32, group = warp / kTile.row_warps;
@@ -454,6 +460,14 @@ struct GradientBlock {
             put(acc_a, p.scale, b.dk, g.dk, p.headdim, params.aligned_dk);
             put(acc_b, 1.0f, b.dv, g.dv, p.headdim_v, params.aligned_dv);
         } else {
+            // The sum of a query that sees no key may be NaN: 0 times a NaN in K, which other queries see. Its dq is 0.
+            const Query* const query = smem.query + row0 - at.own0 + opaque(int(threadIdx.x)) % 32 / 4;
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                if (query[8 * r].begin < query[8 * r].end) continue;
+#pragma unroll
+                for (int n = 0; n < kColumnTiles; ++n) acc_a[0][n][2 * r] = acc_a[0][n][2 * r + 1] = 0;
+            }
             put(acc_a, p.scale, b.dq, g.dq, p.headdim, params.aligned_dq);
         }
     }

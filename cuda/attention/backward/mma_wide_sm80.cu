@@ -26,6 +26,7 @@
 // 128 bytes a cycle; its tensor cores take one mma.sync about every 1.6 cycles on sm_90.)
 #include <algorithm>
 
+#include "attention/backward/common/empty_rows.cuh"
 #include "attention/backward/common/mma_sm80_parts.cuh"
 #include "attention/kernels.h"
 #include "device/launch.h"
@@ -333,6 +334,7 @@ __global__ void __launch_bounds__(kThreads, 1) gradient_kernel(const __grid_cons
             __syncthreads();
         };
         walk<T, kN, OperandA::kAsStored>(C, smem, steps, load, ready);
+        if (params.last_q) clear_empty_rows(C, p, s, head, row0 + warp / kColumnWarps * (16 * kMmas), lane);
         end(sums, params.last_q, p.scale, backward.dq, gradients_of(backward, b).dq + head * backward.dq.head, row0, s.seqlen_q, p.headdim,
             params.aligned_dq);
         return;

@@ -96,6 +96,19 @@ __device__ __forceinline__ void apply_options(Smem<kWalkedRows>& smem, const Att
     }
 }
 
+// Clears the sums of queries that see no key; they may be NaN: 0 times a NaN in K, which other queries see. `query`: the thread's four.
+// Called by the whole block: if no keys were walked, no barrier has followed load_queries yet.
+template <int kChunks>
+__device__ __forceinline__ void clear_empty_queries(float (&acc)[kChunks][4][4], const Query* query) {
+    __syncthreads();
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+        if (query[r].begin < query[r].end) continue;
+#pragma unroll
+        for (int x = 0; x < 4 * kChunks; ++x) acc[x / 4][r][x % 4] = 0;
+    }
+}
+
 // Rows row0 .. last of a gradient: `scale` times the sums, whose columns begin with chunk `first_chunk`. `to`: row 0 of the head.
 template <typename T, int kChunks>
 __device__ __forceinline__ void store_gradient(const float (&acc)[kChunks][4][4], T* to, int64_t row_stride, int row0, int last,
@@ -252,6 +265,7 @@ __global__ void __launch_bounds__(kThreads, kChunks <= 2 ? kResident : 1)
     }
 
     // ---- store the outputs ----
+    if (!kOwnsKeys) clear_empty_queries(acc_a, smem.query + 4 * ty);
     const GradientSequence g = gradients_of(b, batch);
     const auto store = [&](const auto& acc, const TensorView& t, int64_t offset, int columns, float scale) {
         store_gradient(acc, static_cast<T*>(t.data) + offset + head * t.head, t.row, own0, last, part * kChunks, columns, scale,

@@ -9,16 +9,13 @@
 //   - P is scaled by 2^8, and each row of dS in a tile by a power of 2 of its own, before they are split in registers.
 //   - The products come in an order that frees one walked tile early: the next one arrives during the products of the other.
 //
-// Where the parts are not precise enough, mma_float32_sm80 serves the call, and simple where a row's |lse| is beyond 4096.
+// Where the parts are not precise enough, mma_float32_sm80 serves the call, and simple where a row's |lse| is beyond 4096 or its delta
+// infinite.
 //
 // Shared memory (PartsSmem)     own a, own b 2 x 64 x d | walked a, walked b stages x 64 x d; two parts each | statistics of queries
 // Bound by the tensor cores, and by their reads of both operands of S and dP.
-#include "attention/common/float16_parts.cuh"
-#include "attention/common/mask.h"
-#include "attention/common/simple_tiles.cuh"
-#include "attention/kernels.h"
+#include "attention/backward/common/float32_parts_blocks.cuh"
 #include "common/constants.h"
-#include "device/launch.h"
 #include "device/ptx.cuh"
 #include "device/ring.cuh"
 
@@ -31,8 +28,6 @@ constexpr int kBlockThreads = 128 * (kWarpgroups + 1);
 constexpr int kChain = 4;                                         // steps of 16 that a chain of products adds up
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // 40 x 128 + 232 x 256 <= 65536
 constexpr float kProbability = 0x1p8f;
-
-enum class Own { kKeys, kQueries };  // what a block owns; it walks over the other
 
 struct PartsParams {
     BackwardParams backward;
@@ -54,14 +49,6 @@ __global__ void __launch_bounds__(kSplitThreads) split_kernel(const __grid_const
     split_tile<kD, kRows, false, true>(*t, index, params.out_of_range, shared);
 }
 
-// What a block does. In shared memory it takes no registers.
-struct BlockWork {
-    Sequence s;
-    int batch, head, own0;  // head: of the own rows
-    int own_rows;
-    int first_tile, steps, all_steps;  // walked tiles of a head, of all heads
-};
-
 template <int kD>
 struct alignas(1024) PartsSmem {
     static constexpr int kStages = kD <= 64 ? 2 : 1;
@@ -77,64 +64,33 @@ struct alignas(1024) PartsSmem {
     uint64_t own_full[1], a_full[kStages], a_empty[kStages], b_full[kStages], b_empty[kStages];
 };
 
-template <Own kOwn>
-__device__ __forceinline__ BlockWork work_of(const PartsParams& params, unsigned index) {
-    constexpr bool kOwnsKeys = kOwn == Own::kKeys;
-    const AttentionParams& p = params.backward.forward;
-    const int heads = kOwnsKeys ? p.nheads_k : p.nheads;
-    BlockWork w{};
-    w.head = index % heads;
-    index /= heads;
-    w.batch = index % p.batch;
-    // Under a causal mask the first keys and the last queries have the longest walks, so they come first.
-    w.own0 = (kOwnsKeys ? index / p.batch : params.tiles - 1 - index / p.batch) * kOwnRows;
-    w.s = sequence_of(p, w.batch);
-    w.own_rows = kOwnsKeys ? w.s.seqlen_k : w.s.seqlen_q;
-    const int last = min(w.own0 + kOwnRows, w.own_rows) - 1;
-    const int begin = kOwnsKeys ? query_range(p, w.s, w.own0).begin : key_range(p, w.s, w.own0).begin;
-    const int end = kOwnsKeys ? query_range(p, w.s, last).end : key_range(p, w.s, last).end;
-    w.first_tile = begin / kRows;
-    w.steps = end > begin ? (end - 1) / kRows + 1 - w.first_tile : 0;
-    w.all_steps = w.steps * (kOwnsKeys ? p.group : 1);
-    return w;
-}
-
-// The tile of a tensor that holds row 64 `tile` of a head.
-__device__ __forceinline__ int64_t tile_of(const SplitTensor& t, int batch, int head, int tile) {
-    return (int64_t(batch) * t.heads + head) * t.tiles + tile;
-}
-
 template <int kD, Own kOwn>
-struct PartsBlock {
-    static constexpr bool kOwnsKeys = kOwn == Own::kKeys;
+struct PartsBlock : BlockView<kOwn> {
+    using BlockView<kOwn>::kOwnsKeys, BlockView<kOwn>::p, BlockView<kOwn>::w;
+    using BlockView<kOwn>::walked_head, BlockView<kOwn>::walked_tile, BlockView<kOwn>::query_of;
     static constexpr int kStages = PartsSmem<kD>::kStages, kPairs = kRows / 2, kSums = kD / 2;
     static constexpr int64_t kTileElements = 2 * kRows * kD;
     static constexpr uint32_t kTileBytes = kTileElements * 2;
 
     const PartsParams& params;
-    const AttentionParams& p;
     PartsSmem<kD>& smem;
-    const BlockWork& w;
 
     __device__ __forceinline__ const SplitTensor& own_a() const { return kOwnsKeys ? params.k : params.q; }
     __device__ __forceinline__ const SplitTensor& own_b() const { return kOwnsKeys ? params.v : params.dout; }
     __device__ __forceinline__ const SplitTensor& walked_a() const { return kOwnsKeys ? params.q : params.k; }
     __device__ __forceinline__ const SplitTensor& walked_b() const { return kOwnsKeys ? params.dout : params.v; }
-    // Head and tile of a step.
-    __device__ __forceinline__ int walked_head(int step) const { return kOwnsKeys ? w.head * p.group + step / w.steps : w.head / p.group; }
-    __device__ __forceinline__ int walked_tile(int step) const { return w.first_tile + (kOwnsKeys ? step % w.steps : step); }
 
     // One thread: all tiles.
     __device__ __forceinline__ void produce() const {
         const uint32_t own_full = shared_address(smem.own_full);
         mbarrier_arrive_expect_tx(own_full, 2 * kWarpgroups * kTileBytes);
-        const int64_t own = tile_of(own_a(), w.batch, w.head, w.own0 / kRows) * kTileElements;
+        const int64_t own = tile_of<int64_t>(own_a(), w.batch, w.head, w.own0 / kRows) * kTileElements;
         bulk_load(shared_address(smem.own_a), own_a().parts + own, kWarpgroups * kTileBytes, own_full);
         bulk_load(shared_address(smem.own_b), own_b().parts + own, kWarpgroups * kTileBytes, own_full);
         Ring<kStages> a(smem.a_full, smem.a_empty), b(smem.b_full, smem.b_empty);
 #pragma unroll 1
         for (int step = 0; step < w.all_steps; ++step) {
-            const int64_t walked = tile_of(walked_a(), w.batch, walked_head(step), walked_tile(step)) * kTileElements;
+            const int64_t walked = tile_of<int64_t>(walked_a(), w.batch, walked_head(step), walked_tile(step)) * kTileElements;
             const auto load = [&](Ring<kStages>& ring, const auto& to, const SplitTensor& from) {
                 ring.wait_empty();
                 mbarrier_arrive_expect_tx(ring.full_barrier(), kTileBytes);
@@ -168,14 +124,6 @@ struct PartsBlock {
             if (arrives(lane)) mbarrier_arrive(a.full_barrier());
             a.next();
         }
-    }
-    __device__ __forceinline__ Query query_of(const RowsOfCall& rows, int head, int i) const {
-        if (i >= w.s.seqlen_q) return {0, 0, 0, 0, 0};
-        const int64_t row = lse_offset(p, w.s, head) + i;
-        if (p.lse[row] == -INFINITY) return {0, 0, 0, 0, 0};
-        const KeyRange range = key_range(p, w.s, i);
-        const float2 base = rows.bases[row];
-        return {range.begin, range.end, base.x, base.y, rows.delta[row]};
     }
 
     // C = own walked^T over kD columns. Each 64 columns have a chain of their own, or all have one.
@@ -316,7 +264,7 @@ struct PartsBlock {
         const int own = w.own0 + wg * kRows + warp * 16 + lane / 4;  // and own + 8
         const auto descriptor = [](const __half* tile) { return descriptor_low(shared_address(tile), kRows * kChunkRowBytes); };
         const uint32_t own_a_tile = descriptor(smem.own_a[wg][0]), own_b_tile = descriptor(smem.own_b[wg][0]);
-        const int64_t own_tile = tile_of(own_a(), w.batch, w.head, w.own0 / kRows + wg);
+        const int64_t own_tile = tile_of<int64_t>(own_a(), w.batch, w.head, w.own0 / kRows + wg);
         const float own_a_scale = own_a().scales[own_tile], own_b_scale = own_b().scales[own_tile];
         Query mine[kOwnsKeys ? 1 : 2];
         if constexpr (!kOwnsKeys)
@@ -327,7 +275,7 @@ struct PartsBlock {
 #pragma unroll 1
         for (int step = 0; step < w.all_steps; ++step) {
             Ring<kStages> a(smem.a_full, smem.a_empty, step), b(smem.b_full, smem.b_empty, step);
-            const int64_t walked = tile_of(walked_a(), w.batch, walked_head(step), walked_tile(step));
+            const int64_t walked = tile_of<int64_t>(walked_a(), w.batch, walked_head(step), walked_tile(step));
             const float a_scale = walked_a().scales[walked], b_scale = walked_b().scales[walked];
             const uint32_t a_tile = descriptor(smem.walked_a[a.slot][0]), b_tile = descriptor(smem.walked_b[b.slot][0]);
             constexpr bool kShared = kOwnsKeys && PartsSmem<kD>::kHoldsDs;
@@ -383,34 +331,12 @@ struct PartsBlock {
                 b.release(lane);
             }
         }
-        finish(acc_a, acc_b, wg);
+        store_sums(acc_a, acc_b, wg);
     }
-    __device__ __forceinline__ void finish(const float (&acc_a)[kSums], const float (&acc_b)[kSums], int wg) const {
+    __device__ __forceinline__ void store_sums(const float (&acc_a)[kSums], const float (&acc_b)[kSums], int wg) const {
         const int thread = opaque(int(threadIdx.x)), quad = thread % 4,
                   own = w.own0 + wg * kRows + thread % 128 / 32 * 16 + thread % 32 / 4;
-        const BackwardParams& b = params.backward;
-        const GradientSequence g = gradients_of(b, w.batch);
-        const auto put = [&](const float(&acc)[kSums], float scale, const TensorView& t, int64_t first, int columns) {
-            float* const to = static_cast<float*>(const_cast<void*>(static_cast<const void*>(t.data))) + first + w.head * t.head;
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                if (own + 8 * r >= w.own_rows) continue;
-#pragma unroll
-                for (int i = 2 * r; i < kSums; i += 4) {
-                    const int column = i / 4 * 8 + 2 * quad;
-                    if (column >= columns) continue;
-                    float2& two = *reinterpret_cast<float2*>(to + (own + 8 * r) * t.row + column);
-                    const float2 old = b.accumulate ? two : float2{};
-                    two = make_float2(fmaf(acc[i], scale, old.x), fmaf(acc[i + 1], scale, old.y));
-                }
-            }
-        };
-        if (kOwnsKeys) {
-            put(acc_a, p.scale, b.dk, g.dk, p.headdim);
-            put(acc_b, 1.0f, b.dv, g.dv, p.headdim_v);
-        } else {
-            put(acc_a, p.scale, b.dq, g.dq, p.headdim);
-        }
+        this->store(acc_a, acc_b, own, [=](int i) { return i / 4 * 8 + 2 * quad; });
     }
 };
 
@@ -422,7 +348,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1) gradient_kernel(const __grid
     auto& smem = *reinterpret_cast<PartsSmem<kD>*>(shared);
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (threadIdx.x == 0) {
-        smem.work = work_of<kOwn>(params, blockIdx.x);
+        smem.work = work_of_block<kOwn, kOwnRows, kRows>(params.backward.forward, params.tiles, blockIdx.x);
         mbarrier_init(shared_address(smem.own_full), 1);
         for (int i = 0; i < PartsSmem<kD>::kStages; ++i) {
             mbarrier_init(shared_address(smem.b_full + i), 1);
@@ -433,7 +359,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1) gradient_kernel(const __grid
         fence_mbarrier_init();
     }
     __syncthreads();
-    const PartsBlock<kD, kOwn> block{params, params.backward.forward, smem, smem.work};
+    const PartsBlock<kD, kOwn> block{{params.backward, params.backward.forward, smem.work}, params, smem};
     if (warpgroup == 0) {
         setmaxnreg_dec<kProducerRegisters>();
         if (threadIdx.x == 0) block.produce();
@@ -453,21 +379,11 @@ size_t divide(const AttentionParams& p, unsigned char* base, PartsParams* to) {
     const int64_t d = bucket(p), heads_q = int64_t(p.nheads) * p.batch, heads_k = int64_t(p.nheads_k) * p.batch;
     const int64_t tiles_q = (p.seqlen_q + kOwnRows - 1) / kOwnRows * kWarpgroups,
                   tiles_k = (p.seqlen_k + kOwnRows - 1) / kOwnRows * kWarpgroups;
-    size_t used = 0;
-    const auto take = [&](int64_t bytes) {
-        unsigned char* const at = base + used;
-        used += (size_t(bytes) + 1023) / 1024 * 1024;
-        return at;
-    };
-    take(int64_t(rows_of_call_bytes(p)));
-    to->out_of_range = reinterpret_cast<int*>(take(2 * sizeof(int)));
-    const auto place = [&](SplitTensor& t, int64_t heads, int64_t tiles) {
-        t.scales = reinterpret_cast<float*>(take(heads * tiles * 4));
-        t.parts = reinterpret_cast<__half*>(take(heads * tiles * kRows * d * 4));
-        t.tiles = int(tiles);
-    };
-    place(to->q, heads_q, tiles_q), place(to->dout, heads_q, tiles_q), place(to->k, heads_k, tiles_k), place(to->v, heads_k, tiles_k);
-    return used;
+    PartsWorkspace space{base};
+    to->out_of_range = space.take_statistics(p);
+    for (SplitTensor* t : {&to->q, &to->dout}) space.place(*t, heads_q, tiles_q, kRows, d);
+    for (SplitTensor* t : {&to->k, &to->v}) space.place(*t, heads_k, tiles_k, kRows, d);
+    return space.used;
 }
 
 template <int kD, Own kOwn>
@@ -501,19 +417,10 @@ cudaError_t backward_wgmma_float32_sm90(const BackwardParams& b, const DeviceInf
     AttentionParams& p = params.backward.forward;
     p.workspace = align_up(b.forward.workspace, 1024);
     divide(p, static_cast<unsigned char*>(p.workspace), &params);
-    const auto view = [](SplitTensor& t, const TensorView& x, int heads, int rows, int columns) {
-        t.data = static_cast<const float*>(x.data), t.batch = x.batch, t.head = x.head, t.row = x.row;
-        t.heads = heads, t.rows = rows, t.columns = columns;
-    };
-    view(params.q, p.q, p.nheads, p.seqlen_q, p.headdim), view(params.dout, b.dout, p.nheads, p.seqlen_q, p.headdim_v);
-    view(params.k, p.k, p.nheads_k, p.seqlen_k, p.headdim), view(params.v, p.v, p.nheads_k, p.seqlen_k, p.headdim_v);
-    const RowsOfCall rows = rows_of_call(p);
-    int *const out_of_range = params.out_of_range, *const some_large = out_of_range + 1;
-    if (const cudaError_t error = cudaMemsetAsync(out_of_range, 0, 2 * sizeof(int), stream)) return cudaGetLastError(), error;
-    if (const cudaError_t error = backward_delta(params.backward, rows.delta, rows.bases, stream, some_large)) return error;
-    if (const cudaError_t error = bucket(p) == 64 ? launch<64>(params, stream) : launch<128>(params, stream)) return error;
-    if (const cudaError_t error = backward_mma_float32_sm80_if(out_of_range, some_large, params.backward, device, stream)) return error;
-    return backward_simple_if(some_large, params.backward, device, stream);
+    view_tensor(params.q, p.q, p.nheads, p.seqlen_q, p.headdim), view_tensor(params.dout, b.dout, p.nheads, p.seqlen_q, p.headdim_v);
+    view_tensor(params.k, p.k, p.nheads_k, p.seqlen_k, p.headdim), view_tensor(params.v, p.v, p.nheads_k, p.seqlen_k, p.headdim_v);
+    return launch_with_fallbacks(params.backward, params.out_of_range, device, stream,
+                                 [&] { return bucket(p) == 64 ? launch<64>(params, stream) : launch<128>(params, stream); });
 }
 
 }  // namespace fa

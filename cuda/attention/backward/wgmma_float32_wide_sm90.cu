@@ -11,12 +11,8 @@
 //
 // Shared memory (WideSmem)     own a, own b 64 x d | walked a, walked b 32 x d; two parts each | exchange | statistics of queries
 // Bound by the reads of both operands of S and dP from shared memory, and by the tensor cores.
-#include "attention/common/float16_parts.cuh"
-#include "attention/common/mask.h"
-#include "attention/common/simple_tiles.cuh"
-#include "attention/kernels.h"
+#include "attention/backward/common/float32_parts_blocks.cuh"
 #include "common/constants.h"
-#include "device/launch.h"
 #include "device/ptx.cuh"
 #include "device/ring.cuh"
 
@@ -29,8 +25,6 @@ constexpr int kChain = 4, kChains = kD / 16 / kChain;  // steps of 16 columns in
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 constexpr int kPairs = kWalked / 2, kSums = kD / 4, kPiece = 64;  // of a thread: pairs of a step, sums of half of d; columns of a product
 constexpr float kProbability = 0x1p8f;
-
-enum class Own { kKeys, kQueries };  // what a block owns; it walks over the other
 
 // The parts of a tensor, in tiles of own rows and in tiles of walked rows.
 struct TwoTilings {
@@ -58,14 +52,6 @@ __global__ void __launch_bounds__(kSplitThreads) split_kernel(const __grid_const
     }
 }
 
-// What a block does. In shared memory it takes no registers.
-struct BlockWork {
-    Sequence s;
-    int batch, head, own0;  // head: of the own rows
-    int own_rows;
-    int first_tile, steps, all_steps;  // walked tiles of a head, of all heads
-};
-
 struct alignas(1024) WideSmem {
     __half own_a[2][kOwnRows * kD];
     __half own_b[2][kOwnRows * kD];
@@ -78,32 +64,6 @@ struct alignas(1024) WideSmem {
     uint64_t own_full[1], a_full[1], a_empty[1], b_full[1], b_empty[1];
 };
 static_assert(sizeof(WideSmem) <= 227 * 1024, "a block of sm_90 has no more");
-
-template <Own kOwn>
-__device__ __forceinline__ BlockWork work_of(const WideParams& params, unsigned index) {
-    constexpr bool kOwnsKeys = kOwn == Own::kKeys;
-    const AttentionParams& p = params.backward.forward;
-    const int heads = kOwnsKeys ? p.nheads_k : p.nheads, tiles = kOwnsKeys ? params.k.own.tiles : params.q.own.tiles;
-    BlockWork w{};
-    w.head = index % heads;
-    index /= heads;
-    w.batch = index % p.batch;
-    // Under a causal mask the first keys and the last queries have the longest walks, so they come first.
-    w.own0 = (kOwnsKeys ? index / p.batch : tiles - 1 - index / p.batch) * kOwnRows;
-    w.s = sequence_of(p, w.batch);
-    w.own_rows = kOwnsKeys ? w.s.seqlen_k : w.s.seqlen_q;
-    const int last = min(w.own0 + kOwnRows, w.own_rows) - 1;
-    const int begin = kOwnsKeys ? query_range(p, w.s, w.own0).begin : key_range(p, w.s, w.own0).begin;
-    const int end = kOwnsKeys ? query_range(p, w.s, last).end : key_range(p, w.s, last).end;
-    w.first_tile = begin / kWalked;
-    w.steps = end > begin ? (end - 1) / kWalked + 1 - w.first_tile : 0;
-    w.all_steps = w.steps * (kOwnsKeys ? p.group : 1);
-    return w;
-}
-
-__device__ __forceinline__ int tile_of(const SplitTensor& t, int batch, int head, int tile) {
-    return (batch * t.heads + head) * t.tiles + tile;
-}
 
 // C = own walked^T: a chain for each 64 columns.
 __device__ __forceinline__ void multiply_rows(float (&C)[kPairs], uint32_t own, uint32_t walked) {
@@ -160,34 +120,30 @@ __device__ __forceinline__ void add_rows(float (&acc)[kSums], const float (&weig
 }
 
 template <Own kOwn>
-struct WideBlock {
-    static constexpr bool kOwnsKeys = kOwn == Own::kKeys;
+struct WideBlock : BlockView<kOwn> {
+    using BlockView<kOwn>::kOwnsKeys, BlockView<kOwn>::p, BlockView<kOwn>::w;
+    using BlockView<kOwn>::walked_head, BlockView<kOwn>::walked_tile, BlockView<kOwn>::query_of;
     static constexpr uint32_t kOwnBytes = 2 * kOwnRows * kD * 2, kWalkedBytes = 2 * kWalked * kD * 2;
 
     const WideParams& params;
-    const AttentionParams& p;
     WideSmem& smem;
-    const BlockWork& w;
 
     __device__ __forceinline__ const SplitTensor& own_a() const { return kOwnsKeys ? params.k.own : params.q.own; }
     __device__ __forceinline__ const SplitTensor& own_b() const { return kOwnsKeys ? params.v.own : params.dout.own; }
     __device__ __forceinline__ const SplitTensor& walked_a() const { return kOwnsKeys ? params.q.walked : params.k.walked; }
     __device__ __forceinline__ const SplitTensor& walked_b() const { return kOwnsKeys ? params.dout.walked : params.v.walked; }
-    // Head and tile of a step.
-    __device__ __forceinline__ int walked_head(int step) const { return kOwnsKeys ? w.head * p.group + step / w.steps : w.head / p.group; }
-    __device__ __forceinline__ int walked_tile(int step) const { return w.first_tile + (kOwnsKeys ? step % w.steps : step); }
 
     // One thread: all tiles.
     __device__ __forceinline__ void produce() const {
         const uint32_t own_full = shared_address(smem.own_full);
         mbarrier_arrive_expect_tx(own_full, 2 * kOwnBytes);
-        const int64_t own = int64_t(tile_of(own_a(), w.batch, w.head, w.own0 / kOwnRows)) * (kOwnBytes / 2);
+        const int64_t own = int64_t(tile_of<int>(own_a(), w.batch, w.head, w.own0 / kOwnRows)) * (kOwnBytes / 2);
         bulk_load(shared_address(smem.own_a), own_a().parts + own, kOwnBytes, own_full);
         bulk_load(shared_address(smem.own_b), own_b().parts + own, kOwnBytes, own_full);
         Ring<1> a(smem.a_full, smem.a_empty), b(smem.b_full, smem.b_empty);
 #pragma unroll 1
         for (int step = 0; step < w.all_steps; ++step) {
-            const int64_t walked = int64_t(tile_of(walked_a(), w.batch, walked_head(step), walked_tile(step))) * (kWalkedBytes / 2);
+            const int64_t walked = int64_t(tile_of<int>(walked_a(), w.batch, walked_head(step), walked_tile(step))) * (kWalkedBytes / 2);
             const auto load = [&](Ring<1>& ring, const auto& to, const SplitTensor& from) {
                 ring.wait_empty();
                 mbarrier_arrive_expect_tx(ring.full_barrier(), kWalkedBytes);
@@ -215,14 +171,6 @@ struct WideBlock {
             if (arrives(lane)) mbarrier_arrive(a.full_barrier());
             a.next();
         }
-    }
-    __device__ __forceinline__ Query query_of(const RowsOfCall& rows, int head, int i) const {
-        if (i >= w.s.seqlen_q) return {0, 0, 0, 0, 0};
-        const int64_t row = lse_offset(p, w.s, head) + i;
-        if (p.lse[row] == -INFINITY) return {0, 0, 0, 0, 0};
-        const KeyRange range = key_range(p, w.s, i);
-        const float2 base = rows.bases[row];
-        return {range.begin, range.end, base.x, base.y, rows.delta[row]};
     }
 
     // S becomes P; 0 for hidden pairs. element i: own row g + 8 (i / 2 % 2), walked row 8 (i / 4) + 2 quad + i % 2.
@@ -253,7 +201,7 @@ struct WideBlock {
         const uint32_t own_tile = descriptor_low(shared_address(wg == 0 ? smem.own_a[0] : smem.own_b[0]), kOwnRows * kChunkRowBytes);
         const uint32_t a_tile = descriptor_low(shared_address(smem.walked_a[0]), kWalked * kChunkRowBytes);
         const uint32_t b_tile = descriptor_low(shared_address(smem.walked_b[0]), kWalked * kChunkRowBytes);
-        const int own_index = tile_of(own_a(), w.batch, w.head, w.own0 / kOwnRows);
+        const int own_index = tile_of<int>(own_a(), w.batch, w.head, w.own0 / kOwnRows);
         const float own_scale = (wg == 0 ? own_a() : own_b()).scales[own_index];
         Query mine[kOwnsKeys ? 1 : 2];
         if constexpr (!kOwnsKeys)
@@ -265,7 +213,7 @@ struct WideBlock {
 #pragma unroll 1
         for (int step = 0; step < w.all_steps; ++step) {
             Ring<1> a(smem.a_full, smem.a_empty, step), b(smem.b_full, smem.b_empty, step);
-            const int walked = tile_of(walked_a(), w.batch, walked_head(step), walked_tile(step));
+            const int walked = tile_of<int>(walked_a(), w.batch, walked_head(step), walked_tile(step));
             const float a_scale = walked_a().scales[walked], b_scale = walked_b().scales[walked];
             float P[kPairs], dP[kPairs];
             float(&given)[2][kPairs][128] = smem.given[step % 2];
@@ -325,32 +273,8 @@ struct WideBlock {
                 b.release(lane);
             }
         }
-        finish(acc_a, acc_b, own, wg * (kD / 2) + 2 * quad);
-    }
-    __device__ __forceinline__ void finish(const float (&acc_a)[kSums], const float (&acc_b)[kSums], int own, int column0) const {
-        const BackwardParams& b = params.backward;
-        const GradientSequence g = gradients_of(b, w.batch);
-        const auto put = [&](const float(&acc)[kSums], float scale, const TensorView& t, int64_t first, int columns) {
-            float* const to = static_cast<float*>(const_cast<void*>(static_cast<const void*>(t.data))) + first + w.head * t.head;
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                if (own + 8 * r >= w.own_rows) continue;
-#pragma unroll
-                for (int i = 2 * r; i < kSums; i += 4) {
-                    const int column = column0 + i / 4 * 8;
-                    if (column >= columns) continue;
-                    float2& two = *reinterpret_cast<float2*>(to + (own + 8 * r) * t.row + column);
-                    const float2 old = b.accumulate ? two : float2{};
-                    two = make_float2(fmaf(acc[i], scale, old.x), fmaf(acc[i + 1], scale, old.y));
-                }
-            }
-        };
-        if (kOwnsKeys) {
-            put(acc_a, p.scale, b.dk, g.dk, p.headdim);
-            put(acc_b, 1.0f, b.dv, g.dv, p.headdim_v);
-        } else {
-            put(acc_a, p.scale, b.dq, g.dq, p.headdim);
-        }
+        const int column0 = wg * (kD / 2) + 2 * quad;
+        this->store(acc_a, acc_b, own, [=](int i) { return column0 + i / 4 * 8; });
     }
 };
 
@@ -362,7 +286,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1) gradient_kernel(const __grid
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (threadIdx.x == 0) {
         constexpr int kWarps = kConsumerThreads / 32 * kWarpArrivals;
-        smem.work = work_of<kOwn>(params, blockIdx.x);
+        const int tiles = kOwn == Own::kKeys ? params.k.own.tiles : params.q.own.tiles;
+        smem.work = work_of_block<kOwn, kOwnRows, kWalked>(params.backward.forward, tiles, blockIdx.x);
         mbarrier_init(shared_address(smem.own_full), 1);
         mbarrier_init(shared_address(smem.b_full), 1), mbarrier_init(shared_address(smem.b_empty), kWarps);
         mbarrier_init(shared_address(smem.a_full), 1 + (kOwn == Own::kKeys ? kWarpArrivals : 0));
@@ -370,7 +295,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1) gradient_kernel(const __grid
         fence_mbarrier_init();
     }
     __syncthreads();
-    const WideBlock<kOwn> block{params, params.backward.forward, smem, smem.work};
+    const WideBlock<kOwn> block{{params.backward, params.backward.forward, smem.work}, params, smem};
     if (warpgroup == 0) {
         setmaxnreg_dec<kProducerRegisters>();
         if (threadIdx.x == 0) block.produce();
@@ -385,23 +310,15 @@ __global__ void __launch_bounds__(kBlockThreads, 1) gradient_kernel(const __grid
 
 // Divides the workspace behind the statistics of the rows, and returns the bytes of the whole.
 size_t divide(const AttentionParams& p, unsigned char* base, WideParams* to) {
-    size_t used = 0;
-    const auto take = [&](int64_t bytes) {
-        unsigned char* const at = base + used;
-        used += (size_t(bytes) + 1023) / 1024 * 1024;
-        return at;
+    PartsWorkspace space{base};
+    to->out_of_range = space.take_statistics(p);
+    const auto place = [&](TwoTilings& t, int64_t heads, int rows) {
+        space.place(t.own, heads, (rows + kOwnRows - 1) / kOwnRows, kOwnRows, kD);
+        space.place(t.walked, heads, (rows + kWalked - 1) / kWalked, kWalked, kD);
     };
-    take(int64_t(rows_of_call_bytes(p)));
-    to->out_of_range = reinterpret_cast<int*>(take(2 * sizeof(int)));
-    const auto place = [&](SplitTensor& t, int64_t heads, int rows, int tile_rows) {
-        t.tiles = (rows + tile_rows - 1) / tile_rows;
-        t.scales = reinterpret_cast<float*>(take(heads * t.tiles * 4));
-        t.parts = reinterpret_cast<__half*>(take(heads * t.tiles * tile_rows * kD * 4));
-    };
-    const int64_t heads_q = int64_t(p.nheads) * p.batch, heads_k = int64_t(p.nheads_k) * p.batch;
-    for (TwoTilings* t : {&to->q, &to->dout}) place(t->own, heads_q, p.seqlen_q, kOwnRows), place(t->walked, heads_q, p.seqlen_q, kWalked);
-    for (TwoTilings* t : {&to->k, &to->v}) place(t->own, heads_k, p.seqlen_k, kOwnRows), place(t->walked, heads_k, p.seqlen_k, kWalked);
-    return used;
+    for (TwoTilings* t : {&to->q, &to->dout}) place(*t, int64_t(p.nheads) * p.batch, p.seqlen_q);
+    for (TwoTilings* t : {&to->k, &to->v}) place(*t, int64_t(p.nheads_k) * p.batch, p.seqlen_k);
+    return space.used;
 }
 
 template <Own kOwn>
@@ -429,23 +346,18 @@ cudaError_t backward_wgmma_float32_wide_sm90(const BackwardParams& b, const Devi
     int64_t blocks = 0;
     const auto view = [&](TwoTilings& two, const TensorView& x, int heads, int rows, int columns) {
         for (SplitTensor* t : {&two.own, &two.walked}) {
-            t->data = static_cast<const float*>(x.data), t->batch = x.batch, t->head = x.head, t->row = x.row;
-            t->heads = heads, t->rows = rows, t->columns = columns;
+            view_tensor(*t, x, heads, rows, columns);
             blocks += int64_t(t->tiles) * heads * p.batch;
         }
     };
     view(params.q, p.q, p.nheads, p.seqlen_q, p.headdim), view(params.dout, b.dout, p.nheads, p.seqlen_q, p.headdim_v);
     view(params.k, p.k, p.nheads_k, p.seqlen_k, p.headdim), view(params.v, p.v, p.nheads_k, p.seqlen_k, p.headdim_v);
-    const RowsOfCall rows = rows_of_call(p);
-    int *const out_of_range = params.out_of_range, *const some_large = out_of_range + 1;
-    if (const cudaError_t error = cudaMemsetAsync(out_of_range, 0, 2 * sizeof(int), stream)) return cudaGetLastError(), error;
-    if (const cudaError_t error = backward_delta(params.backward, rows.delta, rows.bases, stream, some_large)) return error;
-    if (blocks > 0)
-        if (const cudaError_t error = launch_kernel(split_kernel, unsigned(blocks), kSplitThreads, 0, stream, params)) return error;
-    if (const cudaError_t error = launch<Own::kKeys>(params, stream)) return error;
-    if (const cudaError_t error = launch<Own::kQueries>(params, stream)) return error;
-    if (const cudaError_t error = backward_mma_float32_sm80_if(out_of_range, some_large, params.backward, device, stream)) return error;
-    return backward_simple_if(some_large, params.backward, device, stream);
+    return launch_with_fallbacks(params.backward, params.out_of_range, device, stream, [&]() -> cudaError_t {
+        if (blocks > 0)
+            if (const cudaError_t error = launch_kernel(split_kernel, unsigned(blocks), kSplitThreads, 0, stream, params)) return error;
+        if (const cudaError_t error = launch<Own::kKeys>(params, stream)) return error;
+        return launch<Own::kQueries>(params, stream);
+    });
 }
 
 }  // namespace fa

@@ -67,7 +67,10 @@ __device__ __forceinline__ void split_tile(const SplitTensor& t, int index, int*
         tile_most = fmaxf(tile_most, most[i]);
     }
     if (!kRowScales) {
-        float* const column_sums = shared + kSplitThreads / 32;
+        // Sums of integers, rounded up: they do not depend on the order, so neither does the choice of a kernel. A scaled column is below
+        // 128 x 2^15 units.
+        constexpr float kUnits = 512;
+        uint32_t* const column_sums = reinterpret_cast<uint32_t*>(shared) + kSplitThreads / 32;
         tile_most = fmaxf(tile_most, __shfl_xor_sync(~0u, tile_most, 16));
         if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = tile_most;
         if (kTestsColumns && threadIdx.x < kD) column_sums[threadIdx.x] = 0;
@@ -75,6 +78,8 @@ __device__ __forceinline__ void split_tile(const SplitTensor& t, int index, int*
 #pragma unroll
         for (int i = 0; i < kSplitThreads / 32; ++i) tile_most = fmaxf(tile_most, shared[i]);
         if (kTestsColumns) {
+            static_assert(kRows <= 128, "32 bits hold a column");
+            const float unit = scale_of(tile_most).down * kUnits;
 #pragma unroll
             for (int g = 0; g < kFours; ++g) {
                 float own[4] = {};
@@ -83,11 +88,11 @@ __device__ __forceinline__ void split_tile(const SplitTensor& t, int index, int*
                     own[0] += fabsf(x[i][g].x), own[1] += fabsf(x[i][g].y), own[2] += fabsf(x[i][g].z), own[3] += fabsf(x[i][g].w);
 #pragma unroll
                 for (int e = 0; e < 4; ++e)
-                    if (4 * (lane + g * kLanes) < kD) atomicAdd(column_sums + 4 * (lane + g * kLanes) + e, own[e]);
+                    if (4 * (lane + g * kLanes) < kD) atomicAdd(column_sums + 4 * (lane + g * kLanes) + e, __float2uint_ru(own[e] * unit));
             }
             __syncthreads();
-            const float mean = column_sums[threadIdx.x % kD] / float(min(kRows, t.rows - tile * kRows));
-            if (mean != 0 && !(mean >= kPreciseMean * tile_most)) *out_of_range = 1;
+            const float sum = column_sums[threadIdx.x % kD], least = kPreciseMean * tile_most * unit * min(kRows, t.rows - tile * kRows);
+            if (sum != 0 && !(sum >= least)) *out_of_range = 1;  // 0: a column of zeros, or no rows
         }
         if (threadIdx.x == 0) t.scales[index] = scale_of(tile_most).up;
     }

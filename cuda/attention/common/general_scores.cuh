@@ -112,6 +112,17 @@ __device__ __forceinline__ void hide_by_intervals(const AttentionParams& p, cons
     }
 }
 
+// The same for masks by blocks. The 16 rows of a fragment lie in one block, and so do 8 of its keys.
+template <int kCount>
+__device__ __forceinline__ void hide_by_blocks(const AttentionParams& p, const FragmentPlace& at, float (&S)[kCount]) {
+    const uint8_t* const shown = blocks_of_row(p, at.batch, at.head, min(at.row, at.seqlen_q - 1));
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+        const int key = at.key + 2 * i;
+        if (key < at.seqlen_k && !shown[key >> p.blocks.key_shift]) S[i] = S[i + 1] = S[i + 2] = S[i + 3] = -INFINITY;
+    }
+}
+
 // Zeroes the dropped probabilities. One Philox call decides eight columns, two for each lane of a quad. So each lane makes the call for one
 // of four neighbouring column groups, and the quad exchanges the words.
 template <int kCount>

@@ -179,6 +179,7 @@ __device__ __forceinline__ void find_large_rows_inline(const AttentionParams& p,
         if (natural) {
             transform_fragment<T>(p, at, S);
             if (p.intervals.data) hide_by_intervals(p, at, S);
+            if (p.blocks.data) hide_by_blocks(p, at, S);
         } else if (p.alibi_slopes || p.mask.data) {
             change_products(p, at, S);
         }

@@ -108,6 +108,10 @@ struct HiddenBounds {
     FA_INLINED void clear() {
         for (int x = 0; x < 2; ++x) max_begin[x] = max_end[x] = INT32_MIN, min_begin[x] = min_end[x] = INT32_MAX;
     }
+    // With these seen_by is always kSome.
+    FA_INLINED void decide_nothing() {
+        for (int x = 0; x < 2; ++x) max_begin[x] = max_end[x] = INT32_MAX, min_begin[x] = min_end[x] = INT32_MIN;
+    }
     FA_INLINED void add(const HiddenRows& rows) {
         for (int x = 0; x < 2; ++x) {
             const bool none = rows.begin[x] >= rows.end[x];
@@ -129,6 +133,42 @@ struct HiddenBounds {
         for (int x = 0; x < 2; ++x)
             if (min_begin[x] <= last && first < max_end[x]) return Seen::kSome;
         return Seen::kEverything;
+    }
+};
+
+// ---- masks by blocks ----
+
+// What a mask by blocks shows to row i of sequence b: element j >> key_shift decides on key j.
+FA_INLINED const uint8_t* blocks_of_row(const AttentionParams& p, int32_t b, int32_t head, int32_t i) {
+    const BlockMaskView& x = p.blocks;
+    return x.data + b * x.batch + head / x.heads_of_entry * x.head + (i >> x.row_shift) * x.row;
+}
+
+FA_INLINED bool block_hides(const AttentionParams& p, int32_t b, int32_t head, int32_t i, int32_t j) {
+    return !blocks_of_row(p, b, head, i)[j >> p.blocks.key_shift];
+}
+
+// What a mask by blocks leaves to rows first .. last of a query head.
+struct BlockRows {
+    const AttentionParams& p;
+    int32_t b, head, first, last;
+
+    // Of keys begin .. end - 1, at least one.
+    FA_INLINED Seen of_keys(int32_t begin, int32_t end) const {
+        const BlockMaskView& x = p.blocks;
+        bool some = false, every = true;
+        for (int32_t i = first >> x.row_shift; i <= last >> x.row_shift; ++i) {
+            const uint8_t* const row = blocks_of_row(p, b, head, i << x.row_shift);
+            for (int32_t j = begin >> x.key_shift; j <= (end - 1) >> x.key_shift; ++j) some |= row[j] != 0, every &= row[j] != 0;
+        }
+        return every ? Seen::kEverything : some ? Seen::kSome : Seen::kNothing;
+    }
+    // Keys begin .. end - 1 without the first and the last ones of which no row sees any.
+    FA_INLINED KeyRange seen_keys(int32_t begin, int32_t end) const {
+        const int32_t shift = p.blocks.key_shift;
+        while (begin < end && of_keys(begin, begin + 1) == Seen::kNothing) begin = ((begin >> shift) + 1) << shift;
+        while (begin < end && of_keys(end - 1, end) == Seen::kNothing) end = ((end - 1) >> shift) << shift;
+        return {begin, end};
     }
 };
 
@@ -160,7 +200,7 @@ __device__ __forceinline__ float load_as_float(const void* data, int64_t index, 
     return static_cast<const float*>(data)[index];
 }
 
-// The score of a visible pair (i, j), natural units: scale, softcap, ALiBi, bias, mask, intervals, tree, in the order of docs/contract.md.
+// The score of a visible pair (i, j), natural units: scale, softcap, ALiBi, bias, the masks, in the order of docs/contract.md.
 __device__ __forceinline__ float transform_score(const AttentionParams& p, const Sequence& s, int32_t b, int32_t head, int32_t i, int32_t j,
                                                  float dot) {
     float score = __fmul_rn(dot, p.scale);  // never fused with what follows: large_rows.cuh needs the same bits in every kernel
@@ -173,6 +213,7 @@ __device__ __forceinline__ float transform_score(const AttentionParams& p, const
     if (p.mask.data && !static_cast<const uint8_t*>(p.mask.data)[b * p.mask.batch + head * p.mask.head + i * p.mask.row + j])
         score = -INFINITY;
     if (p.intervals.data && interval_hides(p, b, head, i, j)) score = -INFINITY;
+    if (p.blocks.data && block_hides(p, b, head, i, j)) score = -INFINITY;
     if (p.tree.rows && !tree_shows(p, s, b, i, j)) score = -INFINITY;
     return score;
 }

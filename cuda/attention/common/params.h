@@ -15,12 +15,21 @@ struct ScoreView {
 // What the numbers of a key say: see fa_row_indices in flash_attn.h.
 enum class RowIndicesForm : int32_t { kFrom, kBetween, kOutside, kTwoIntervals };
 
-// startend_row_indices: `data` is int32, (batch, heads, keys, numbers). In a varlen call keys count through all sequences.
+// startend_row_indices: `data` is int32, (batch, heads, keys, numbers). In a varlen call without parts keys count
+// through all sequences.
 struct RowIndicesView {
     const int32_t* data;       // nullptr = option off
     int64_t batch, head, key;  // strides
     int32_t heads_of_entry;    // query heads that share an entry of the head axis
     RowIndicesForm form;
+};
+
+// block_mask: `data` is uint8, (batch, heads, blocks of rows, blocks of keys).
+struct BlockMaskView {
+    const uint8_t* data;           // nullptr = option off
+    int64_t batch, head, row;      // strides
+    int32_t heads_of_entry;        // query heads that share an entry of the head axis
+    int32_t row_shift, key_shift;  // a block has 1 << row_shift rows and 1 << key_shift keys, 64 or 128
 };
 
 struct DescaleView {
@@ -109,16 +118,19 @@ struct AttentionParams {
     float* max_score;          // (batch, nheads); nullptr = not wanted
     float* key_sums;           // (batch, nheads, seqlen_k), varlen (nheads, total_k); nullptr = not wanted. Needs lse
     TreeView tree;             // only with a cache, and then without causal and window
-    RowIndicesView intervals;  // never with a cache or parts
+    RowIndicesView intervals;  // never with a cache
+    BlockMaskView blocks;      // never with a cache or parts
 
     // Whether scores are more than scale * (q . k) under a window; such calls take the general instantiation of a kernel.
-    FA_HOST_DEVICE bool general_scores() const { return changes_scores() || intervals.data; }
-    // The same without masks by intervals.
+    FA_HOST_DEVICE bool general_scores() const { return changes_scores() || hides_tiles(); }
+    // The masks that may leave nothing of a tile, which is then skipped.
+    FA_HOST_DEVICE bool hides_tiles() const { return intervals.data || blocks.data; }
+    // Whether scores are more than that without the masks of hides_tiles.
     FA_HOST_DEVICE bool changes_scores() const {
         return softcap != 0 || alibi_slopes || bias.data || mask.data || tree.rows || dropout_threshold;
     }
     // Whether an option beside causal, window and chunks may hide a key from all rows, in a call without a cache.
-    FA_HOST_DEVICE bool may_hide_keys() const { return mask.data || bias.data || intervals.data; }
+    FA_HOST_DEVICE bool may_hide_keys() const { return mask.data || bias.data || hides_tiles(); }
     // The batch size and the number of keys by which kernels, tiles and splits may be chosen. With batch_invariant they are constants,
     // because the capacity of a cache, or the width of a block table, follows the longest sequence of a batch.
     static constexpr int32_t kInvariantKeys = 8192;

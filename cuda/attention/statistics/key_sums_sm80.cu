@@ -104,6 +104,10 @@ __device__ __forceinline__ void transform_scores(const AttentionParams& p, const
                     if (hidden.hides(row + 8 * n + e)) S[x / 2][n][x % 2 * 2 + e] = -INFINITY;
         }
     }
+    if (p.blocks.data)
+        each([&](float& score, int i, int j) {
+            if (exists(i, j) && block_hides(p, b, head, row + i, key + j)) score = -INFINITY;
+        });
 }
 
 template <typename T, int kD, Scores kScores>

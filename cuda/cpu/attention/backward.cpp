@@ -48,13 +48,14 @@ int32_t tile_keys(const AttentionParams& p) {
     return int32_t(std::clamp<int64_t>(std::min(fit, share) / kPanelKeys * kPanelKeys, kPanelKeys, kMaxTileKeys));
 }
 
-// Starting a thread takes tens of microseconds, so each thread should get at least a quarter of a millisecond of work.
-int useful_threads(const AttentionParams& p, const BackwardTileKernel& kernel) {
+// Each thread should get at least `nanoseconds` of work. Two vectors of multiply-adds per nanosecond are modest. With few queries the time
+// goes into reading K and V and writing their gradients: half a nanosecond for an element of each, here as multiply-adds.
+int useful_threads(const AttentionParams& p, const BackwardTileKernel& kernel, double nanoseconds) {
     double keys = p.seqlen_k;
     if (p.window_left >= 0 && p.window_right >= 0) keys = std::min(keys, double(p.window_left) + p.window_right + 1);
-    const double work = double(p.batch) * p.nheads * p.seqlen_q * keys * (3 * p.headdim + 2 * p.headdim_v);  // multiply-adds
-    const double per_thread = 250e3 * 2 * kernel.lanes;  // at a modest 2 vectors per nanosecond
-    return int(std::clamp(work / per_thread, 1.0, double(p.num_threads)));
+    const double products = double(p.nheads) * p.seqlen_q * (3 * p.headdim + 2 * p.headdim_v);
+    const double elements = double(p.nheads_k) * (p.headdim + p.headdim_v) * kernel.lanes;
+    return int(std::clamp(p.batch * keys * (products + elements) / (nanoseconds * 2 * kernel.lanes), 1.0, double(p.num_threads)));
 }
 
 // The tiles of keys that a block of queries sees lie in first .. end - 1; they see both of these. `turn` is the tile that adds to dQ next.
@@ -69,7 +70,7 @@ struct Layout {
     int64_t tile, matrix_k, matrix_v, block_k, block_v, panel, thread;  // tile: in keys; all other sizes: floats in a thread's scratch
     int64_t rows, blocks;                                               // query rows and blocks of the whole call
     int64_t delta, dq, ready, bounds, total;                            // sizes in floats; row_max and log_sum are as large as delta
-    int threads;
+    int threads;                                                        // at most
     Layout(const BackwardParams& b, const BackwardTileKernel& kernel) {
         const AttentionParams& p = b.forward;
         // Each row has one cache line more than it needs: with rows a power of two apart, a column would use only a few sets of the cache.
@@ -85,7 +86,7 @@ struct Layout {
         dq = p.seqlen_k > tile ? rows * ld_dq : 0;  // a single tile needs no sum over tiles
         ready = lines(blocks * int64_t(sizeof(BlockOrder) / sizeof(float)));
         bounds = lines(IntervalTiles::size(p, kPanelKeys));
-        threads = useful_threads(p, kernel);
+        threads = useful_threads(p, kernel, kOpenMpNanoseconds);
         total = 3 * delta + dq + ready + bounds + threads * thread;
     }
 };
@@ -130,14 +131,18 @@ struct Backward {
         while (tiles.begin < tiles.end && !sees(s, batch, head, block, tiles.end - 1)) --tiles.end;
         return tiles;
     }
-    // Whether masks by intervals let some row of the block see some key of the tile.
+    // Whether masks by intervals and by blocks let some row of the block see some key of the tile.
     bool sees(const Sequence& s, int32_t batch, int32_t head, int32_t block, int32_t tile) const {
+        if (!p.hides_tiles()) return true;
         const HiddenBounds* const panels = intervals.of(batch, head);
-        if (!panels) return true;
         const int32_t first = block * kBlockRows, last = std::min(first + kBlockRows, s.seqlen_q) - 1;
         const int32_t begin = tile * int32_t(layout.tile), end = std::min(begin + int32_t(layout.tile), s.seqlen_k);
-        for (int32_t panel = begin / kPanelKeys; panel * kPanelKeys < end; ++panel)
-            if (panels[panel].seen_by(first, last) != Seen::kNothing) return true;
+        const BlockRows rows{p, batch, head, first, last};
+        for (int32_t panel = begin / kPanelKeys; panel * kPanelKeys < end; ++panel) {
+            if (panels && panels[panel].seen_by(first, last) == Seen::kNothing) continue;
+            const int32_t key = panel * kPanelKeys;  // the panel lies in one block of keys
+            if (!p.blocks.data || rows.of_keys(key, key + 1) != Seen::kNothing) return true;
+        }
         return false;
     }
 
@@ -309,7 +314,8 @@ struct Backward {
     // ---- everything ----
 
     void run() const {
-        const int threads = layout.threads;
+        // Starting threads of our own is worth a quarter of a millisecond of work.
+        const int threads = uses_openmp() ? layout.threads : std::min(layout.threads, useful_threads(p, kernel, 250e3));
         const int64_t blocks = blocks_of(p.seqlen_q), tiles = (p.seqlen_k + layout.tile - 1) / layout.tile;
         intervals.fill(threads);
         parallel_for(p.batch * p.nheads * blocks, threads, [&](int64_t task, int thread) {
@@ -318,7 +324,10 @@ struct Backward {
         });
         // Processes as many heads at a time as there are threads: first the first tiles of all these heads, then the second tiles, and so
         // on. Then few tiles wait for their turn.
-        const int64_t heads = int64_t(p.batch) * p.nheads_k, together = std::min<int64_t>(threads, heads);
+        // With few queries the keys and their gradients are nearly all that is read and written. Heads lie beside each other in memory, so
+        // the same tile of all heads of a sequence comes first: it has the same pages.
+        const int64_t heads = int64_t(p.batch) * p.nheads_k;
+        const int64_t together = p.seqlen_q <= kBlockRows && p.nheads_k >= threads ? p.nheads_k : std::min<int64_t>(threads, heads);
         parallel_for(heads * tiles, threads, [&](int64_t task, int thread) {
             const int64_t first = task / (together * tiles) * together, width = std::min(together, heads - first);
             const int64_t within = task - first * tiles, head = first + within % width;

@@ -155,7 +155,16 @@ struct Panel {
             row_begin = row_begin < i ? row_begin : i, row_end = i + 1;
             begin = begin < first ? begin : first, end = end > last ? end : last;
         }
+        if (p.blocks.data) apply_blocks();
         if (q.bounds && !empty()) apply_intervals();
+    }
+    // Leaves out the rows that a mask by blocks hides. The panel lies in one block of keys, and its rows in two blocks of rows at most, so
+    // the rows that are left see the whole panel.
+    void apply_blocks() {
+        static_assert(kBlockRows == 96 && kPanelKeys == 64, "rows 96 x .. 96 x + 95 lie in two blocks of 64 rows");
+        const auto hidden = [&](int i) { return block_hides(p, t.batch, q.head, q.first + i, t.first + key); };
+        while (!empty() && hidden(row_begin)) ++row_begin;
+        while (!empty() && hidden(row_end - 1)) --row_end;
     }
     // Leaves out the first and last rows and keys that masks by intervals hide altogether.
     __attribute__((noinline)) void apply_intervals() {
@@ -446,13 +455,19 @@ void sum_rows(const KeyTile& t, QueryBlock& q, float* row_max, float* row_sum) {
 
 void store_rows(const TensorView& to, int64_t first, DType dtype, int rows, int dim, const float* from, int64_t ld, float factor,
                 bool accumulate) {
-    for (int i = 0; i < rows; ++i)
+    constexpr int kAhead = 8;  // in rows
+    const int bytes = dim * element_size(dtype);
+    for (int i = 0; i < rows; ++i) {
+        if (i + kAhead < rows && to.row != dim)
+            for (int byte = 0; byte < bytes; byte += 64)
+                __builtin_prefetch(address(to.data, first + (i + kAhead) * to.row, dtype) + byte, 1);
         for (int d = 0; d < dim; d += L) {
             char* const at = const_cast<char*>(address(to.data, first + i * to.row + d, dtype));
             Vec x = *(const Vec*)(from + i * ld + d) * factor;
             if (accumulate) x += load_any(at, dim - d, dtype);
             store_any(at, dim - d, dtype, x);
         }
+    }
 }
 
 }  // namespace

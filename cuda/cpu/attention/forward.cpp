@@ -30,7 +30,12 @@ const TileKernel& tile_kernel(Isa isa) {
     return kTilePortable;
 }
 
-int64_t packed_rows(const AttentionParams& p, int32_t seqlen_q) { return int64_t(seqlen_q) * p.group; }
+// Query heads whose rows share tiles: those of a key head, or one where each has a mask of its own by which tiles are skipped.
+int32_t packed_heads(const AttentionParams& p) {
+    const bool own = (p.intervals.data && p.intervals.heads_of_entry < p.group) || (p.blocks.data && p.blocks.heads_of_entry < p.group);
+    return own ? 1 : p.group;
+}
+int64_t packed_rows(const AttentionParams& p, int32_t seqlen_q) { return int64_t(seqlen_q) * packed_heads(p); }
 
 // Sizes of one thread's scratch, in floats; each part is a whole number of cache lines.
 constexpr int64_t kLine = 64 / sizeof(float);
@@ -40,7 +45,7 @@ int64_t lines(int64_t floats) { return (floats + kLine - 1) / kLine * kLine; }
 // should get several tiles. The result of a row does not depend on its tile, so the choice is free.
 int64_t tile_rows(const AttentionParams& p) {
     const int64_t fit = (int64_t(1) << 18) / (p.headdim + p.headdim_v);
-    const int64_t share = packed_rows(p, p.seqlen_q) * p.nheads_k * p.batch / (int64_t(8) * p.num_threads);
+    const int64_t share = int64_t(p.seqlen_q) * p.nheads * p.batch / (int64_t(8) * p.num_threads);
     return std::clamp<int64_t>(std::min(fit, share) / kMaxGroupRows * kMaxGroupRows, kMaxGroupRows, kMaxTileRows);
 }
 
@@ -61,30 +66,25 @@ struct Layout {
     }
 };
 
-// Fills `tile` with the packed rows from `first` on that share key head `head_k` in sequence b. Returns false if sequence b of a varlen
-// batch has no such row.
-bool set_tile(const AttentionParams& p, int32_t b, int32_t head_k, int64_t first, int64_t rows, const Scratch& scratch, QueryTile& tile) {
+// Fills `tile` with the packed rows from `first` on of query head `head` and those after it, in sequence b. Returns false if sequence b of
+// a varlen batch has no such row.
+bool set_tile(const AttentionParams& p, int32_t b, int32_t head, int64_t first, int64_t rows, const Scratch& scratch, QueryTile& tile) {
     tile.params = &p;
     tile.sequence = sequence_of(p, b), tile.origin = dropout_origin(p, b);
     const int64_t end = packed_rows(p, tile.sequence.seqlen_q);
     if (first >= end) return false;
-    tile.batch = b, tile.head_k = head_k;
+    const int32_t heads = packed_heads(p);
+    tile.batch = b, tile.head_k = head / p.group;
     tile.rows = int32_t(std::min(rows, end - first));
     tile.scratch = scratch;
     for (int32_t r = 0; r < tile.rows; ++r) {
-        const int32_t query = int32_t((first + r) / p.group), head = head_k * p.group + int32_t((first + r) % p.group);
+        const int32_t query = int32_t((first + r) / heads);
         const KeyRange range = key_range(p, tile.sequence, query);
-        tile.row[r] = {head, query, range.begin, range.end};
+        tile.row[r] = {head + int32_t((first + r) % heads), query, range.begin, range.end};
     }
     tile.key_begin = tile.row[0].key_begin, tile.key_end = tile.row[tile.rows - 1].key_end;  // both grow with the query
     tile.bounds = nullptr;
     return true;
-}
-
-// Puts the bounds of masks by intervals into a tile whose rows belong to query heads head .. head + heads - 1 of one key head.
-void set_bounds(const IntervalTiles& intervals, int32_t head, int32_t heads, QueryTile& tile) {
-    tile.bounds = intervals.of(tile.batch, head);
-    tile.bounds_heads = tile.params->intervals.heads_of_entry >= heads ? 1 : heads, tile.bounds_stride = intervals.head_stride();
 }
 
 // *to = max(*to, score), atomically.
@@ -103,11 +103,11 @@ void run(const TileKernel& kernel, QueryTile& tile) {
         if (tile.spoiled[r]) attend_exactly(tile, r, special);
 }
 
-void attend(const AttentionParams& p, const TileKernel& kernel, const IntervalTiles& intervals, int32_t b, int32_t head_k, int64_t first,
+void attend(const AttentionParams& p, const TileKernel& kernel, const IntervalTiles& intervals, int32_t b, int32_t head, int64_t first,
             int64_t rows, const Scratch& scratch) {
     QueryTile tile;
-    if (!set_tile(p, b, head_k, first, rows, scratch, tile)) return;
-    set_bounds(intervals, head_k * p.group, p.group, tile);
+    if (!set_tile(p, b, head, first, rows, scratch, tile)) return;
+    tile.bounds = intervals.of(b, head);
     run(kernel, tile);
 
     for (int32_t r = 0; p.max_score && r < tile.rows; ++r)
@@ -149,7 +149,7 @@ int64_t pieces_size(const AttentionParams& p) {
 void attend_piece(const AttentionParams& p, const TileKernel& kernel, int32_t b, int32_t head_k, int index, const Scratch& scratch,
                   float* pieces) {
     QueryTile tile;
-    set_tile(p, b, head_k, 0, kMaxGroupRows, scratch, tile);
+    set_tile(p, b, head_k * p.group, 0, kMaxGroupRows, scratch, tile);
     const int32_t first = tile.key_begin / kTileKeys * kTileKeys, keys = std::max(tile.key_end - first, 0);
     const int count = piece_count(p, keys);
     const Piece piece(p, pieces, index);
@@ -228,7 +228,7 @@ void part_statistics(const AttentionParams& p, const TileKernel& kernel, const I
     QueryTile tile;
     tile.params = &p, tile.sequence = sequence_of(p, b), tile.origin = dropout_origin(p, b), tile.scratch = scratch;
     tile.batch = b, tile.head_k = head / p.group;
-    set_bounds(intervals, head, 1, tile);
+    tile.bounds = intervals.of(b, head);
     const Sequence& s = tile.sequence;
     tile.rows = int32_t(std::min<int64_t>(kSumRows, s.seqlen_q - row0));
     if (tile.rows <= 0) return;
@@ -254,7 +254,7 @@ void sum_keys(const AttentionParams& p, const TileKernel& kernel, const Interval
     QueryTile tile;
     tile.params = &p, tile.sequence = sequence_of(p, b), tile.origin = dropout_origin(p, b), tile.scratch = scratch;
     tile.batch = b, tile.head_k = head / p.group;
-    set_bounds(intervals, head, 1, tile);
+    tile.bounds = intervals.of(b, head);
     const Sequence& s = tile.sequence;
     if (first_key >= s.seqlen_k) return;
     const int32_t begin = int32_t(first_key), end = int32_t(std::min<int64_t>(first_key + kSumKeys, s.seqlen_k));
@@ -320,12 +320,12 @@ void forward(const AttentionParams& p, Isa isa) {
     }
     const IntervalTiles intervals(p, kTileKeys, pieces + p.num_threads * pieces_size(p) + statistics_size(p));
     intervals.fill(threads);
-    const int64_t rows = tile_rows(p), tiles = (packed_rows(p, p.seqlen_q) + rows - 1) / rows;
+    const int64_t rows = tile_rows(p), tiles = (packed_rows(p, p.seqlen_q) + rows - 1) / rows, groups = p.nheads / packed_heads(p);
     // The tiles of one head are consecutive tasks, so its keys stay in the cache. Within a head the tiles with the most causal
     // keys come first.
-    parallel_for(p.batch * tiles * p.nheads_k, threads, [&](int64_t task, int thread) {
+    parallel_for(p.batch * tiles * groups, threads, [&](int64_t task, int thread) {
         const int64_t head = task / tiles, first = (tiles - 1 - task % tiles) * rows;
-        attend(p, kernel, intervals, int32_t(head / p.nheads_k), int32_t(head % p.nheads_k), first, rows,
+        attend(p, kernel, intervals, int32_t(head / groups), int32_t(head % groups) * packed_heads(p), first, rows,
                layout.at(workspace + thread * layout.total));
     });
     if (!p.key_sums) return;

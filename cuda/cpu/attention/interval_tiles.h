@@ -36,8 +36,6 @@ public:
 
     // The bounds of the first tile of sequence b, for a query head; nullptr without intervals.
     const HiddenBounds* of(int32_t b, int32_t head) const { return p.intervals.data ? bounds_ + place(b, head) : nullptr; }
-    // From the bounds for a query head to those for the next one that has its own.
-    int64_t head_stride() const { return tiles(p, keys_); }
 
 private:
     static int64_t heads(const AttentionParams& p) { return p.nheads / p.intervals.heads_of_entry; }

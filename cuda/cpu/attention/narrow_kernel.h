@@ -191,6 +191,11 @@ struct NarrowRow {
             for (int j = 0; j < keys; ++j, numbers += p.intervals.key)
                 if (hidden_rows(p, numbers).hides(row->query)) s[j] = -kInfinity;
         }
+        if (p.blocks.data) {
+            const uint8_t* const shown = blocks_of_row(p, t.batch, row->head, row->query);
+            for (int j = 0; j < keys; ++j)
+                if (!shown[(key + j) >> p.blocks.key_shift]) s[j] = -kInfinity;
+        }
         if (!p.tree.rows) return;
         const int first = t.sequence.seqlen_k - p.tree.keys - key;  // the key of bit 0, counted from `key`
         if (keys <= first) return;

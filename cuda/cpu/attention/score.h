@@ -11,12 +11,12 @@ namespace fa::cpu {
 
 template <typename Real>
 struct Score {
-    Real value;  // natural units; -inf = a mask, intervals, a tree or a bias of -inf hide the pair, whatever its product
+    Real value;  // natural units; -inf = a mask or a bias of -inf hides the pair, whatever its product
     Real slope;  // d value / d (q . k)
 };
 
-// The score of a pair that causal and window leave visible, in the order of the contract: scale, softcap, ALiBi, bias, mask, intervals,
-// tree.
+// The score of a pair that causal and window leave visible, in the order of the contract: scale, softcap, ALiBi, bias, the
+// masks.
 template <typename Real>
 Score<Real> transform(const AttentionParams& p, const Sequence& s, int32_t b, int32_t head, int32_t i, int32_t j, Real dot) {
     Score<Real> score{dot * p.scale, p.scale};
@@ -32,6 +32,7 @@ Score<Real> transform(const AttentionParams& p, const Sequence& s, int32_t b, in
     if (p.mask.data && !static_cast<const uint8_t*>(p.mask.data)[b * p.mask.batch + head * p.mask.head + i * p.mask.row + j])
         score.value = -INFINITY;
     if (p.intervals.data && interval_hides(p, b, head, i, j)) score.value = -INFINITY;
+    if (p.blocks.data && block_hides(p, b, head, i, j)) score.value = -INFINITY;
     if (p.tree.rows && !tree_shows(p, s, b, i, j)) score.value = -INFINITY;
     return score;
 }

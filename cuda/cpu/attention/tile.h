@@ -2,7 +2,8 @@
 // per instruction set.
 //
 // One task is a tile of queries against every key that the tile sees. The rows of a tile are packed: row r of a key head is query r / group
-// of query head head_k * group + r % group. So query heads that share a key head share tiles, and each key is read once for all.
+// of query head head_k * group + r % group. So query heads that share a key head share tiles, and each key is read once for all. Where each
+// query head has intervals or blocks of its own, it has tiles of its own, too: all rows of a tile are under the same ones.
 #pragma once
 
 #include <cstdint>
@@ -40,11 +41,8 @@ struct QueryTile {
     int32_t batch, head_k;
     int32_t rows;                // 1 .. kMaxTileRows
     int32_t key_begin, key_end;  // keys that some row sees
-    // Of masks by intervals: the bounds of the sequence's tiles of kTileKeys keys, from tile 0 on. nullptr without intervals. The rows
-    // share one list, or each query head of the group has its own, bounds_stride from the one before.
+    // Of masks by intervals: the bounds of the sequence's tiles of kTileKeys keys, from tile 0 on. nullptr without intervals
     const HiddenBounds* bounds;
-    int32_t bounds_heads;
-    int64_t bounds_stride;
     Scratch scratch;
     QueryRow row[kMaxTileRows];
     float row_max[kMaxTileRows];  // written with row_sum: lse = row_max + log(row_sum)

@@ -121,19 +121,18 @@ void output(const float* v, int64_t ld_v, int keys, int headdim_v, const float* 
 // Whether a row has to be computed again, in double precision. `poison` is the sum of 0 times every element of its out.
 FA_INLINE bool is_spoiled(const QueryTile& t, const QueryRow& row, float row_sum, float poison) {
     const AttentionParams& p = *t.params;
-    if (row_sum == 0) return row.key_begin < row.key_end && !p.bias.data && !p.mask.data && !p.tree.rows && !p.intervals.data;
+    if (row_sum == 0) return row.key_begin < row.key_end && !p.bias.data && !p.mask.data && !p.tree.rows && !p.hides_tiles();
     return !(poison == 0.0f);
 }
 
-// What rows first .. last see, through masks by intervals, of the key tile in which `key` lies.
+// What rows first .. last see, through masks by intervals and by blocks, of the key tile in which `key` lies.
 FA_INLINE Seen seen_by(const QueryTile& t, int64_t key, int32_t first, int32_t last) {
-    if (!t.bounds) return Seen::kEverything;
-    bool nothing = true, everything = true;
-    for (int h = 0; h < t.bounds_heads; ++h) {
-        const Seen seen = t.bounds[h * t.bounds_stride + key / kTileKeys].seen_by(first, last);
-        nothing &= seen == Seen::kNothing, everything &= seen == Seen::kEverything;
-    }
-    return nothing ? Seen::kNothing : everything ? Seen::kEverything : Seen::kSome;
+    const Seen seen = t.bounds ? t.bounds[key / kTileKeys].seen_by(first, last) : Seen::kEverything;
+    if (!t.params->blocks.data || seen == Seen::kNothing) return seen;
+    const int32_t begin = int32_t(key / kTileKeys * kTileKeys), left = t.sequence.seqlen_k - begin;
+    const BlockRows rows{*t.params, t.batch, t.row[0].head, first, last};
+    const Seen shown = rows.of_keys(begin, begin + (left < kTileKeys ? left : kTileKeys));
+    return shown == Seen::kEverything ? seen : shown;
 }
 
 #include "cpu/attention/narrow_kernel.h"
@@ -240,19 +239,25 @@ struct Group {
             }
     }
 
-    // The keys of the tile that starts at `key` and has `keys` keys which some row of the group may see; cut: intervals hide some pairs.
+    // The keys of the tile that starts at `key` and has `keys` keys which some row of the group may see; cut: masks hide some pairs.
     struct Keys {
         int begin, end;
         bool cut;
     };
     Keys keys_of(int key, int keys) const {
         Keys seen{first().key_begin > key ? first().key_begin - key : 0, last().key_end < key + keys ? last().key_end - key : keys, false};
-        if (!t.bounds || seen.begin >= seen.end) return seen;
+        if (!p.hides_tiles() || seen.begin >= seen.end) return seen;
         const int32_t first_query = first().query, last_query = last().query;
         const Seen what = seen_by(t, key, first_query, last_query);
         if (what == Seen::kNothing) return {0, 0, false};
         seen.cut = what == Seen::kSome;
-        if (!seen.cut || t.bounds_heads > 1) return seen;
+        if (seen.cut && p.blocks.data) {
+            const BlockRows rows{p, t.batch, first().head, first_query, last_query};
+            const KeyRange range = rows.seen_keys(key + seen.begin, key + seen.end);
+            if (range.begin >= range.end) return {0, 0, false};
+            seen = {range.begin - key, range.end - key, t.bounds || rows.of_keys(range.begin, range.end) == Seen::kSome};
+        }
+        if (!seen.cut || !t.bounds) return seen;
         const int32_t* const numbers = row_indices_of(p, t.batch, first().head);
         const auto hidden = [&](int j) {
             HiddenBounds one;
@@ -264,11 +269,29 @@ struct Group {
         return seen;
     }
 
+    // Sets the scores of the pairs that masks by intervals and by blocks hide.
+    void hide(int key, int begin, int end) const {
+        if (t.bounds) intervals(key, begin, end);
+        if (p.blocks.data) blocks(key, begin, end);
+    }
+    __attribute__((noinline)) void blocks(int key, int begin, int end) const {
+        const int shift = p.blocks.key_shift;
+        for (int n = 0; n < width; ++n) {
+            const uint8_t* shown[L];
+            for (int l = 0; l < L; ++l) shown[l] = blocks_of_row(p, t.batch, row(n * L + l).head, row(n * L + l).query);
+            for (int j = begin, next; j < end; j = next) {  // one block of keys
+                next = (((key + j) >> shift) + 1) * (1 << shift) - key;
+                if (next > end) next = end;
+                IVec seen;
+                for (int l = 0; l < L; ++l) seen[l] = shown[l][(key + j) >> shift];
+                for (int i = j; i < next; ++i) score(i, n) = seen == 0 ? splat(-kInfinity) : score(i, n);
+            }
+        }
+    }
     __attribute__((noinline)) void intervals(int key, int begin, int end) const {
         IVec query[kQueryVectors];
         for (int n = 0; n < width; ++n)
             for (int l = 0; l < L; ++l) query[n][l] = row(n * L + l).query;
-        if (t.bounds_heads > 1) return intervals_of_lanes(query, key, begin, end);
         const int32_t* const numbers = row_indices_of(p, t.batch, first().head);
         const int32_t first_query = first().query, last_query = last().query;
         for (int j = begin; j < end; ++j) {
@@ -279,23 +302,6 @@ struct Group {
             for (int n = 0; n < width; ++n) score(j, n) = hidden.hides(query[n]) ? splat(-kInfinity) : score(j, n);
         }
     }
-    void intervals_of_lanes(const IVec* query, int key, int begin, int end) const {  // each query head has its own
-        for (int n = 0; n < width; ++n) {
-            const int32_t* numbers[L];
-            for (int l = 0; l < L; ++l) numbers[l] = row_indices_of(p, t.batch, row(n * L + l).head);
-            for (int j = begin; j < end; ++j) {
-                alignas(4 * L) int32_t begins[2][L], ends[2][L];
-                for (int l = 0; l < L; ++l) {
-                    const HiddenRows one = hidden_rows(p, numbers[l] + int64_t(key + j) * p.intervals.key);
-                    for (int x = 0; x < 2; ++x) begins[x][l] = one.begin[x], ends[x][l] = one.end[x];
-                }
-                const auto lanes = [](const int32_t* numbers) { return *reinterpret_cast<const IVec*>(numbers); };
-                const HiddenRowsOf<KeysOfLanes> hidden{{lanes(begins[0]), lanes(begins[1])}, {lanes(ends[0]), lanes(ends[1])}};
-                score(j, n) = hidden.hides(query[n]) ? splat(-kInfinity) : score(j, n);
-            }
-        }
-    }
-
     void causal_and_window(int key, int begin, int end) const {
         for (int n = 0; n < width; ++n) {
             IVec key_begin, key_end;
@@ -570,7 +576,7 @@ struct Tile {
                 const float *const k = scratch.k + begin * scratch.ld_k, *const v = scratch.v + begin * scratch.ld_v;
                 scores<kWidth>(k, scratch.ld_k, end - begin, g.q, p.headdim, p.scale, g.s + s0, prefetch);
                 g.transform(key, begin, end);
-                if (cut) g.intervals(key, begin, end);
+                if (cut) g.hide(key, begin, end);
                 if (!finite) __builtin_memcpy(scratch.seen + s0, g.s + s0, size_t(end - begin) * kWidth * L * sizeof(float));
                 Vec correction[kWidth];
                 softmax<kWidth>(g.s, begin, end, row_max + n, row_sum + n, greatest + n, correction);
@@ -600,7 +606,7 @@ struct Tile {
                 scores<kWidth>(scratch.k + begin * scratch.ld_k, scratch.ld_k, end - begin, g.q, p.headdim, p.scale,
                                g.s + int64_t(begin) * kWidth * L, prefetch);
                 g.transform(key, begin, end);
-                if (cut) g.intervals(key, begin, end);
+                if (cut) g.hide(key, begin, end);
                 body(width, n, g, key, begin, end);
             });
         }

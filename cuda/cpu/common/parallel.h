@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "cpu/common/float_mode.h"
+#include "cpu/common/openmp.h"
 #include "cpu/common/processors.h"
 
 namespace fa::cpu {
@@ -135,10 +136,11 @@ private:
     Helpers helpers_;                  // the last member, so its threads are joined before the other members are destroyed
 };
 
-// Starting a thread takes tens of microseconds, so each should get at least a tenth of a millisecond of work.
-constexpr double kThreadNanoseconds = 100e3;
+// Starting a thread takes tens of microseconds, so each should get at least a tenth of a millisecond of work. The threads of an OpenMP
+// runtime wait for work: one microsecond after the last loop, tens of microseconds when they sleep.
+constexpr double kThreadNanoseconds = 100e3, kOpenMpNanoseconds = 30e3;
 inline int worthwhile_threads(double nanoseconds, int threads) {
-    return int(std::clamp(nanoseconds / kThreadNanoseconds, 1.0, double(threads)));
+    return int(std::clamp(nanoseconds / (uses_openmp() ? kOpenMpNanoseconds : kThreadNanoseconds), 1.0, double(threads)));
 }
 
 // Whether the caller of the library has set the number of threads of a call. If not, a loop starts at most as many threads as there are
@@ -165,11 +167,13 @@ private:
 template <typename Body>
 void parallel_for(int64_t tasks, int threads, const Body& body) {
     threads = int(std::min<int64_t>(threads, tasks));
-    if (threads > 1 && !GivenThreads::current()) threads = std::min(threads, processors_of_thread());
     std::atomic<int64_t> next{0};
     const auto work = [&](int thread) noexcept {
         for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) body(task, thread);
     };
+    const bool given = GivenThreads::current();
+    if (threads > 1 && run_on_openmp(threads, given, work)) return;
+    if (threads > 1 && !given) threads = std::min(threads, processors_of_thread());
     if (threads <= 1) return work(0);
     if (Team* const team = Team::current()) return team->run(threads, work);
     Helpers helpers;

@@ -75,6 +75,7 @@ const char* refusal(const Problem& p, char* text, size_t size) {
     if (p.wants_dbias) return "dbias: a rank has only the rows of its own tokens";
     if (rows) return "bias has rows, and a rank has only those of its own tokens";
     if (selected) return "mask has rows, and a rank has only those of its own tokens";
+    if (p.a.startend_row_indices.data) return "startend_row_indices is set, which only gather takes";
     return "";
 }
 

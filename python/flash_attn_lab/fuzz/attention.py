@@ -112,7 +112,7 @@ class Forward(Function):
         "dropout_p": 0.0, "softmax_scale": None, "spread": 1.0, "out": False, "layouts": {}, "lens": None,
         "extra": [0, 0], "longer": [0, 0], "allow_tf32": False, "num_threads": 0, "deterministic": False, "hide": False,
         "descale": None, "fast_accum": False, "out_dtype": None, "repeats": 0, "return_lse": True, "kernel": None,
-        "max_score": False, "key_sums": False, "attention_chunk": 0, "intervals": None,
+        "max_score": False, "key_sums": False, "attention_chunk": 0, "intervals": None, "blocks": None,
     }  # fmt: skip
     LEAST = {"nheads_k": 1, "group": 1, "headdim": 1, "headdim_v": 1}
     REQUIRED = ("q", "k", "v")
@@ -245,11 +245,15 @@ class Forward(Function):
             spec["attention_chunk"] = draw.pick((1, 64, 1 + draw.size(300)))
         if draw.option(0.15 * rare):  # see _intervals
             spec["intervals"] = [draw.below(3), draw.below(2), draw.below(2)]
+        if draw.option(0.1 * rare):  # see _blocks
+            spec["blocks"] = [draw.below(3), draw.pick((64, 128)), draw.pick((64, 128)), draw.below(2)]
 
     def _option_ranks(self, spec) -> dict[str, int]:
         ranks = {"alibi_slopes": spec["alibi"]} if spec.get("alibi") else {}
         if spec.get("intervals"):
             ranks["startend_row_indices"] = 4 if spec.get("lens") is None else 3
+        if spec.get("blocks"):
+            ranks["block_mask"] = 4
         return ranks | {n: len(spec[n]) + 1 for n in ("bias", "mask") if spec.get(n) is not None}
 
     # ---- the call ----
@@ -293,7 +297,17 @@ class Forward(Function):
             shapes["sinks"] = (heads,)
         if get("intervals"):
             shapes["startend_row_indices"] = self._intervals(spec, lead_k)
+        if get("blocks"):
+            shapes["block_mask"] = self._blocks(spec, batch, longest)
         return shapes
+
+    def _blocks(self, spec, batch, longest) -> tuple[int, ...]:
+        """The shape of block_mask. The spec has four choices: one mask for all heads, for each key head or for each
+        head; rows of a block; keys of a block; one mask for the batch or for each of its entries."""
+        of_heads, *sizes, shared = self.get(spec, "blocks")
+        nheads_k, group = self.get(spec, "nheads_k"), self.get(spec, "group")
+        counts = (-(-length // size) for length, size in zip(longest, sizes, strict=True))
+        return 1 if shared else batch, (1, nheads_k, nheads_k * group)[of_heads], *counts
 
     def _intervals(self, spec, lead_k) -> tuple[int, ...]:
         """The shape of startend_row_indices. The spec has three choices: one list of numbers for all heads, for each
@@ -321,7 +335,8 @@ class Forward(Function):
 
     def arrays(self, spec) -> dict[str, Array]:
         dtype, layouts = self.get(spec, "dtype"), self.get(spec, "layouts")
-        kinds = {"alibi_slopes": "float32", "sinks": "float32", "mask": "bool", "startend_row_indices": "int32"}
+        kinds = {"alibi_slopes": "float32", "sinks": "float32", "mask": "bool", "startend_row_indices": "int32",
+                 "block_mask": "bool"}  # fmt: skip
         kinds["bias"] = "float32" if self.get(spec, "bias_float32") else dtype
         kinds["out"] = (self.get(spec, "out_dtype") or "bfloat16") if dtype == E4M3 else dtype
         found = {
@@ -344,7 +359,7 @@ class Forward(Function):
         for name, shape in self.shapes(spec).items():
             if name == "out":
                 continue
-            if name == "mask":
+            if name in ("mask", "block_mask"):
                 x = rng.random(shape) < get("mask_rate")
             elif name == "startend_row_indices":
                 rows = get("seqlen_q") if get("lens") is None else self._longest(spec)[0]
@@ -394,12 +409,18 @@ class Forward(Function):
         cu_q, cu_k = self._cu(spec)
         for b in range(len(cu_q) - 1):
             columns = slice(cu_k[b], cu_k[b + 1])
-            yield slice(cu_q[b], cu_q[b + 1]), columns, reference._of_keys(scores, columns) | {"sequence": b}
+            yield (
+                slice(cu_q[b], cu_q[b + 1]),
+                columns,
+                reference._of_sequence(scores, columns, cu_q, cu_k) | {"sequence": b},
+            )
 
     def _scores(self, spec, values) -> dict[str, Any]:
         """The options as the reference takes them."""
-        names = ("alibi_slopes", "bias", "mask", "startend_row_indices", "sinks")
+        names = ("alibi_slopes", "bias", "mask", "startend_row_indices", "block_mask", "sinks")
         scores = {name: values[name] for name in names if name in values}
+        if "block_mask" in scores:
+            scores["block"] = tuple(self.get(spec, "blocks")[1:3])
         for name in ("causal", "top_left", "softcap", "softmax_scale", "dropout_p", "attention_chunk"):
             if self.get(spec, name) != self.DEFAULTS[name]:
                 scores[name] = self.get(spec, name)

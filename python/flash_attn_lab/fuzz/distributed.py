@@ -65,7 +65,7 @@ class AcrossRanks:
 
     def draw(self, draw, backend):
         spec = super().draw(draw, backend) | {"max_score": False, "key_sums": False, "attention_chunk": 0}
-        spec["intervals"] = None
+        spec["intervals"] = spec["blocks"] = None
         spec |= {"extra": [0, 0], "longer": [0, 0], "ranks": draw.pick((2, 2, 2, 3, 3, 4, 4, 5, 6, 7, 8))}
         spec["cut"] = draw.pick(("zigzag", "zigzag", "contiguous", "flat"))
         spec["pieces"] = draw.pick((0, 0, 0, 0, 1, 2, 3, 16))

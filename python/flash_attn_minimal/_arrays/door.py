@@ -82,6 +82,7 @@ class Door:
     # For a framework whose arrays carry streams: after a call on the stream of the first of these Views, makes later
     # work on the streams of the other Views wait for the call.
     join: Callable[[list[View]], None] | None = None
+    openmp = ""  # a loaded library that is linked to the framework's OpenMP runtime, if its operations run on that
     launch: Callable[[str, Any], None] | None = None  # for a door whose calls are described now and made later
     scratch: Callable[[Any, Callable], None]  # for such a door: finds a call's workspace, by the library's query
 

@@ -13,6 +13,7 @@ from .door import CPU, CUDA, Door, View, once
 
 class TorchDoor(Door):
     name = "PyTorch"
+    openmp = "libtorch_cpu.so"
 
     def __init__(self, torch):
         self.torch = torch

@@ -167,7 +167,7 @@ def main(argv: list[str]) -> int:
         about("GPU", name)
     if named and not count:
         about("", "this build or its driver cannot use it: the library counts 0 CUDA devices")
-    for variable in ("FLASH_ATTN_KERNEL", "FLASH_ATTN_NUM_THREADS"):
+    for variable in ("FLASH_ATTN_KERNEL", "FLASH_ATTN_NUM_THREADS", "FLASH_ATTN_OPENMP"):
         if variable in os.environ:
             about(variable, os.environ[variable])
 

@@ -23,7 +23,7 @@ repeats = Repeats(
     "attention_forward",
     (
         AttentionArgs,
-        {f"{name}_data": name for name in ("q", "k", "v", "bias", "mask", "startend_row_indices", "out")}
+        {f"{name}_data": name for name in ("q", "k", "v", "bias", "mask", "startend_row_indices", "block_mask", "out")}
         | {f"{name}_data": name for name in ("q_descale", "k_descale", "v_descale")}
         | {name: name for name in ("cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "sinks")}
         | {name: name for name in ("lse", "workspace", "workspace_bytes")},

@@ -106,6 +106,7 @@ def load() -> ct.CDLL:
     declare(lib, "fa_query_call", ct.c_int, ct.c_void_p, ct.c_char_p, ct.c_void_p)
     several = ct.POINTER(Call), ct.c_int32, ct.c_char_p, ct.POINTER(ct.c_int32), ct.c_void_p
     declare(lib, "fa_run_calls", ct.c_int, *several).errcheck = raise_on_error
+    declare(lib, "fa_use_openmp", ct.c_int, ct.c_char_p)
     declare(lib, "fa_status_name", ct.c_char_p, ct.c_int)
     declare(lib, "fa_last_error", ct.c_char_p)
     declare(lib, "fa_version", ct.c_char_p)
@@ -113,6 +114,14 @@ def load() -> ct.CDLL:
     declare(lib, "fa_kernel_limits", ct.c_size_t, ct.c_char_p, ct.c_size_t)
     declare(lib, "fa_cuda_device_count", ct.c_int32)
     return lib
+
+
+@functools.cache
+def share_threads(library: str) -> None:
+    """From the first call on, the process's calls on the CPU use the threads of the OpenMP runtime that `library` is
+    linked to, unless $FLASH_ATTN_OPENMP is 0. If the library refuses, its own threads are as good as they were."""
+    if os.environ.get("FLASH_ATTN_OPENMP") != "0":
+        load().fa_use_openmp(library.encode())
 
 
 def _machine(file: Path) -> bytes:

@@ -69,6 +69,7 @@ class KeywordOptions(ScoreOptions, total=False):
     bias: AnyArray | None
     mask: AnyArray | None
     startend_row_indices: AnyArray | None
+    block_mask: AnyArray | None
     top_left: bool
     dropout_seed: int | None
     dropout_offset: int
@@ -228,6 +229,8 @@ class Options(namedtuple("_Options", _HINTS, defaults=map(default_of, _HINTS.val
                 args.bias_dtype = DTYPES[view.dtype]
         if self.startend_row_indices is not None:
             _put_row_indices(args, views, self.startend_row_indices)
+        if self.block_mask is not None:
+            _put_block_mask(args, views, self.block_mask)
 
 
 def _put_row_indices(args: AttentionArgs, views: list[View], array: Any) -> None:
@@ -252,6 +255,28 @@ def _put_row_indices(args: AttentionArgs, views: list[View], array: Any) -> None
     steps = [stride if size != 1 else 0 for size, stride in zip(shape[:-1], strides, strict=False)]
     _put_strides(args, name, view.pointer, [0] * (3 - len(steps)) + steps, ("batch", "head", "key"))
     args.startend_row_indices_heads, args.startend_row_indices_numbers = shape[-3], shape[-1]
+
+
+def _put_block_mask(args: AttentionArgs, views: list[View], array: Any) -> None:
+    """Checks block_mask, (batch, heads, blocks of rows, blocks of keys), and puts it into the struct. The sizes of the
+    blocks follow from the shape: only up to 64 rows have as many blocks of 64 as of 128, which are then the same."""
+    name, lengths = "block_mask", (args.seqlen_q, args.seqlen_k)
+    view = _option(views, name, array, ("bool", "uint8"))
+    shape, heads = tuple(view.shape), dict.fromkeys((1, args.nheads_k, args.nheads))
+    counts = [{-(-length // size): size for size in (128, 64)} for length in lengths]
+    fits = len(shape) == 4 and shape[0] in (1, args.batch) and shape[1] in heads
+    if not fits or shape[2] not in counts[0] or shape[3] not in counts[1]:
+        wanted = [" or ".join(map(str, x)) for x in (dict.fromkeys((1, args.batch)), heads, *counts)]
+        ends = ("max_seqlen_q", "max_seqlen_k") if args.cu_seqlens_q else ("seqlen_q", "seqlen_k")
+        raise BadArgument(
+            f"{name} has shape {shape}: expected (batch, heads, blocks of rows, blocks of keys) = ({', '.join(wanted)})"
+            f", for blocks of 128 or 64 of {ends[0]}={lengths[0]} and {ends[1]}={lengths[1]}"
+        )
+    _check_last_axis(name, view)
+    steps = [stride if size != 1 else 0 for size, stride in zip(shape[:-1], view.strides, strict=False)]
+    _put_strides(args, name, view.pointer, steps, ("batch", "head", "row"))
+    args.block_mask_heads = shape[1]
+    args.block_mask_row_block, args.block_mask_key_block = counts[0][shape[2]], counts[1][shape[3]]
 
 
 def _flat(name: str, view: View, heads: int) -> str:

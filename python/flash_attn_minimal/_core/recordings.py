@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ..errors import Unsupported
-from .library import load
+from .library import load, share_threads
 from .structs import CPU, OPERATIONS, Call
 
 
@@ -39,6 +39,8 @@ def run(lib: ct.CDLL, name: str, args: ct.Structure, stream: int | None, views: 
     recording = _thread.recording
     if recording and views[0].device != CPU:
         raise Unsupported(f"a call on {views[0].place} is not recorded: a GPU has CUDA graphs for that")
+    if views[0].door.openmp and views[0].device == CPU:
+        share_threads(views[0].door.openmp)
     getattr(lib, f"fa_{name}")(args, stream)
     wrote(views)
     if recording:

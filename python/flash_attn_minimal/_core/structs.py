@@ -71,6 +71,12 @@ def _row_indices(name: str) -> list[tuple[str, type]]:
     ]
 
 
+def _block_mask(name: str) -> list[tuple[str, type]]:
+    return _score_tensor(name) + [
+        (f"{name}_{field}", ct.c_int32) for field in ("heads", "row_block", "key_block", "reserved")
+    ]
+
+
 # fa_part, as a NumPy dtype: an array of these describes sequences of a varlen call that are parts of longer ones.
 PART_FIELDS = ("key_begin", "seqlen_k", "shift", "first_row", "first_key", "sequence", "seqlen_q", "reserved")
 PART_DTYPE = [(name, "<i4") for name in PART_FIELDS]
@@ -113,6 +119,7 @@ class AttentionArgs(ct.Structure):
         ("sinks", ct.c_void_p),
         *_score_tensor("mask"),
         *_row_indices("startend_row_indices"),
+        *_block_mask("block_mask"),
         ("causal", ct.c_int32),
         ("top_left", ct.c_int32),
         ("attention_chunk", ct.c_int32),

@@ -149,10 +149,10 @@ def put_rows(struct: ct.Structure, name: str, view: View) -> None:
 
 def refuse_unserved(options: Options) -> None:
     """Raises for options that no call across ranks takes."""
-    if options.startend_row_indices is not None:
+    if options.block_mask is not None:
         raise Unsupported(
-            "startend_row_indices is given, but attention across ranks does not take it: its rows count from the start "
-            "of whole sequences, and a rank has parts of them"
+            "block_mask is given, but attention across ranks does not take it: its blocks count from the start of "
+            "whole sequences, and a rank has parts of them"
         )
     for name in _FLOAT8:
         if getattr(options, name) is not Options._field_defaults[name]:
@@ -268,6 +268,8 @@ def forward(
         out: array for the result, of q's shape with headdim_v, which is also returned.
         options: those of flash_attn_func except float8's, the same on every rank. bias and mask broadcast to (batch,
             nheads, rows, seqlen_k): row i of sequence b is this rank's i-th row of the sequence, columns are all keys.
+            startend_row_indices, which only gather takes, is (batch, heads, seqlen_k, numbers) for all keys of whole
+            sequences, padded to the longest, and its rows count from the start of whole sequences.
             num_threads is for this rank only.
 
     Returns:

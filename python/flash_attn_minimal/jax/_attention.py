@@ -27,7 +27,7 @@ from ._cuts import head_axes, own_axes
 from ._gradients import nothing
 from ._partition import Rule, is_manual, laid_like, partitioned
 
-ARRAYS = ("bias", "mask", "alibi_slopes", "sinks", "startend_row_indices")
+ARRAYS = ("bias", "mask", "alibi_slopes", "sinks", "startend_row_indices", "block_mask")
 _DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
 _HALVES = ("float16", "bfloat16")
 RESULT = "flash_attn_minimal"  # the name of out and lse for policies of jax.checkpoint, which may then keep them
@@ -216,9 +216,10 @@ class _Passes:
         axes["cu_seqlens_q"] = axes["cu_seqlens_k"] = (None,)
         axes["bias"] = axes["mask"] = (batch, heads, None, None)
         axes["alibi_slopes"] = (batch, heads)
-        if (indices := given.get("startend_row_indices")) is not None:
-            own = heads if indices.ndim > 2 and indices.shape[-3] == given["q"].shape[-2] else heads_k
-            axes["startend_row_indices"] = (*rows, own, None, None)
+        for name, lead in (("startend_row_indices", rows), ("block_mask", (batch,))):
+            if (x := given.get(name)) is not None:
+                own = heads if x.ndim > 2 and x.shape[-3] == given["q"].shape[-2] else heads_k
+                axes[name] = (*lead, own, None, None)
         return {name: own_axes(axes[name], x.shape) for name, x in given.items()}, (axes["q"], (*rows, heads, None))
 
 

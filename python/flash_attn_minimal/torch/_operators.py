@@ -15,7 +15,7 @@ from .._core.checks import _flag, _integer, _number, _window
 from .._core.options import AttentionOptions, Options, hints_of
 from ..errors import BadArgument, Unsupported
 
-OPTION_ARRAYS = ("bias", "mask", "alibi_slopes", "sinks", "startend_row_indices")
+OPTION_ARRAYS = ("bias", "mask", "alibi_slopes", "sinks", "startend_row_indices", "block_mask")
 ARRAYS = ("q", "k", "v", *OPTION_ARRAYS, "cu_seqlens_q", "cu_seqlens_k")
 FLOAT8 = ("q_descale", "k_descale", "v_descale", "out_dtype", "fast_accum")
 # A CUDA graph cannot hold a call with this tag.
@@ -87,7 +87,7 @@ def check_arrays(given: dict) -> None:
         if name in ARRAYS and array is not None and not isinstance(array, torch.Tensor):
             first = next(x for x in ARRAYS if isinstance(given[x], torch.Tensor))
             integers = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "startend_row_indices"), "int32")
-            dtype = ({"mask": "bool"} | integers).get(name, f"{first}.dtype")
+            dtype = ({"mask": "bool", "block_mask": "bool"} | integers).get(name, f"{first}.dtype")
             advice = pass_array("PyTorch", name, first, dtype)
             raise BadArgument(f"{name} is {_arrays._kind(array)}, but {first} is a PyTorch tensor{advice}")
 
@@ -258,7 +258,7 @@ def _folded_broadcast(size: int, x, dim: int | None, batch: int, rank: int):
 
 def fold(size: int, dims: tuple, arguments: tuple) -> tuple | None:
     """The arguments of the operator attention for all entries at once, or None where each needs its own call."""
-    q, k, v, bias, mask, alibi_slopes, sinks, row_indices, cu_q = arguments[:9]
+    q, k, v, bias, mask, alibi_slopes, sinks, row_indices, blocks, cu_q = arguments[:10]
     dropout_p = arguments[len(ARRAYS) + 2 + [*NUMBERS].index("dropout_p")]
     if cu_q is not None or dropout_p or dims[6] is not None:
         return None
@@ -270,7 +270,8 @@ def fold(size: int, dims: tuple, arguments: tuple) -> tuple | None:
         _folded_broadcast(size, x, dim, batch, rank)
         for x, dim, rank in ((bias, dims[3], 4), (mask, dims[4], 4), (alibi_slopes, dims[5], 2))
     ]
-    return (*arrays, sinks, _folded_broadcast(size, row_indices, dims[7], batch, 4), *arguments[8:])
+    masks = [_folded_broadcast(size, x, dim, batch, 4) for x, dim in ((row_indices, dims[7]), (blocks, dims[8]))]
+    return (*arrays, sinks, *masks, *arguments[9:])
 
 
 def _unfold(size: int, results: tuple) -> tuple:

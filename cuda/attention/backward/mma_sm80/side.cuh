@@ -2,6 +2,7 @@
 // it: dQ from these sums or, with `deterministic`, dQ computed from scratch. The first two are bound by memory.
 #pragma once
 
+#include "attention/backward/common/empty_rows.cuh"
 #include "attention/backward/common/mma_sm80_parts.cuh"
 
 namespace fa {
@@ -103,9 +104,11 @@ __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32) afte
     for (int m = 0; m < kMmasDq; ++m)
 #pragma unroll
         for (int n = 0; n < kTilesDq; ++n) load_fragment(dQ[m][n], sums + (m * kTilesDq + n) * 128, lane);
+    const int row0 = tile * kBlockM + warp / kColumnsDq * (16 * kMmasDq);
+    clear_empty_rows(dQ, p, s, head, row0, lane);
     T* dq = static_cast<T*>(backward.dq.data) + gradients_of(backward, b).dq + head * backward.dq.head;
-    store_rows<T, kColumnsDq>(dQ, p.scale, dq, backward.dq.row, tile * kBlockM + warp / kColumnsDq * (16 * kMmasDq), s.seqlen_q,
-                              warp % kColumnsDq, p.headdim, params.aligned_dq, backward.accumulate, lane);
+    store_rows<T, kColumnsDq>(dQ, p.scale, dq, backward.dq.row, row0, s.seqlen_q, warp % kColumnsDq, p.headdim, params.aligned_dq,
+                              backward.accumulate, lane);
 }
 
 // ---- deterministic: only dQ. A block owns 64 queries, a warp 16 whole rows; dS stays in registers ----
@@ -238,6 +241,7 @@ __global__ void __launch_bounds__(kDqThreads, kD <= 128 ? 2 : 1) dq_kernel(const
             if (t + 1 < end_tile) load(t + 1, 0);
         }
     }
+    clear_empty_rows(dQ, p, sequence_of(p, opaque(b)), head, warp_row, lane);
     T* dq = static_cast<T*>(backward.dq.data) + g.dq + head * backward.dq.head;
     store_rows<T, 1>(dQ, p.scale, dq, backward.dq.row, warp_row, s.seqlen_q, 0, p.headdim, params.aligned_dq, backward.accumulate, lane);
 }

@@ -172,14 +172,15 @@ struct MainWarp : MainShares<kD, kDv, kSm> {
         load_dout(step, 0);
         cp_async_commit();
     }
-    // A key that the mask, the bias or intervals hide from every row has dS = 0, but 0 x NaN is NaN: its K must be zero when dQ reads it.
+    // A key that the mask, the bias, intervals or blocks hide from every row has dS = 0, but 0 x NaN is NaN: its K must be zero when dQ
+    // reads it.
     __device__ __forceinline__ void zero_hidden_keys(const BackwardWork& work, const Sequence& s, const KeyRange& rows) const {
         int* const visible = reinterpret_cast<int*>(smem.p);  // P is not yet in use
         if (threadIdx.x < kBlockN) visible[threadIdx.x] = 0;
         __syncthreads();
         const int column = opaque(threadIdx.x) % kBlockN, j = work.key0 + column;
-        const bool own_intervals = p.intervals.data && p.intervals.heads_of_entry < p.group;  // of each query head
-        const int heads_seen = p.mask.head || p.bias.head || own_intervals ? p.group : 1;
+        const bool own = (p.intervals.data && p.intervals.heads_of_entry < p.group) || (p.blocks.data && p.blocks.heads_of_entry < p.group);
+        const int heads_seen = p.mask.head || p.bias.head || own ? p.group : 1;  // own: each query head has its own intervals or blocks
         bool seen = j >= s.seqlen_k;
         for (int head = step.head; head < step.head + heads_seen; ++head)
             for (int i = rows.begin + opaque(threadIdx.x) / kBlockN; !seen && i < rows.end; i += kThreads / kBlockN) {
@@ -194,6 +195,7 @@ struct MainWarp : MainShares<kD, kDv, kSm> {
                     seen = seen && load_as_float(p.bias.data, at, p.bias_dtype) != -INFINITY;
                 }
                 if (p.intervals.data) seen = seen && !interval_hides(p, work.b, head, i, j);
+                if (p.blocks.data) seen = seen && !block_hides(p, work.b, head, i, j);
             }
         if (seen) visible[column] = 1;
         cp_async_wait_all();
@@ -207,12 +209,18 @@ struct MainWarp : MainShares<kD, kDv, kSm> {
         if constexpr (kGeneral) to = seen_from(to);
         return to;
     }
-    // The step, or the next one of which masks by intervals leave some pair.
+    // The step, or the next one of which masks by intervals and by blocks leave some pair.
     __device__ __forceinline__ MainStep seen_from(MainStep to) const {
-        if (!p.intervals.data) return to;
+        if (!p.hides_tiles()) return to;
         while (to.head < end_head) {
-            const int row0 = to.tile * kBlockM;
-            if (smem.bounds.seen_by(row0, min(row0 + kBlockM, smem.seqlen_q) - 1) != Seen::kNothing) break;
+            const int row0 = to.tile * kBlockM, last = min(row0 + kBlockM, smem.seqlen_q) - 1;
+            bool seen = !p.intervals.data || smem.bounds.seen_by(row0, last) != Seen::kNothing;
+            if (seen && p.blocks.data) {
+                const int key0 = smem.work.key0;
+                const BlockRows rows{p, smem.work.b, to.head, row0, last};
+                seen = rows.of_keys(key0, min(key0 + kBlockN, smem.seqlen_k)) != Seen::kNothing;
+            }
+            if (seen) break;
             if (++to.tile > smem.last_tile) ++to.head, to.tile = smem.first_tile;
         }
         return to;

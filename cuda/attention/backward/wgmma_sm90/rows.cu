@@ -6,6 +6,7 @@
 #include <cmath>
 #include <type_traits>
 
+#include "attention/backward/common/empty_rows.cuh"
 #include "attention/backward/wgmma_sm90/rows.h"
 #include "attention/common/large_rows.cuh"
 #include "common/constants.h"
@@ -164,12 +165,11 @@ __global__ void __launch_bounds__(kThreads) after_kernel(const __grid_constant__
     const bool meets = params.tiles.skipped ? params.tiles.turn[at.tile] != 0 : blocks.begin < blocks.end;
     const bool written = params.tiles.zeroed || meets;
     T* rows = static_cast<T*>(params.b.dq.data) + gradients_of(params.b, at.batch).dq + at.head * params.b.dq.head;
-    // The sum of a row without keys may be NaN: 0 times a NaN in V, which other rows see. Its gradient is 0. Its lse is +inf
-    // (before_kernel).
     const auto store = [&](int r, int column, const float(&x)[8]) {
         const int row = at.row0 + r;
         if (row >= at.s.seqlen_q || column >= p.headdim) return;
-        const bool empty = params.tiles.lse[at.tile * kBlockM + quad_order(r)] == INFINITY;
+        const float statistic = params.tiles.lse[at.tile * kBlockM + quad_order(r)];  // +inf where lse is -inf (before_kernel)
+        const bool empty = is_empty_row(p, at.s, row, -statistic);
         store_columns(params, rows + row * params.b.dq.row + column, x, empty ? 0.0f : p.scale);
     };
     const int first = blockIdx.x % kBlocks * kPiecesOfBlock, t = threadIdx.x;

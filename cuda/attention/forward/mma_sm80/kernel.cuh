@@ -106,6 +106,10 @@ __global__ void __launch_bounds__(kBoundsThreads) interval_bounds_kernel(const _
     bounds.clear();
     if (key < seqlen_k) bounds.add(hidden_rows(p, row_indices_of(p, b, head_q) + key * p.intervals.key));
     reduce_bounds(bounds);
+    // Sequences that are out of order may overlap, and so do the places of their bounds.
+    bool ordered = true;
+    for (int i = lane; p.cu_seqlens_k && i < p.batch; i += 32) ordered &= p.cu_seqlens_k[i] <= p.cu_seqlens_k[i + 1];
+    if (!__all_sync(~0u, ordered)) bounds.decide_nothing();
     if (lane == 0) to.data[head * to.head + first_bounds_of(p, b) + tile] = bounds;
 }
 

@@ -142,7 +142,7 @@ struct ForwardWarp {
     using SharedMemory = Smem<T, kTileOf<T, kD, kDv, kSm>, kD, kDv>;
     using TileQK = SharedTile<T, kD>;
     using TileV = SharedTile<T, kDv>;
-    // Whether tiles that masks by intervals hide from all rows of the block are skipped. (SplitFloat may walk twice.)
+    // Whether tiles that masks by intervals or by blocks hide from all rows of the block are skipped. (SplitFloat may walk twice.)
     static constexpr bool kSkips = kGeneral && !kPaged && !kSplit;
     static_assert(!kSkips || (!kFull && kBlockN % kBoundsKeys == 0), "the stage does not follow from the tile; a tile has its own bounds");
     // Row places in the tile to be loaded next. Where V is narrower than K, other lanes load V's rows.
@@ -208,16 +208,17 @@ struct ForwardWarp {
         scale = p.scale * kLog2e;
         hides = p.may_hide_keys() || p.tree.rows;
         if constexpr (kSkips) {
-            if (p.intervals.data) last_tile = tile_before(last_tile + 1);
+            if (p.hides_tiles()) last_tile = tile_before(last_tile + 1);
         }
     }
 
     // ---- which tiles the walk computes ----
 
-    // The tile before `tile`, with masks by intervals the next one before it of which some row sees a key; below first_tile: none.
+    // The tile before `tile`, with masks by intervals or by blocks the next one before it of which some row sees a key; below first_tile:
+    // none.
     __device__ __forceinline__ int tile_before(int tile) const {
         SeenTiles& seen = places.seen;
-        if (!p.intervals.data) return tile - 1;
+        if (!p.hides_tiles()) return tile - 1;
         while (--tile >= first_tile) {
             if (tile < seen.from) find_seen(tile);
             if (const unsigned up_to_tile = seen.tiles << (31 - (tile - seen.from))) return tile - __clz(up_to_tile);
@@ -230,13 +231,16 @@ struct ForwardWarp {
         SeenTiles& seen = places.seen;
         seen.from = tile - 31;
         const int own = seen.from + opaque(lane), row0 = work.query_tile * kBlockM;
-        bool sees = false;
-        if (own >= first_tile) {
+        const int last_row = min(row0 + kBlockM, s.seqlen_q) - 1, end = min((own + 1) * kBlockN, s.seqlen_k);
+        bool sees = own >= first_tile;
+        if (sees && p.intervals.data) {
             const HiddenBounds* const bounds = params.bounds.of(p, work.b, work.head);
+            sees = false;
 #pragma unroll 1
-            for (int x = own * (kBlockN / kBoundsKeys); x * kBoundsKeys < min((own + 1) * kBlockN, s.seqlen_k); ++x)
-                sees |= bounds[x].seen_by(row0, min(row0 + kBlockM, s.seqlen_q) - 1) != Seen::kNothing;
+            for (int x = own * (kBlockN / kBoundsKeys); x * kBoundsKeys < end; ++x)
+                sees |= bounds[x].seen_by(row0, last_row) != Seen::kNothing;
         }
+        if (sees && p.blocks.data) sees = BlockRows{p, work.b, work.head, row0, last_row}.of_keys(own * kBlockN, end) != Seen::kNothing;
         seen.tiles = __ballot_sync(kFullWarp, sees);
     }
 
@@ -441,6 +445,10 @@ struct ForwardWarp {
         if (p.intervals.data) {
 #pragma unroll
             for (int m = 0; m < kMmas; ++m) hide_by_intervals(p, place(m, key0), flat(S[m]));
+        }
+        if (p.blocks.data) {
+#pragma unroll
+            for (int m = 0; m < kMmas; ++m) hide_by_blocks(p, place(m, key0), flat(S[m]));
         }
     }
     // A key that nobody sees has P = 0, but 0 x NaN is NaN: its V is zeroed. Keys past the window are zeros already.

@@ -2,8 +2,9 @@
 
 The kernels cannot run the caller's code. A score_mod or mask_mod is read as an expression (_terms.py) and recognised by
 its algebra (_masks.py, _scores.py): bounds on kv_idx - q_idx are windows, equal documents are packed sequences, a slope
-times a distance is ALiBi, c * tanh(score / c) is a softcap, and so on. An expression that is not certainly one of these
-is refused, and the error quotes the part that was not recognised.
+times a distance is ALiBi, c * tanh(score / c) is a softcap, and so on. Other masks are recognised by their values
+(_measured.py). An expression that is not certainly one of these is refused, and the error quotes the part that was not
+recognised.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import torch.nn.functional as F
 
 from ...errors import BadArgument, Unsupported
 from ._form import Form
-from ._found import ARGUMENTS, Call, Found, form_of
+from ._found import ARGUMENTS, Call, Found
 from ._masks import read_mask
+from ._options import form_of
 from ._scores import read_score
 from ._terms import Term, evaluate, reads, trace
 
@@ -102,9 +104,11 @@ def recognise(
         kv_idx <= q_idx, q_idx - kv_idx <= n, (q_idx - kv_idx).abs() <= n, ...   causal, windows (seqlen_q and seqlen_k
                                                                                  may be captured, for bottom-right)
         ids[q_idx] == ids[kv_idx], ids[b, q_idx] == ..., q_idx // n == kv_idx // n     documents, each in one piece
-        (kv_idx <= q_idx) | (kv_idx < n), | (kv_idx < lengths[b])                prefix-LM, alone
+        (kv_idx <= q_idx) | (kv_idx < n), | (kv_idx < lengths[b])                prefix-LM
         any expression of b, h and kv_idx, such as kv_idx < lengths[b]           padding
         mask[b, h, q_idx, kv_idx], with any of these indices                     a mask in memory
+        any other expression, evaluated at every place: what it hides from a key is at most two intervals of rows
+            (one beside causal), or whole blocks of 64                           masks by intervals, by blocks
 
     and in score_mod, where softcap comes first:
 
@@ -112,7 +116,8 @@ def recognise(
         score + slopes[h] * (kv_idx - q_idx), with causal, or -(...).abs()       ALiBi; slopes: any expression of b, h
         score + bias[b, h, q_idx, kv_idx], with any of these indices             bias; or any expression of b, h, kv_idx
 
-    Documents can be combined with windows, softcap and ALiBi, not with padding, a mask or a bias.
+    Documents that are not each in one piece, or beside padding, a mask or a bias, and a prefix beside another condition
+    are masks by intervals, too.
 
     Arguments:
         score_mod, mask_mod: functions as flex_attention takes them, or None; mask_mod may be a BlockMask.
@@ -135,7 +140,7 @@ def recognise(
         with _named("mask_mod"):
             mask = _traced(mask_mod if blocks is None else blocks.mask_mod, ARGUMENTS, device, found)
             if blocks is not None:
-                _check_blocks(blocks, mask, call)
+                found.blocks = _check_blocks(blocks, mask, call)
                 found.fix(mask)  # the blocks were made from these values
             read_mask(mask, found, call)
     return form_of(found, call)
@@ -159,9 +164,10 @@ def _traced(function: Any, names: tuple[str, ...], device: torch.device, said: F
     return found
 
 
-def _check_blocks(blocks: Any, mask: Any, call: Call) -> None:
+def _check_blocks(blocks: Any, mask: Any, call: Call) -> torch.Tensor | None:
     """Raises unless a BlockMask's blocks agree with its mask_mod. Blocks that are left out count as hidden, and full
-    blocks as visible, whatever mask_mod says."""
+    blocks as visible, whatever mask_mod says. Where blocks of 64 or 128 are left out that mask_mod shows, the result is
+    the block_mask that hides them."""
     if tuple(blocks.seq_lengths) != (call.rows, call.keys):
         raise BadArgument(
             f"block_mask is of {tuple(blocks.seq_lengths)}, but the call of {(call.rows, call.keys)} places"
@@ -184,7 +190,7 @@ def _check_blocks(blocks: Any, mask: Any, call: Call) -> None:
         dense = torch.zeros(*places.shape[:-1], columns + 1, dtype=torch.int32, device=places.device)
         listed.append(dense.scatter_add_(-1, spots, torch.ones_like(spots, dtype=torch.int32))[..., :columns])
     partial, full = listed
-    wrong = (partial + full > 1).any()
+    wrong, more = (partial + full > 1).any(), torch.tensor(False, device=call.device)
     places = call.places(reads(mask))
     for block in range(-(-call.rows // size_q)):
         row = slice(block * size_q, min((block + 1) * size_q, call.rows))
@@ -195,7 +201,9 @@ def _check_blocks(blocks: Any, mask: Any, call: Call) -> None:
         rest = columns * size_k - call.keys
         some_seen = F.pad(seen.any(2), (0, rest), value=False).unflatten(-1, (columns, size_k)).any(-1)
         all_seen = F.pad(seen.all(2), (0, rest), value=True).unflatten(-1, (columns, size_k)).all(-1)
-        wrong = wrong | (some_seen & (partial[:, :, block] + full[:, :, block] == 0)).any()
+        more = more | (some_seen & (partial[:, :, block] + full[:, :, block] == 0)).any()
         wrong = wrong | (~all_seen & (full[:, :, block] > 0)).any()
-    if wrong:
+    of_size = {size_q, size_k} <= {64, 128}
+    if wrong or (more and not of_size):
         raise Unsupported("the blocks of block_mask are not those of this function: make it with create_block_mask")
+    return partial + full > 0 if more else None

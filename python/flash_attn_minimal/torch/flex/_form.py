@@ -46,8 +46,9 @@ class Form:
     window[1] after it; -1 is open.
 
     A bias, slopes, masks in memory and padding are computed from their captured tensors at every call, and a bias gets
-    its gradient, wherever the form was made. Documents, prefixes, numbers and the contents of a BlockMask decide which
-    call it is, so their tensors are read only once. A call raises if such a tensor has since changed in place.
+    its gradient, wherever the form was made. Documents, prefixes, masks by intervals or by blocks, numbers and the
+    contents of a BlockMask decide which call it is, so their tensors are read only once. A call raises if such a tensor
+    has since changed in place.
     (Compiled code does not check, and tensors made in inference mode do not count their changes.)"""
 
     batch: int
@@ -63,6 +64,8 @@ class Form:
     mask: Step | None = None
     documents: Documents | None = None
     prefix: Prefix | None = None
+    row_indices: torch.Tensor | None = None  # startend_row_indices
+    blocks: torch.Tensor | None = None  # block_mask
     fixed: tuple[Fixed, ...] = ()
     derived: tuple[Derived, ...] = ()
 
@@ -84,7 +87,8 @@ class Form:
         scale = (query.shape[-1] ** -0.5 if scale is None else scale) * self.factor
         options: dict[str, Any] = {
             "softmax_scale": scale, "softcap": self.softcap, "alibi_slopes": computed(self.alibi_slopes),
-            "bias": computed(self.bias), "mask": computed(self.mask),
+            "bias": computed(self.bias), "mask": computed(self.mask), "startend_row_indices": self.row_indices,
+            "block_mask": self.blocks,
         }  # fmt: skip
         if self.bias is not None and options["bias"].dtype not in (torch.float32, query.dtype):
             options["bias"] = options["bias"].float()

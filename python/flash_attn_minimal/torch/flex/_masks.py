@@ -1,4 +1,5 @@
-"""Reads a mask_mod, or the condition of a torch.where in a score_mod: windows, documents, prefixes, padding, masks."""
+"""Reads a mask_mod, or the condition of a torch.where in a score_mod: windows, documents, prefixes, padding, masks, and
+others that are measured later (_measured.py)."""
 
 from __future__ import annotations
 
@@ -11,11 +12,6 @@ from ._found import ARGUMENTS, Call, Found, refuse
 from ._linear import FLIPPED, INVERTED, Linear, bounds_of, difference_of, linear_of, number_of
 from ._live import Step
 from ._terms import Term, flat, reads, same
-
-_UNKNOWN = (
-    "not a window, documents, a prefix, padding or a mask in memory, which recognise knows; "
-    "flex_attention of PyTorch serves it"
-)
 
 
 def read_mask(mask: Any, found: Found, call: Call) -> None:
@@ -39,16 +35,21 @@ def read_condition(x: Any, found: Found, call: Call) -> None:
         (inner,) = x.arguments
         if isinstance(inner, Term) and inner.operation in INVERTED:
             x = Term(INVERTED[inner.operation], inner.arguments)
-    if x.operation in FLIPPED and _read_comparison(x.operation, *x.arguments, found):
-        found.fix(x)
-        return
+    if x.operation in FLIPPED:
+        documents = len(found.same)
+        if _read_comparison(x.operation, *x.arguments, found):
+            found.fix(x)
+            found.conditions += [x] * (len(found.same) - documents)
+            return
     if x.operation in ("or", "logical_or") and _read_prefix(x, found, call):
         found.fix(x)
+        found.conditions.append(x)
         return
     if x.operation == "index" and (stored := in_memory(x, call)) is not None and x.arguments[0].dtype == torch.bool:
         found.masks.append(stored)
         return
-    refuse(x, _UNKNOWN)
+    found.fix(x)
+    found.rest.append(x)
 
 
 def _read_comparison(operation: str, a: Any, b: Any, found: Found) -> bool:
