@@ -197,7 +197,7 @@ inline bool wgmma_needs_general(const AttentionParams& p) { return wgmma_scores_
 // Whether a plan with options serves a call that no bare plan serves. It divides ALiBi's slopes by the unit of the scores before they are
 // scaled.
 inline bool wgmma_options_serve(const AttentionParams& p) {
-    const bool rest = p.cache.entries || p.max_score || p.bias.data || p.tree.rows || p.intervals.data || p.dropout_threshold;
+    const bool rest = p.cache.entries || p.max_score || p.bias.data || p.tree.rows || p.hides_tiles() || p.dropout_threshold;
     const bool pairs = p.mask.data && p.mask.row != 0 && p.seqlen_q > 1;
     constexpr float kLeastUnit = 1e-6f;
     return !rest && !pairs && p.scale > kLeastUnit;
