@@ -41,7 +41,7 @@ def run(case, q, k, v, options):
     if case.varlen:
         cu = [torch.tensor(x, device="cuda", dtype=torch.int32) for x in (case.cu_seqlens_q, case.cu_seqlens_k)]
         arrays += [*cu, case.seqlen_q, case.seqlen_k]
-    assert plan_of(*arrays, **options).endswith("_general" if options.get("softcap") else "_options")
+    assert plan_of(*arrays, **options).endswith("_options")
     out = torch.full((*q.shape[:-1], v.shape[-1]), math.nan, device="cuda", dtype=arrays[0].dtype)
     call = fa.flash_attn_varlen_func if case.varlen else fa.flash_attn_func
     _, lse = call(*arrays, out=out, return_lse=True, kernel="wgmma_sm90", **options)
@@ -73,6 +73,7 @@ OPTIONS = {
     "alibi": {"alibi": 1},
     "alibi of a batch": {"alibi": 2, "causal": True},
     "softcap": {"softcap": 30.0},
+    "large softcap": {"softcap": 100.0, "causal": True},
     "small softcap": {"softcap": 0.5, "causal": True},
     "mask": {"mask": (True, False, False)},
     "mask of heads": {"mask": (True, True, False), "causal": True},
@@ -153,6 +154,16 @@ def test_slopes(headdim, shape, slopes, causal):
     accuracy.check("lse", lse, exact[1], plain[1], case.dtype)
 
 
+@pytest.mark.parametrize("keys", [1, 20, 2600], ids=str)
+@pytest.mark.parametrize("softcap", [5.0, 30.0, 50.0, 100.0])
+@pytest.mark.parametrize("spread", [1, 6, 40])
+@pytest.mark.parametrize("headdim", [64, 128])
+def test_lse_under_softcap(headdim, spread, softcap, keys):
+    """Small scores, scores on both sides of the polynomial's end, and scores at the cap. The lse of a row with one key
+    is its score."""
+    check(Case(300, keys, headdim, dtype="float16", softcap=softcap, spread=spread))
+
+
 @pytest.mark.parametrize("headdim", HEADDIMS)
 def test_which_plan(headdim):
     """A bare call keeps its plan; what the plans with options do not serve goes to the general ones."""
@@ -162,10 +173,11 @@ def test_which_plan(headdim):
     slopes = torch.ones(2, device="cuda")
     for options in ({}, {"causal": True}, {"sinks": slopes}):
         assert not plan_of(x, x, x, **options).endswith(("_options", "_general"))
-    for options in ({"window_size": (9, 0)}, {"alibi_slopes": slopes}, {"mask": keys}):
+    for options in ({"window_size": (9, 0)}, {"alibi_slopes": slopes}, {"mask": keys}, {"softcap": 9.0}):
         assert plan_of(x, x, x, **options).endswith("_options")
         assert plan_of(x, x, x, **options, return_max_score=True).endswith("_general")
-        assert plan_of(x, x, x, **options, dropout_p=0.1, dropout_seed=1).endswith("_general")
-    general = {"mask": pairs}, {"bias": slopes[:1].expand(1, 1, 1, 4096)}, {"softmax_scale": -1.0}, {"softcap": 9.0}
+        dropout = plan_of(x, x, x, **options, dropout_p=0.1, dropout_seed=1)
+        assert dropout.endswith("_dropout" if headdim <= 128 else "_general")
+    general = {"mask": pairs}, {"bias": slopes[:1].expand(1, 1, 1, 4096)}, {"softmax_scale": -1.0}
     for options in general:
         assert plan_of(x, x, x, **options).endswith("_general")

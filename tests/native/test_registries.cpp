@@ -405,7 +405,8 @@ void plans_give_max_score() {
                     }
 }
 
-// A left edge, softcap, ALiBi and masks of keys have plans of their own; bare calls and all other options do not take them.
+// A left edge, softcap, ALiBi, masks of keys, dropout and 16-bit biases have plans of their own; bare calls and all other options do not
+// take them.
 void plans_by_options() {
     static float floats[1];
     const auto expect = [](const fa::AttentionParams& p, const char* what, bool options, bool general) {
@@ -430,16 +431,28 @@ void plans_by_options() {
         expect(p, "ALiBi", true, false);
         p.scale = -1;
         expect(p, "ALiBi and a scale below zero", false, true);
+        const bool small = headdim <= 128;  // these have plans with a bias and plans with dropout, too
         p = bare, p.softcap = 30;
-        expect(p, "softcap", false, true);
+        expect(p, "softcap", true, false);
         p.dropout_threshold = 1;
-        expect(p, "softcap and dropout", false, true);
+        expect(p, "softcap and dropout", small, !small);
         p = bare, p.mask.data = floats;
         expect(p, "mask of keys", true, false);
         p.mask.row = 4096;
         expect(p, "mask of pairs", false, true);
-        p = bare, p.bias.data = floats;
-        expect(p, "bias", false, true);
+        p.dropout_threshold = 1;
+        expect(p, "mask of pairs and dropout", false, true);
+        p = bare, p.dtype = p.bias_dtype = fa::DType::kBFloat16, p.bias.data = reinterpret_cast<const void*>(uintptr_t(4096)),
+        p.bias.row = 4096;
+        expect(p, "bias", small, !small);
+        p.window_left = 8, p.mask.data = floats, p.scale = -1;
+        expect(p, "bias, window, mask of keys and a scale below zero", small, !small);
+        p.bias.row = 4097;
+        expect(p, "bias with rows that the copy engine cannot address", false, true);
+        p.bias.row = 4096, p.bias_dtype = fa::DType::kFloat32;
+        expect(p, "bias of float32", false, true);
+        p.bias_dtype = p.dtype, p.alibi_slopes = floats;
+        expect(p, "bias and ALiBi", false, true);
     }
 }
 

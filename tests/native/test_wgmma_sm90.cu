@@ -268,8 +268,39 @@ void test_choice() {
     general("softcap and alibi", [](P& p, auto* slopes, auto*) { p.softcap = 50, p.alibi_slopes = slopes; });
     general("mask of pairs", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 0, 1}; });
     general("mask of keys of query heads", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 9, 0}; });
-    general("bias and window", [](P& p, auto* slopes, auto*) { p.bias = {slopes, 0, 0, 0}, p.window_left = 5; });
-    general("dropout and window", [](P& p, auto*, auto*) { p.dropout_threshold = 9, p.window_left = 5; });
+    const auto with_bias = [&](const char* what, const auto& change) {
+        each(Id::kD64Bias, Id::kD128Bias, Id::kD192General, what, [&](P& p, auto* slopes, auto* mask) {
+            p.dtype = p.bias_dtype = DType::kFloat16, p.bias = {reinterpret_cast<const void*>(uintptr_t(4096)), 0, 64, 8};
+            change(p, slopes, mask);
+        });
+    };
+    const auto without_tiles = [&](const char* what, const auto& change) {
+        general(what, [&](P& p, auto* slopes, auto* mask) {
+            p.dtype = p.bias_dtype = DType::kFloat16, p.bias = {reinterpret_cast<const void*>(uintptr_t(4096)), 0, 64, 8};
+            change(p, slopes, mask);
+        });
+    };
+    with_bias("bias", [](P&, auto*, auto*) {});
+    with_bias("bias, window and mask", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 0, 0}, p.window_left = 5; });
+    with_bias("bias of every row, scale below zero", [](P& p, auto*, auto*) { p.bias.row = 0, p.scale = -1; });
+    without_tiles("bias of float32", [](P& p, auto*, auto*) { p.bias_dtype = DType::kFloat32; });
+    without_tiles("bias with rows of 12 bytes", [](P& p, auto*, auto*) { p.bias.row = 6; });
+    without_tiles("bias that begins anywhere", [](P& p, auto*, auto*) { p.bias.data = reinterpret_cast<const void*>(uintptr_t(4098)); });
+    without_tiles("bias and alibi", [](P& p, auto* slopes, auto*) { p.alibi_slopes = slopes; });
+    without_tiles("bias and dropout", [](P& p, auto*, auto*) { p.dropout_threshold = 9; });
+    without_tiles("bias and mask of pairs", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 0, 1}; });
+    const auto dropout = [&](const char* what, const auto& change) {
+        each(Id::kD64Dropout, Id::kD128Dropout, Id::kD192General, what, [&](P& p, auto* slopes, auto* mask) {
+            p.dropout_threshold = 9;
+            change(p, slopes, mask);
+        });
+    };
+    dropout("dropout", [](P&, auto*, auto*) {});
+    dropout("dropout, window and mask", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 0, 0}, p.window_left = 5; });
+    dropout("dropout, causal and alibi", [](P& p, auto* slopes, auto*) { p.alibi_slopes = slopes, p.window_right = 0; });
+    general("dropout and softcap", [](P& p, auto*, auto*) { p.dropout_threshold = 9, p.softcap = 50; });
+    general("dropout and mask of pairs", [](P& p, auto*, auto* mask) { p.dropout_threshold = 9, p.mask = {mask, 7, 0, 1}; });
+    general("dropout and scale below zero", [](P& p, auto*, auto*) { p.dropout_threshold = 9, p.scale = -1; });
     general("mask by intervals and window",
             [](P& p, auto*, auto* mask) { p.intervals.data = reinterpret_cast<const int32_t*>(mask), p.window_left = 5; });
     general("scale below zero", [](P& p, auto*, auto*) { p.scale = -1, p.window_left = 5; });

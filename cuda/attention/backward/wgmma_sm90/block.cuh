@@ -13,8 +13,22 @@ namespace fa {
 // What plans with options keep in shared memory, because registers are scarce.
 template <int kStages>
 struct OptionsSmem {
-    uint32_t hidden[kMainWarps];  // which of a warp's 16 keys the mask hides
-    AlibiTile alibi[kStages];     // with alibi_slopes: of the tile of Q in the slot
+    uint32_t hidden[kMainWarps];   // which of a warp's 16 keys the mask hides
+    AlibiTile alibi[kStages];      // with alibi_slopes: of the tile of Q in the slot
+    DropoutTile dropout[kStages];  // in plans with dropout: of the tile of Q in the slot
+};
+
+// Plans with dropout: what each main warp keeps of its 16 keys in a tile of Q. Bit j of byte [n][quad][8 c / 4 + e] keeps key 8 n + j of
+// the warp for query 8 c + 2 quad + e.
+template <int kBlockM>
+struct alignas(16) KeepBytes {
+    uint8_t of_warp[kMainWarps][2][4][kBlockM / 4];
+};
+
+// Tile `it` of bias, with tile `it` of Q, in slot it % kStages of BackwardSmem::bias.
+template <int kStages>
+struct BiasBarriers {
+    uint64_t full[kStages], empty[kStages];
 };
 
 // The same in plans for intervals.
@@ -31,8 +45,11 @@ struct alignas(1024) BackwardSmem {
     static constexpr int kKeyStages = kPlan.key_stages();
     T k[kKeyStages][kBlockN * kColumns], v[kKeyStages][kBlockN * kColumns];
     T q[kStages][kBlockM * kColumns], dout[kStages][kBlockM * kColumns];
-    T ds[2][kBlockN * kBlockM];                  // a row per key
-    T p[kPlan.general ? kBlockN * kBlockM : 8];  // general: P after dropout, a row per key
+    T ds[2][kBlockN * kBlockM];  // a row per key
+    union {
+        T p[kPlan.general ? kBlockN * kBlockM : 8];                                          // general: P after dropout, a row per key
+        T bias[kPlan.bias() ? kPlan.bias_stages : 1][kPlan.bias() ? kBlockM * kBlockN : 8];  // a row per query
+    };
     alignas(128) std::conditional_t<kPlan.dq_stages != 0, DqStages<kPlan.dq_stages>, char> stages;
     alignas(16) float lse[kStages][kBlockM], delta[kStages][kBlockM];    // in quad order
     alignas(16) uint8_t keep[kPlan.general ? kBlockN / 8 : 1][kBlockM];  // dropout: bit j of [n][query] keeps key 8 n + j
@@ -42,6 +59,8 @@ struct alignas(1024) BackwardSmem {
     DqTurns turns;
     WorkListOf<BackwardWorkOf<kId>> list;
     std::conditional_t<kPlan.intervals, IntervalsSmem<kStages>, std::conditional_t<kPlan.options, OptionsSmem<kStages>, char>> options;
+    std::conditional_t<kPlan.dropout, KeepBytes<kBlockM>, char> kept;
+    std::conditional_t<kPlan.bias(), BiasBarriers<kPlan.bias() ? kPlan.bias_stages : 1>, char> bias_barriers;
 };
 
 template <typename T, BackwardPlanId kId>
@@ -58,6 +77,7 @@ __device__ __forceinline__ void init_barriers(BackwardSmem<T, kId>& smem) {
     init(smem.ds_full, kMainWarps * kWarpArrivals), init(smem.ds_empty, kDqWarps * kWarpArrivals);
     init_turns(smem.turns, 1);
     if constexpr (kPlan.dq_stages != 0) init(smem.stages.full, kDqWarps * kWarpArrivals), init(smem.stages.empty, 1);
+    if constexpr (kPlan.bias()) init(smem.bias_barriers.full, 1), init(smem.bias_barriers.empty, kMainWarps * kWarpArrivals);
     fence_mbarrier_init();
 }
 

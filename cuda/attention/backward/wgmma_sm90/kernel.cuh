@@ -94,10 +94,23 @@ __device__ __forceinline__ void describe_alibi(const AttentionParams& p, const Q
     smem.options.alibi[it % kStages] = {large ? 0.0f : slope, slope, at.m * kBackwardPlan<kId>.block_m + w.shift};
 }
 
+// The same for dropout.
+template <BackwardPlanId kId, typename T>
+__device__ __forceinline__ void describe_dropout(const AttentionParams& p, const BackwardWork& w, BackwardSmem<T, kId>& smem, uint32_t it,
+                                                 Visited at) {
+    constexpr int kStages = kBackwardPlan<kId>.stages;
+    const DropoutOrigin origin = dropout_origin(p, w.batch);
+    mbarrier_wait(shared_address(&smem.q_empty[it % kStages]), it / kStages & 1 ^ 1);
+    smem.options.dropout[it % kStages] = {origin.row + uint32_t(at.m * kBackwardPlan<kId>.block_m),
+                                          origin.head + uint32_t(w.head_k * p.group + at.head), origin.sequence,
+                                          origin.columns + uint32_t(w.key0) / 8};
+}
+
 // Warp 1: loads the query tiles of the walk.
 template <typename T, BackwardPlanId kId>
 __device__ __forceinline__ void load_queries(const CUtensorMap& map_q, const CUtensorMap& map_dout, const AttentionParams& p,
-                                             const BackwardSchedule& schedule, BackwardSmem<T, kId>& smem) {
+                                             const BackwardSchedule& schedule, BackwardSmem<T, kId>& smem,
+                                             const CUtensorMap* map_bias = nullptr) {
     for_each_work(smem.list, [&](const BackwardWorkOf<kId>& w, uint32_t n) {
         const auto visit = [&](uint32_t it, Visited at, uint32_t tile) {
             const int row = w.q_row + at.m * kBackwardPlan<kId>.block_m, head = w.head_k * p.group + at.head;
@@ -108,8 +121,11 @@ __device__ __forceinline__ void load_queries(const CUtensorMap& map_q, const CUt
                 smem.options.tile[it % kStages] = describe_tile<kBackwardPlan<kId>.block_m>(p, w, at);
             } else if constexpr (kBackwardPlan<kId>.options)
                 if (p.alibi_slopes) describe_alibi<kId>(p, schedule.tiles, w, smem, it, at);
+            if constexpr (kBackwardPlan<kId>.dropout) describe_dropout<kId>(p, w, smem, it, at);
             load_query_tile(map_q, schedule.q_loads, smem.q, schedule.tiles.lse, smem.lse, smem.q_full, smem.q_empty, it, row, head, batch,
                             tile);
+            if constexpr (kBackwardPlan<kId>.bias())
+                load_bias<kId>(*map_bias, p, smem.bias, smem.bias_barriers, it, at.m * kBackwardPlan<kId>.block_m, w.key0, head, w.batch);
             load_query_tile(map_dout, schedule.dout_loads, smem.dout, schedule.tiles.delta, smem.delta, smem.dout_full, smem.dout_empty, it,
                             row, head, batch, tile);
         };
@@ -211,9 +227,68 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     MainWarpgroup<T, kId>(b, schedule, smem, warpgroup - 1).run();
 }
 
+// The same for plans with a bias.
+template <typename T, BackwardPlanId kId>
+__global__ void __launch_bounds__(kBackwardThreads, 1)
+    backward_wgmma_bias_kernel(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k,
+                               const __grid_constant__ CUtensorMap map_v, const __grid_constant__ CUtensorMap map_dout,
+                               const __grid_constant__ CUtensorMap map_bias, const __grid_constant__ BackwardParams b,
+                               const __grid_constant__ BackwardSchedule schedule) {
+    using Smem = BackwardSmem<T, kId>;
+    constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
+    constexpr bool kHalf = std::is_same_v<T, __half>;
+    static_assert(sizeof(Smem) <= 227 * 1024, "one Hopper block can address 227 KiB");
+    const AttentionParams& p = b.forward;
+    extern __shared__ __align__(1024) unsigned char shared[];
+    Smem& smem = *reinterpret_cast<Smem*>(shared);
+
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the shuffle tells the compiler that it is uniform
+    if (threadIdx.x == 0) {
+        prefetch_tensormap(&map_q), prefetch_tensormap(&map_k), prefetch_tensormap(&map_v), prefetch_tensormap(&map_dout);
+        prefetch_tensormap(&map_bias);
+        init_barriers(smem);
+    }
+    __syncthreads();
+
+    if (warpgroup == 0) {  // loads and turns, one thread each
+        setmaxnreg_dec<kBackwardLoaderRegisters>();
+        if (threadIdx.x % 32 != 0) return;
+        if (threadIdx.x == 0) take_and_load_keys(map_k, map_v, p, schedule, smem);
+        else if (threadIdx.x == 32) load_queries(map_q, map_dout, p, schedule, smem, &map_bias);
+        else if (threadIdx.x == 64) take_turns_ahead(b, schedule, smem);
+        else publish_dq(b, schedule, smem);
+        return;
+    }
+    if (warpgroup == 3) {
+        setmaxnreg_dec<kPlan.dq_registers(kHalf)>();
+        multiply_dq(b, schedule, smem);
+        return;
+    }
+    setmaxnreg_inc<kPlan.main_registers(kHalf)>();
+    MainWarpgroup<T, kId>(b, schedule, smem, warpgroup - 1).run();
+}
+
+// Tiles of block_m queries and block_n keys; or of one row that all queries share.
+template <BackwardPlanId kId>
+cudaError_t encode_bias(const AttentionParams& p, CUtensorMap* map) {
+    const ScoreView& bias = p.bias;
+    int loads;
+    return encode_tiles({"bias", bias.data, p.dtype == DType::kFloat16, p.seqlen_k, bias.row ? p.seqlen_q : 1, bias.head ? p.nheads : 1,
+                         bias.batch ? p.batch : 1, 2 * bias.row, 2 * bias.head, 2 * bias.batch, bias.row ? kBackwardPlan<kId>.block_m : 1,
+                         kBackwardPlan<kId>.block_n, true},
+                        map, &loads);
+}
+
 template <typename T, BackwardPlanId kId>
 cudaError_t launch_backward_wgmma(const BackwardParams& b, int multiprocessors, cudaStream_t stream) {
-    return launch_backward_block<T, kId>(backward_wgmma_kernel<T, kId>, sizeof(BackwardSmem<T, kId>), b, multiprocessors, stream);
+    if constexpr (kBackwardPlan<kId>.bias()) {
+        CUtensorMap map_bias;
+        if (cudaError_t error = encode_bias<kId>(b.forward, &map_bias)) return error;
+        return launch_backward_block<T, kId>(backward_wgmma_bias_kernel<T, kId>, sizeof(BackwardSmem<T, kId>), b, multiprocessors, stream,
+                                             map_bias);
+    } else {
+        return launch_backward_block<T, kId>(backward_wgmma_kernel<T, kId>, sizeof(BackwardSmem<T, kId>), b, multiprocessors, stream);
+    }
 }
 template <BackwardPlanId kId>
 cudaError_t launch_backward_wgmma(const BackwardParams& b, int multiprocessors, cudaStream_t stream) {

@@ -11,11 +11,10 @@
 
 namespace fa {
 
-using BackwardKernelPointer = void (*)(CUtensorMap, CUtensorMap, CUtensorMap, CUtensorMap, BackwardParams, BackwardSchedule);
-
-template <typename T, BackwardPlanId kId>
-cudaError_t launch_backward_block(BackwardKernelPointer function, int shared_bytes, const BackwardParams& b, int multiprocessors,
-                                  cudaStream_t stream) {
+// `maps`: what the kernel takes beside those of q, k, v and dout.
+template <typename T, BackwardPlanId kId, typename Kernel, typename... Maps>
+cudaError_t launch_backward_block(Kernel function, int shared_bytes, const BackwardParams& b, int multiprocessors, cudaStream_t stream,
+                                  const Maps&... maps) {
     constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
     const AttentionParams& p = b.forward;
     const bool varlen = p.cu_seqlens_q;
@@ -57,7 +56,7 @@ cudaError_t launch_backward_block(BackwardKernelPointer function, int shared_byt
     }
     if (cudaError_t error = backward_rows_before(b, schedule.tiles, stream)) return error;
     if (cudaError_t error = launch_kernel(function, unsigned(grid), kBackwardThreads, size_t(shared_bytes), stream, LaunchOptions{}, map_q,
-                                          map_k, map_v, map_dout, b, schedule))
+                                          map_k, map_v, map_dout, maps..., b, schedule))
         return error;
     return backward_rows_after(b, schedule.tiles, stream);
 }

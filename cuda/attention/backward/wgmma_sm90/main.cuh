@@ -18,7 +18,8 @@ struct MainWarpgroup {
     using Smem = BackwardSmem<T, kId>;
     static constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
     static constexpr int kD = kPlan.columns(), kBlockM = kPlan.block_m, kBlockN = kPlan.block_n;
-    static constexpr bool kGeneral = kPlan.general, kOptions = kPlan.options, kSoftcap = kPlan.softcap, kIntervals = kPlan.intervals;
+    static constexpr bool kGeneral = kPlan.general, kOptions = kPlan.options, kSoftcap = kPlan.softcap, kIntervals = kPlan.intervals,
+                          kBias = kPlan.bias(), kDropout = kPlan.dropout;
     static constexpr int kStages = kPlan.stages, kKeyStages = kPlan.key_stages();
     static constexpr uint32_t kTileBytes = kBlockM * kD * 2, kKeysBytes = kBlockN * kD * 2, kDsBytes = kBlockN * kBlockM * 2;
     using Scores = float[kBlockM / 2];       // rows are keys, columns queries
@@ -114,7 +115,7 @@ struct MainWarpgroup {
         multiply_s(s, slot0, keys);
         if (!kGeneral) read_lse(lse, slot0);
         wgmma_wait<0>(s);
-        if constexpr (kOptions) change_scores(w, s, slot0, place, code & 1, mask_place, left_place, 0);
+        if constexpr (kOptions) change_scores(w, s, slot0, place, code & 1, mask_place, left_place, it0, 0);
 #pragma unroll 1
         for (uint32_t it = it0; it < it0 + tiles; ++it) {  // S of this tile is complete, nothing is in flight
             const uint32_t slot = it % kStages, phase = it / kStages & 1, ds_slot = it & 1;
@@ -131,18 +132,21 @@ struct MainWarpgroup {
             else plain_p(w, s, prob, lse, slot, place, mask_place, it - it0);
             mbarrier_wait(dout_full + 8 * slot, phase);
             multiply_dp(dp, slot, keys);
-            if (kBlockM == 64) multiply_dv(dv, prob, slot, it == it0);
+            if (kBlockM == 64 && !kDropout) multiply_dv(dv, prob, slot, it == it0);
+            if constexpr (kDropout) draw(slot);  // while dP is multiplied
             const float4 delta = statistic(smem.delta[slot], quad, 0);
             OptionInputs first{};
             if constexpr (kSoftcap) first = {statistic(smem.lse[slot], quad, 0), own_hidden(opaque(int(threadIdx.x)) % 32)};
             mbarrier_wait(ds_empty + 8 * ds_slot, it >> 1 & 1 ^ 1);
             if constexpr (kOptions && !kSoftcap && !kIntervals)
                 first.hidden = own_hidden(opaque(int(threadIdx.x)) % 32);  // earlier, registers spill
-            if (kBlockM == 64) wgmma_wait<1>(dp);
+            if (kDropout) wgmma_wait<0>(dp);
+            else if (kBlockM == 64) wgmma_wait<1>(dp);
             else wgmma_wait<0>(dp), multiply_dv(dv, prob, slot, it == it0);  // drained alone, dP frees its registers one by one
             if constexpr (kGeneral)
                 if (p.dropout_threshold) drop_gradients<kBlockM>(smem.keep + 8 * wg, p.dropout_scale, dp);
-            store_ds(dp, prob, slot, ds_slot, delta, first);  // while dV is multiplied
+            store_ds(dp, prob, slot, ds_slot, delta, first);  // while dV is multiplied; with dropout before
+            if constexpr (kDropout) drop(prob);
             if (it + 1 < it0 + tiles) {
                 mbarrier_wait(q_full + 8 * next_slot, (it + 1) / kStages & 1);
                 if constexpr (kIntervals) code = smem.options.tile[next_slot].place_and_cut, next = code >> 1;
@@ -150,16 +154,18 @@ struct MainWarpgroup {
                 if ((!kIntervals || p.cu_seqlens_q) && next >= ragged) zero_rows_past_end<kBlockM>(w, smem.q[next_slot]);
             }
             announce_ds(ds_slot);
-            wgmma_wait<0>(dv);
+            if (!kDropout) wgmma_wait<0>(dv);
             multiply_s(s, next_slot, keys);  // unused after the last tile: making the product conditional would cost copies of registers
-            release(dout_empty, slot);
+            if (kDropout) multiply_dv(dv, prob, slot, it == it0);
+            else release(dout_empty, slot);
             multiply_dk(dk, slot, ds_slot, it == it0);
-            if (!kGeneral) read_lse(lse, next_slot);
+            if (!kGeneral && !kDropout) read_lse(lse, next_slot);
             if constexpr (kOptions) {  // while dK is multiplied
-                wgmma_wait<1>(s);
-                if (it + 1 < it0 + tiles) change_scores(w, s, next_slot, next, code & 1, mask_place, left_place, it + 1 - it0);
+                wgmma_wait<kDropout ? 2 : 1>(s);
+                if (it + 1 < it0 + tiles) change_scores(w, s, next_slot, next, code & 1, mask_place, left_place, it + 1, it + 1 - it0);
             }
-            wgmma_wait<0>(dk, s);
+            if constexpr (kDropout) wgmma_wait<0>(dk, dv), release(dout_empty, slot), read_lse(lse, next_slot);
+            else wgmma_wait<0>(dk, s);
             release(q_empty, slot);
             place = next;
         }
@@ -239,7 +245,7 @@ struct MainWarpgroup {
     __device__ __forceinline__ void plain_p(const BackwardWork& w, Scores& s, Fragment& prob, const Statistics& lse, uint32_t slot,
                                             int place, int mask_place, uint32_t walked) const {
         if (!kOptions && place < mask_place) mask_scores(w, s, slot, place, walked);
-        probabilities<T>(s, prob, kSoftcap ? schedule.softcap.exponent : scale_log2, lse, smem.lse[slot], quad);
+        probabilities<T>(s, prob, kSoftcap ? schedule.softcap.exponent : kBias ? kLog2e : scale_log2, lse, smem.lse[slot], quad);
     }
     // Hides pairs beyond the right edge, and corrects the scores of large rows.
     __device__ __forceinline__ void mask_scores(const BackwardWork& w, Scores& s, uint32_t slot, int place, uint32_t walked) const {
@@ -247,13 +253,14 @@ struct MainWarpgroup {
         mask_fragment(s, w, first_key(w, ln), place / w.width * kBlockM + ln % 4 * 2);
         if (!kSoftcap && some_large(schedule.tiles)) {
             if constexpr (kOptions && !kIntervals)
-                if (p.alibi_slopes) add_large_alibi(s, smem.options.alibi[slot], first_key(w, ln), ln % 4 * 2);
+                if (!kBias && p.alibi_slopes) add_large_alibi(s, smem.options.alibi[slot], first_key(w, ln), ln % 4 * 2);
             adjust_products(s, smem.lse[slot], large_rows_of<kBlockM>(p, schedule.tiles, w, visited_at(w, slot, walked)), ln % 4);
         }
     }
     // All options of a tile's scores that change S. cut: whether intervals cut the tile.
     __device__ __forceinline__ void change_scores(const BackwardWork& w, Scores& s, uint32_t slot, int place, bool cut, int mask_place,
-                                                  int left_place, uint32_t walked) const {
+                                                  int left_place, uint32_t it, uint32_t walked) const {
+        if constexpr (kBias) add_tile_of_bias(s, it);
         if constexpr (kSoftcap) cap_scores(s, schedule.softcap);
         if (place < mask_place) mask_scores(w, s, slot, place, walked);
         if (place >= left_place) {
@@ -265,7 +272,7 @@ struct MainWarpgroup {
                 const int ln = opaque(lane);
                 hide_rows<kBlockM>(p, s, w, smem.options.tile[slot].entry, first_key(w, ln), place / w.width * kBlockM, ln % 4 * 2);
             }
-        } else if (!kSoftcap && p.alibi_slopes) {
+        } else if (!kSoftcap && !kBias && p.alibi_slopes) {
             const int ln = opaque(lane);
             add_alibi(s, smem.options.alibi[slot], first_key(w, ln), ln % 4 * 2);
         }
@@ -274,6 +281,32 @@ struct MainWarpgroup {
     __device__ __forceinline__ Visited visited_at(const BackwardWork& w, uint32_t slot, uint32_t walked) const {
         if constexpr (kIntervals) return {(smem.options.tile[slot].place_and_cut >> 1) / w.width, smem.options.tile[slot].head};
         else return visited(w, int(walked));
+    }
+    __device__ __forceinline__ void add_tile_of_bias(Scores& s, uint32_t it) const {
+        const uint32_t slot = it % kPlan.bias_stages;
+        mbarrier_wait(shared_address(&smem.bias_barriers.full[slot]), it / kPlan.bias_stages & 1);
+        add_bias<T, kBlockM>(s, p, shared_address(smem.bias[slot]), wg * 64 + warp * 16, opaque(lane));
+        __syncwarp();
+        release(shared_address(smem.bias_barriers.empty), slot);
+    }
+    // Draws the tile's dropout for the warp's keys.
+    __device__ __forceinline__ void draw(uint32_t slot) const {
+        __syncwarp();  // all lanes have read the bits of the tile before
+        draw_kept<kBlockM>(p, smem.options.dropout[slot], &smem.kept.of_warp[4 * wg + warp][0][0][0], wg * 64 + warp * 16);
+        __syncwarp();
+    }
+    __device__ __forceinline__ uint32_t kept(int n, int i) const {
+        return kept_signs<kBlockM>(&smem.kept.of_warp[4 * wg + warp][0][0][0], n, i, lane);
+    }
+    // P after dropout.
+    __device__ __forceinline__ void drop(Fragment& prob) const {
+#pragma unroll
+        for (int i = 0; i < kBlockM / 16; ++i)
+#pragma unroll
+            for (int n = 0; n < 2; ++n) {
+                const uint32_t signs = kept(n, i);
+                prob[4 * i + n] = keep_pair<0>(prob[4 * i + n], signs), prob[4 * i + 2 + n] = keep_pair<2>(prob[4 * i + 2 + n], signs);
+            }
     }
     // The key of element 0 of lane `ln`.
     __device__ __forceinline__ int first_key(const BackwardWork& w, int ln) const { return w.key0 + wg * 64 + warp * 16 + ln / 4; }
@@ -290,6 +323,7 @@ struct MainWarpgroup {
             const float4 own = delta, lse = next.lse;
             if (!kSoftcap && i + 1 < kBlockM / 16) delta = statistic(smem.delta[slot], quad, i + 1);
             if constexpr (kSoftcap) capped_gradients<T>(ds, prob + 4 * i, dp + 8 * i, own, lse, schedule.softcap);
+            else if constexpr (kDropout) dropped_gradients<T>(ds, prob + 4 * i, dp + 8 * i, own, p.dropout_scale, {kept(0, i), kept(1, i)});
             else score_gradients<T>(ds, prob + 4 * i, dp + 8 * i, own);
             if constexpr (kOptions && !kIntervals) clear_hidden(ds, next.hidden);  // intervals: P of a hidden key is 0
             if constexpr (kSoftcap)

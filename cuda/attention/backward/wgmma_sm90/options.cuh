@@ -6,14 +6,19 @@
 //                   hidden key may be anything. Its dS, packed, is cleared in every tile, and its dK and dV once, before they are stored.
 //                   Blocks whose keys are all hidden walk no tiles, except in order.
 //     ALiBi         two operations a score
+//     bias          S becomes a score in natural units. The copy engine brings tiles of a 16-bit bias, and ldmatrix transposes them.
+//     dropout       one Philox call decides eight keys of a query. A warp draws for its own keys while dP is multiplied, and exchanges the
+//                   bits through shared memory. P is dropped after dS has been stored, and dV is multiplied with S of the next tile.
 //     softcap       S becomes tanh. Its derivative is found again from P and lse, without registers or shared memory for it.
 #pragma once
 
 #include "attention/backward/wgmma_sm90/work.cuh"
+#include "attention/common/dropout.h"
 #include "attention/common/large_rows.cuh"
 #include "common/constants.h"
 #include "device/approximate.cuh"
 #include "device/mma.cuh"
+#include "device/prmt.cuh"
 #include "device/wgmma.cuh"
 
 namespace fa {
@@ -89,6 +94,88 @@ __device__ __forceinline__ void add_large_alibi(float (&S)[kCount], const AlibiT
     const int distance = tile.row0 + query - key;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) S[i] = alibi_product(S[i], tile.large_slope, distance + i / 4 * 8 + i % 2 - i / 2 % 2 * 8);
+}
+
+// ---- bias ----
+
+// S = scale S + bias, in natural units, with the rounding of find_large_rows; -inf where the bias is. `tile`: the shared address of a tile
+// of bias, whose rows are queries. key0: the warp's first key in the tile.
+template <typename T, int kBlockM, int kCount>
+__device__ __forceinline__ void add_bias(float (&S)[kCount], const AttentionParams& p, uint32_t tile, int key0, int ln) {
+    const bool rows = p.bias.row != 0;
+    const uint32_t place = tile + swizzled_offset(kBlockM, rows ? ln / 16 * 8 + ln % 8 : 0, key0 / 8 + ln / 8 % 2);
+    const uint32_t step = rows ? 16 * kChunkRowBytes : 0;
+#pragma unroll
+    for (int i = 0; i < kCount / 8; ++i) {
+        uint32_t pairs[4];
+        ldmatrix_x4_trans(pairs, place + i * step);
+#pragma unroll
+        for (int x = 0; x < 4; ++x) {
+            const float2 bias = unpack_16<T>(pairs[x]);
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const float own = e ? bias.y : bias.x;
+                float& score = S[8 * i + 2 * x + e];
+                const uint32_t product = opaque(own == -INFINITY ? 0u : __float_as_uint(score));  // it may be NaN
+                score = __fadd_rn(__fmul_rn(__uint_as_float(product), p.scale), own);
+            }
+        }
+    }
+}
+
+// ---- dropout ----
+
+// A tile's first query, head, sequence, and first column / 8, as Philox counts them.
+struct alignas(16) DropoutTile {
+    uint32_t row, head, sequence, column;
+};
+// Draws for a warp's 16 keys and the queries of a tile. `keep`: the warp's part of KeepBytes. key0: the warp's first key in the tile.
+template <int kBlockM>
+__device__ __forceinline__ void draw_kept(const AttentionParams& p, const DropoutTile& tile, uint8_t* keep, int key0) {
+    const int ln = opaque(int(threadIdx.x)) % 32;
+    const uint32_t threshold = p.dropout_threshold << 16;
+    // One at a time: more take registers that the products need.
+#pragma unroll 1
+    for (int i = 0; i < kBlockM / 16; ++i) {  // two groups of keys for each query
+        const int n = i / (kBlockM / 32), query = i % (kBlockM / 32) * 32 + ln;
+        const Philox4 block =
+            philox(tile.column + key0 / 8 + n, tile.row + query, tile.head, tile.sequence, p.dropout_key[0], p.dropout_key[1]);
+        uint32_t bits = 0;
+#pragma unroll
+        for (int x = 0; x < 4; ++x) {
+            if (block.word[x] << 16 >= threshold) bits |= 1u << 2 * x;
+            if (block.word[x] >= threshold) bits |= 2u << 2 * x;
+        }
+        keep[n * kBlockM + query % 8 / 2 * (kBlockM / 4) + query / 8 * 2 + query % 2] = uint8_t(bits);
+    }
+}
+// The bytes of queries 16 i + 2 quad + {0, 1, 8, 9}, for key group n of the warp, shifted so that the sign of each is the bit of the lane's
+// key.
+template <int kBlockM>
+__device__ __forceinline__ uint32_t kept_signs(const uint8_t* keep, int n, int i, int ln) {
+    return *reinterpret_cast<const uint32_t*>(keep + n * kBlockM + ln % 4 * (kBlockM / 4) + 4 * i) << (7 - ln / 4);
+}
+// The mask of query 16 i + 2 quad + {0, 1, 8, 9}[kByte], ones where it is kept; the masks of a packed pair of queries.
+template <int kByte>
+__device__ __forceinline__ float keep_if(float x, uint32_t signs) {
+    return __uint_as_float(__float_as_uint(x) & prmt_signs<0x8888u + kByte * 0x1111u>(signs));
+}
+template <int kByte>
+__device__ __forceinline__ uint32_t keep_pair(uint32_t pair, uint32_t signs) {
+    return pair & prmt_signs<0x9988u + kByte * 0x1111u>(signs);
+}
+// dS = P (scale dP - delta), packed as A operand, where dP is 0 for dropped pairs. signs[n]: kept_signs of the thread's key n.
+template <typename T>
+__device__ __forceinline__ void dropped_gradients(uint32_t (&dS)[4], const uint32_t* P, const float* dP, const float4& delta, float scale,
+                                                  const uint32_t (&signs)[2]) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+        const float2 low = unpack_16<T>(P[n]), high = unpack_16<T>(P[2 + n]);
+        dS[n] = pack_16<T>(low.x * fmaf(keep_if<0>(dP[2 * n], signs[n]), scale, -delta.x),
+                           low.y * fmaf(keep_if<1>(dP[2 * n + 1], signs[n]), scale, -delta.y));
+        dS[2 + n] = pack_16<T>(high.x * fmaf(keep_if<2>(dP[4 + 2 * n], signs[n]), scale, -delta.z),
+                               high.y * fmaf(keep_if<3>(dP[5 + 2 * n], signs[n]), scale, -delta.w));
+    }
 }
 
 // ---- softcap ----

@@ -1,13 +1,14 @@
 // wgmma_sm90/plan.h: the instantiations of the Hopper backward and their shapes, with the reason for each number.
 #pragma once
 
+#include "attention/common/bias_tiles.h"
 #include "attention/common/params.h"
 
 namespace fa {
 
 // Bare plans serve causal and full attention. To head dim 128, plans with options have the tiles and products of the bare plans, and serve
-// options that change S before the exponential (backward_serves_options); plans for intervals serve masks by intervals. General plans serve
-// everything else.
+// options that change S before the exponential (backward_serves_options), some of them also a 16-bit bias or dropout; plans for intervals
+// serve masks by intervals. General plans serve everything else.
 enum class BackwardPlanId {
     kD64,
     kD64General,
@@ -24,7 +25,11 @@ enum class BackwardPlanId {
     kD64Softcap,
     kD128Softcap,
     kD64Intervals,
-    kD128Intervals
+    kD128Intervals,
+    kD64Bias,
+    kD128Bias,
+    kD64Dropout,
+    kD128Dropout
 };
 
 // The warpgroups of a block: one copies, two are the main warpgroups, which own 64 keys each, and one multiplies dQ.
@@ -43,7 +48,10 @@ struct BackwardPlan {
     bool options = false;    // windows with a left edge, masks of keys, and ALiBi or softcap
     bool softcap = false;    // with options: softcap, always, and no ALiBi
     bool intervals = false;  // with options: masks by intervals and a left edge, and no other option
+    bool dropout = false;    // with options: dropout, always
+    int bias_stages = 0;     // with options: a 16-bit bias, always, and no ALiBi: slots for its tiles. Scores are in natural units
 
+    FA_HOST_DEVICE constexpr bool bias() const { return bias_stages != 0; }
     FA_HOST_DEVICE constexpr int columns() const { return (headdim + 63) / 64 * 64; }  // in shared memory, in chunks of 64
     FA_HOST_DEVICE constexpr int columns_v() const { return (headdim_v + 63) / 64 * 64; }
     // Slots of K and V. A block takes one set of 128 keys after another. With two slots, the next set is loaded while the block works on
@@ -70,12 +78,18 @@ FA_HOST_DEVICE constexpr BackwardPlan backward_plan(BackwardPlanId id) {
         case BackwardPlanId::kD64: plan.headdim = plan.headdim_v = 64, plan.block_m = 128; break;
         case BackwardPlanId::kD64Options: plan = backward_plan(BackwardPlanId::kD64), plan.options = true; break;
         case BackwardPlanId::kD64Softcap: plan = backward_plan(BackwardPlanId::kD64Options), plan.softcap = true; break;
+        case BackwardPlanId::kD64Dropout: plan = backward_plan(BackwardPlanId::kD64Options), plan.dropout = true; break;
+        case BackwardPlanId::kD128Dropout: plan = backward_plan(BackwardPlanId::kD128Options), plan.dropout = true; break;
+        // A tile of bias takes the last 32 KiB of shared memory.
+        case BackwardPlanId::kD64Bias: plan = backward_plan(BackwardPlanId::kD64Options), plan.bias_stages = 1; break;
         case BackwardPlanId::kD64General: plan.headdim = plan.headdim_v = 64, plan.general = true; break;
         case BackwardPlanId::kD64Intervals: plan = backward_plan(BackwardPlanId::kD64Options), plan.intervals = true; break;
         // 64 queries: dK and dV fill 128 registers, S and dP 32 each. Four pieces of dQ fill shared memory.
         case BackwardPlanId::kD128: plan.headdim = plan.headdim_v = 128, plan.dq_stages = 4; break;
         case BackwardPlanId::kD128Options: plan = backward_plan(BackwardPlanId::kD128), plan.options = true; break;
         case BackwardPlanId::kD128Softcap: plan = backward_plan(BackwardPlanId::kD128Options), plan.softcap = true; break;
+        // Tiles of bias take the place of dQ.
+        case BackwardPlanId::kD128Bias: plan = backward_plan(BackwardPlanId::kD128Options), plan.dq_stages = 0, plan.bias_stages = 2; break;
         case BackwardPlanId::kD128General: plan.headdim = plan.headdim_v = 128, plan.general = true; break;
         case BackwardPlanId::kD128Intervals: plan = backward_plan(BackwardPlanId::kD128Options), plan.intervals = true; break;
         // dK of 64 keys alone fills 96 or 128 registers, and K and Q fill shared memory: two blocks share the keys
@@ -117,11 +131,26 @@ inline bool backward_serves_options(const AttentionParams& p) {
 inline bool backward_serves_intervals(const AttentionParams& p) {
     return p.headdim <= 128 && p.headdim_v <= 128 && !p.changes_scores() && p.scale > 0;
 }
+// Whether the plans with dropout serve the call.
+inline bool backward_serves_dropout(const AttentionParams& p) {
+    AttentionParams rest = p;
+    rest.dropout_threshold = 0;
+    return p.dropout_threshold && backward_serves_options(rest) && p.softcap == 0;
+}
+// Whether the plans with a bias serve the call.
+inline bool backward_serves_bias(const AttentionParams& p) {
+    AttentionParams rest = p;
+    rest.bias.data = nullptr;
+    rest.scale = 1.0f;  // any scale
+    return bias_has_tiles(p) && backward_serves_options(rest) && p.softcap == 0 && !p.alibi_slopes;
+}
 
 inline BackwardPlanId backward_choose(const AttentionParams& p) {
     const bool general = backward_scores_are_natural(p) || p.window_left >= 0;
     const int d = p.headdim > p.headdim_v ? p.headdim : p.headdim_v;
     if (p.intervals.data && d <= 128) return d <= 64 ? BackwardPlanId::kD64Intervals : BackwardPlanId::kD128Intervals;
+    if (d <= 128 && backward_serves_bias(p)) return d <= 64 ? BackwardPlanId::kD64Bias : BackwardPlanId::kD128Bias;
+    if (d <= 128 && backward_serves_dropout(p)) return d <= 64 ? BackwardPlanId::kD64Dropout : BackwardPlanId::kD128Dropout;
     if (general && d <= 128 && backward_serves_options(p)) {
         if (p.softcap != 0) return d <= 64 ? BackwardPlanId::kD64Softcap : BackwardPlanId::kD128Softcap;
         return d <= 64 ? BackwardPlanId::kD64Options : BackwardPlanId::kD128Options;

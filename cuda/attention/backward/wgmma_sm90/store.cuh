@@ -60,7 +60,8 @@ __device__ __forceinline__ void store_dk(const float (&dk)[kCount], const Backwa
 template <typename T, BackwardPlanId kId, int kCount>
 __device__ __forceinline__ void store_dv(const float (&dv)[kCount], const BackwardParams& b, const BackwardWork& w, int key) {
     const int64_t offset = (b.forward.cu_seqlens_q ? 0 : w.batch * b.dv.batch) + w.k_row * b.dv.row + w.head_k * b.dv.head;
-    const float factor = kBackwardPlan<kId>.general && b.forward.dropout_threshold ? b.forward.dropout_scale : 1.0f;
+    const bool drops = kBackwardPlan<kId>.dropout || (kBackwardPlan<kId>.general && b.forward.dropout_threshold);
+    const float factor = drops ? b.forward.dropout_scale : 1.0f;
     store_gradient<T>(dv, b.dv, offset, b.forward.headdim_v, factor, b.accumulate, key, w.seqlen_k);
 }
 

@@ -48,7 +48,7 @@ struct QueryTiles {
     float* large;  // (heads, tiles, block_m, 2), in quad_order: RowBase of rows whose lse is kLargeRow; other rows are not written
     int block_m, block_n, columns;
     int blocks;     // blocks that share keys; each adds its own columns of dq
-    bool natural;   // scores are in natural units, as in general plans
+    bool natural;   // scores are in natural units, as in general plans and under a bias
     bool zeroed;    // dq starts as zeros; else the first key block that reaches a tile writes it, and the others wait for that
     bool skipped;   // key blocks do not walk over tiles that a mask hides, so a tile may meet no block although its rows see keys
     int tiles;      // of a sequence; varlen: of all sequences; tile m of sequence b is number cu_seqlens_q[b] / block_m + b + m
@@ -71,7 +71,8 @@ struct QueryTiles {
 inline QueryTiles query_tiles(const BackwardParams& b, const BackwardPlan& plan) {
     const AttentionParams& p = b.forward;
     QueryTiles t{};
-    t.block_m = plan.block_m, t.block_n = plan.block_n, t.columns = plan.columns(), t.blocks = plan.blocks(), t.natural = plan.general;
+    t.block_m = plan.block_m, t.block_n = plan.block_n, t.columns = plan.columns(), t.blocks = plan.blocks(),
+    t.natural = plan.general || plan.bias();
     // Measured on an H200. Two blocks that share keys: claiming tiles instead of zeroing first gains 8 % at seqlen 512, nothing at 2048,
     // and loses up to 8 % at 16384. One block at head dim 128, causal: zeroing costs 2 % at 2048; waiting for claimed tiles costs 2 % at
     // 8192 and 7 % at 16384.

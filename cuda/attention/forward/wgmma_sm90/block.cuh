@@ -19,6 +19,7 @@ struct WgmmaSchedule {
     int q_loads, k_loads, v_loads;  // boxes of a tile
     int page_boxes;                 // paged cache whose pages are not whole tiles: rows of a box, several of which make a tile; else 0
     bool page_copies;               // the same without a common divisor of 8 rows or more: rows are copied one by one
+    float cap_inverse;              // plans with options: softmax_scale / softcap
     IntervalBounds bounds;          // plans for intervals: of each tile of keys
 };
 
@@ -32,8 +33,9 @@ struct WgmmaItem {
 struct alignas(16) KeyTile {
     // The keys that the mask hides. Bit 2 i + e of word q: key 8 i + 2 q + e. A lane with quad q has it in elements 4 i + e, 4 i + 2 + e.
     uint32_t hidden[4];
-    int place;  // n: tile n of the sequence; ~n: the same, and the last one of its item
-    int cut;    // whether the mask hides any of its keys
+    int place;      // n: tile n of the sequence; ~n: the same, and the last one of its item
+    int cut;        // whether the mask hides any of its keys
+    uint32_t work;  // plans with a bias: shared address of the item, for the warps that zero values
 
     __device__ __forceinline__ bool zeroes_values() const { return cut; }
 };
@@ -82,6 +84,17 @@ struct WgmmaKeyTiles<kId, true> {
     std::conditional_t<kWgmmaPlan<kId>.intervals, SeenKeyTiles, NoSeenKeyTiles> seen;
 };
 
+// Plans with a bias have this in shared memory, too: tiles of bias, which count as tiles of K do. The rows of the item, as chunks of 64
+// keys in the swizzle of wgmma.cuh; of a bias that all rows share, the first row.
+template <WgmmaPlanId kId, bool kBias = kWgmmaPlan<kId>.bias>
+struct WgmmaBias {};
+template <WgmmaPlanId kId>
+struct WgmmaBias<kId, true> {
+    static constexpr int kStages = 2;
+    alignas(1024) uint16_t tiles[kStages][kWgmmaPlan<kId>.block_m() * kWgmmaPlan<kId>.block_n];
+    uint64_t full[kStages], empty[kStages];
+};
+
 template <typename T, WgmmaPlanId kId>
 struct alignas(1024) WgmmaSmem {
     static constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
@@ -95,6 +108,7 @@ struct alignas(1024) WgmmaSmem {
     typename WgmmaItem<kId>::Type work[kWorkSlots];
     uint8_t seen[2][kPlan.general ? kPlan.block_n : 1];  // does any row of the block see this key? One slot each for two consecutive tiles
     WgmmaKeyTiles<kId> keys;
+    WgmmaBias<kId> bias;
 };
 
 template <typename T, WgmmaPlanId kId>
@@ -113,6 +127,9 @@ __device__ __forceinline__ void init_barriers(WgmmaSmem<T, kId>& smem, bool page
         for (int i = 0; i < kPlan.stages; ++i) mbarrier_init(shared_address(smem.keys.v_landed + i), 1);
         smem.keys.cuts = 0;
     }
+    if constexpr (kPlan.bias)
+        for (int i = 0; i < WgmmaBias<kId>::kStages; ++i)
+            mbarrier_init(shared_address(smem.bias.full + i), 1), mbarrier_init(shared_address(smem.bias.empty + i), kConsumerArrivals);
     fence_mbarrier_init();
 }
 

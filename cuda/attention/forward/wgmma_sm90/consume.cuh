@@ -265,12 +265,13 @@ __device__ __forceinline__ void finish_rows(const AttentionParams& p, const Forw
     for (int r = 0; r < 2; ++r) {
         const int i = row0 + 8 * r;
         const float row_sum = quad_sum(rows.row_sum[r]);
-        const bool natural = kWgmmaPlan<kId>.general && wgmma_scores_are_natural(p);
+        const bool natural = kWgmmaPlan<kId>.bias || (kWgmmaPlan<kId>.general && wgmma_scores_are_natural(p));
         const float sink = sink_of(p.sinks, w.head);
         const RowEnd end = natural ? finish_row<ScoreUnit::kNatural>(rows.row_max[r], row_sum, sink)
                                    : finish_row<ScoreUnit::kLog2>(rows.row_max[r], row_sum, sink);
         if (p.lse && me.quad() == 0 && i < w.seqlen_q) p.lse[lse_row + i] = natural ? end.lse : end.lse * kLn2;
-        const float inverse = kWgmmaPlan<kId>.general && p.dropout_threshold ? end.inverse * p.dropout_scale : end.inverse;
+        const bool drops = kWgmmaPlan<kId>.dropout || (kWgmmaPlan<kId>.general && p.dropout_threshold);
+        const float inverse = drops ? end.inverse * p.dropout_scale : end.inverse;
         store_row(out + i * p.out.row, O, r, inverse, end.empty, i < w.seqlen_q, p.headdim_v, me.quad());
     }
 }

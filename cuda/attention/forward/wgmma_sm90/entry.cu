@@ -37,6 +37,10 @@ cudaError_t forward_wgmma_sm90(const AttentionParams& p, const DeviceInfo& devic
         FA_WGMMA_CASE(kD64Intervals)
         FA_WGMMA_CASE(kD128Intervals)
         FA_WGMMA_CASE(kD256Intervals)
+        FA_WGMMA_CASE(kD64Bias)
+        FA_WGMMA_CASE(kD128Bias)
+        FA_WGMMA_CASE(kD64Dropout)
+        FA_WGMMA_CASE(kD128Dropout)
 #undef FA_WGMMA_CASE
     }
     return cudaErrorInvalidValue;

@@ -111,7 +111,6 @@ struct TileIntervals {
     using Tile = KeyTileOf<kId>;
     const AttentionParams& p;
     const ForwardWork& w;
-    const float& unused;
     const Consumer& me;
     const MaskedTiles masked;
 

@@ -24,8 +24,8 @@
 //
 // The parts: wgmma_sm90/plan.h: the shapes; work_list.h: the items; wgmma_sm90/block.cuh: shared memory and barriers;
 // wgmma_sm90/produce.cuh: the copies; wgmma_sm90/consume.cuh: the steps of the loop below. Plans with options have loops of their own, of
-// the producer in wgmma_sm90/key_tiles.cuh and of the consumers in wgmma_sm90/options.cuh. wgmma_sm90/intervals.cuh puts masks by intervals
-// in their place.
+// the producer in wgmma_sm90/key_tiles.cuh and of the consumers in wgmma_sm90/options.cuh. Some of them also have a bias (bias.cuh) or
+// dropout (dropout.cuh); others have masks by intervals (intervals.cuh) in place of the options.
 #pragma once
 
 #include <numeric>
@@ -248,11 +248,11 @@ __global__ void __launch_bounds__(128 * (kWgmmaPlan<kId>.warpgroups + 1), 1)
     if (warpgroup == 0) {
         if constexpr (kPlan.moves_registers()) setmaxnreg_dec<kPlan.producer_registers()>();
         if constexpr (kPlan.options) {
-            const ThreadTiles<T, kId> tiles(map_k, map_v, p, schedule, smem);
             if (threadIdx.x < 32) {
+                const ThreadTiles<T, kId> tiles(map_k, map_v, p, schedule, smem);
                 if constexpr (kPlan.intervals) produce_with_intervals(map_q, p, schedule, smem, tiles);
                 else produce_with_options(map_q, p, schedule, smem, tiles);
-            } else if (kPlan.intervals || p.mask.data) zero_hidden_values(smem);
+            } else if (kPlan.intervals || p.mask.data) zero_hidden_values(p, smem);
             return;
         }
         if constexpr (kLoads == KeyLoads::kPageBoxes) {
@@ -269,21 +269,51 @@ __global__ void __launch_bounds__(128 * (kWgmmaPlan<kId>.warpgroups + 1), 1)
     }
     if constexpr (kPlan.moves_registers()) setmaxnreg_inc<kPlan.consumer_registers()>();
     const Consumer me{warpgroup - 1, int(threadIdx.x % 128 / 32), int(threadIdx.x % 32)};
-    if constexpr (kPlan.options) consume_with_options(p, smem, me);
+    if constexpr (kPlan.options) consume_with_options(p, schedule, smem, me);
     else consume(p, smem, me);
+}
+
+// The same for plans with a bias.
+template <typename T, WgmmaPlanId kId>
+__global__ void __launch_bounds__(128 * (kWgmmaPlan<kId>.warpgroups + 1), 1)
+    forward_wgmma_bias_kernel(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k,
+                              const __grid_constant__ CUtensorMap map_v, const __grid_constant__ CUtensorMap map_bias,
+                              const __grid_constant__ AttentionParams p, const __grid_constant__ WgmmaSchedule schedule) {
+    constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
+    using Smem = WgmmaSmem<T, kId>;
+    static_assert(sizeof(Smem) <= 227 * 1024, "one Hopper block can address 227 KiB");
+    extern __shared__ __align__(1024) unsigned char shared[];
+    Smem& smem = *reinterpret_cast<Smem*>(shared);
+
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the shuffle tells the compiler that it is uniform
+    if (threadIdx.x == 0) {
+        prefetch_tensormap(&map_q), prefetch_tensormap(&map_k), prefetch_tensormap(&map_v), prefetch_tensormap(&map_bias);
+        init_barriers(smem, false);
+    }
+    __syncthreads();
+    if (warpgroup == 0) {
+        setmaxnreg_dec<kPlan.producer_registers()>();
+        if (threadIdx.x >= 32) zero_hidden_values(p, smem);
+        else produce_with_options(map_q, p, schedule, smem, ThreadTiles<T, kId>(map_k, map_v, p, schedule, smem), &map_bias);
+        return;
+    }
+    setmaxnreg_inc<kPlan.consumer_registers()>();
+    consume_with_options(p, schedule, smem, Consumer{warpgroup - 1, int(threadIdx.x % 128 / 32), int(threadIdx.x % 32)});
 }
 
 // ---- launch ----
 
 using WgmmaKernel = void (*)(CUtensorMap, CUtensorMap, CUtensorMap, AttentionParams, WgmmaSchedule);
 
-template <typename T, WgmmaPlanId kId>
-cudaError_t launch_wgmma(const AttentionParams& p, const ForwardWorkList& list, WgmmaKernel kernel, cudaStream_t stream) {
+// `maps`: what the kernel takes beside those of q, k and v.
+template <typename T, WgmmaPlanId kId, typename Kernel, typename... Maps>
+cudaError_t launch_wgmma(const AttentionParams& p, const ForwardWorkList& list, Kernel kernel, cudaStream_t stream, const Maps&... maps) {
     constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
     const bool varlen = p.cu_seqlens_q;
 
     WgmmaSchedule schedule{};
     schedule.list = list;
+    if (p.softcap != 0) schedule.cap_inverse = p.scale / p.softcap;
     CUtensorMap map_q, map_k, map_v;
     const bool paged = p.cache.block_table;
     const int common = paged ? std::gcd(p.cache.page_size, kPlan.block_n) : kPlan.block_n;  // gcd of the rows of page and tile
@@ -322,7 +352,18 @@ cudaError_t launch_wgmma(const AttentionParams& p, const ForwardWorkList& list, 
     if constexpr (kPlan.page_boxes())
         if (boxes) kernel = forward_wgmma_kernel<T, kId, KeyLoads::kPageBoxes>;
     return launch_kernel(kernel, unsigned(schedule.list.blocks), 128 * (kPlan.warpgroups + 1), sizeof(WgmmaSmem<T, kId>), stream, options,
-                         map_q, map_k, map_v, p, schedule);
+                         map_q, map_k, map_v, maps..., p, schedule);
+}
+
+// Tiles of block_m rows and block_n keys; or of one row.
+template <WgmmaPlanId kId>
+cudaError_t encode_bias(const AttentionParams& p, CUtensorMap* map) {
+    const ScoreView& bias = p.bias;
+    int loads;
+    return encode_tiles({"bias", bias.data, p.dtype == DType::kFloat16, p.seqlen_k, bias.row ? p.seqlen_q : 1, bias.head ? p.nheads : 1,
+                         bias.batch ? p.batch : 1, 2 * bias.row, 2 * bias.head, 2 * bias.batch, bias.row ? kWgmmaPlan<kId>.block_m() : 1,
+                         kWgmmaPlan<kId>.block_n, true},
+                        map, &loads);
 }
 
 template <typename T, WgmmaPlanId kId>
@@ -331,7 +372,13 @@ cudaError_t launch_wgmma(const AttentionParams& p, int multiprocessors, cudaStre
     if (work_items(p, kBlockM) == 0) return cudaSuccess;
     ForwardWorkList list = forward_work_list(p, kBlockM, multiprocessors);
     add_leading_sections(p, multiprocessors, &list);
-    return launch_wgmma<T, kId>(p, list, forward_wgmma_kernel<T, kId, KeyLoads::kTilesOrRows>, stream);
+    if constexpr (kWgmmaPlan<kId>.bias) {
+        CUtensorMap map_bias;
+        if (cudaError_t error = encode_bias<kId>(p, &map_bias)) return error;
+        return launch_wgmma<T, kId>(p, list, forward_wgmma_bias_kernel<T, kId>, stream, map_bias);
+    } else {
+        return launch_wgmma<T, kId>(p, list, forward_wgmma_kernel<T, kId, KeyLoads::kTilesOrRows>, stream);
+    }
 }
 
 template <WgmmaPlanId kId>

@@ -8,10 +8,12 @@
 //     whole   no key is hidden: the consumers treat it as in a call without a mask
 //     cut     the consumers get one bit for each key, and V is zeroed where keys are hidden, because P = 0 times NaN is NaN
 //
-// The other three warps of the producer do the zeroing, once for all consumers, while other tiles are multiplied.
+// The other three warps of the producer do the zeroing, once for all consumers, while other tiles are multiplied. In plans with a bias they
+// look through every tile of V (bias.cuh).
 #pragma once
 
 #include "attention/forward/common/work_loop.cuh"
+#include "attention/forward/wgmma_sm90/bias.cuh"
 #include "attention/forward/wgmma_sm90/block.cuh"
 #include "attention/forward/wgmma_sm90/intervals.cuh"
 #include "attention/forward/wgmma_sm90/produce.cuh"
@@ -32,17 +34,18 @@ constexpr uint32_t kNoMoreTiles = ~0u;
 template <typename T, WgmmaPlanId kId>
 struct KeyTileLoads {
     static constexpr int kBlockN = kWgmmaPlan<kId>.block_n, kStages = kWgmmaPlan<kId>.stages;
-    static constexpr bool kIntervals = kWgmmaPlan<kId>.intervals;
+    static constexpr bool kBias = kWgmmaPlan<kId>.bias, kIntervals = kWgmmaPlan<kId>.intervals;
     static constexpr int kStride = 32 * 16 / kBlockN;  // tiles whose bytes of the mask the lanes read at once, 16 bytes each
     using Stages = Ring<kStages>;
     const AttentionParams& p;
     WgmmaSmem<T, kId>& smem;
     ThreadTiles<T, kId>& tiles;
+    const CUtensorMap* map_bias;
 
     // Opaque: what follows from these is computed where it is used, and takes no register or predicate elsewhere.
     __device__ __forceinline__ int lane() const { return opaque(int(threadIdx.x % 32)); }
     __device__ __forceinline__ bool has_mask() const { return opaque(static_cast<const uint8_t*>(p.mask.data)); }
-    __device__ __forceinline__ bool has_slopes() const { return !kIntervals && opaque(p.alibi_slopes); }
+    __device__ __forceinline__ bool has_slopes() const { return !kBias && !kIntervals && opaque(p.alibi_slopes); }
     __device__ __forceinline__ KeyTileOf<kId>& entry(uint32_t count) const { return smem.keys.tiles[count % WgmmaKeyTiles<kId>::kEntries]; }
     // The mask's byte of key 0.
     __device__ __forceinline__ const uint8_t* mask_of(const ForwardWork& w) const {
@@ -98,7 +101,7 @@ struct KeyTileLoads {
 #pragma unroll 1
             while (n != kNoTile && !read(w, n, tile)) {
                 n = after(w, n);
-                if (w.first_tile < n && n < start_of(w)) n = pass_hidden(w, n);
+                if (!kBias && w.first_tile < n && n < start_of(w)) n = pass_hidden(w, n);  // a producer beside a bias has no registers left
             }
         } else {
             tile.cut = false;
@@ -122,7 +125,10 @@ struct KeyTileLoads {
     __device__ __forceinline__ void load_k(const ForwardWork& w, int n, uint32_t count, int next) const {
         if (next == kNoTile) entry(count).place = ~n;
         __syncwarp();
-        if (lane() == 0) tiles.load_k(w, n, Stages(smem.k_full, smem.k_empty, count));
+        if (lane() == 0) {
+            tiles.load_k(w, n, Stages(smem.k_full, smem.k_empty, count));
+            if constexpr (kBias) load_bias<T, kId>(map_bias, p, w, smem, n, count);
+        }
         __syncwarp();
     }
     __device__ __forceinline__ void load_q(const CUtensorMap& map, const ForwardWork& w, uint32_t item) const {
@@ -131,12 +137,13 @@ struct KeyTileLoads {
         if (lane() == 0) fa::load_q(map, p, tiles.schedule, w, smem, q.full_barrier());
         __syncwarp();
     }
-    // V of a cut tile goes through the zeroing warps.
+    // V of a cut tile goes through the zeroing warps; beside a bias that of every tile.
     __device__ __forceinline__ void load_v(const ForwardWork& w, int n, uint32_t count) const {
         if (lane() == 0) {
             Stages v(smem.v_full, smem.v_empty, count);
-            if (entry(count).zeroes_values()) {
+            if (kBias || entry(count).zeroes_values()) {
                 v.wait_empty();
+                if constexpr (kBias) entry(count).work = shared_address(&w);
                 v.full = next_landing(count) - 8 * v.slot;
             }
             tiles.load_v(w, n, v);
@@ -152,7 +159,7 @@ struct KeyTileLoads {
     }
     // Tells the zeroing warps that no more tiles come, after they have done all.
     __device__ __forceinline__ void end(uint32_t count) const {
-        if (!(kIntervals || has_mask()) || lane() != 0) return;
+        if (!(kBias || kIntervals || has_mask()) || lane() != 0) return;
         for (int i = 0; i < kStages; ++i) Stages(smem.v_full, smem.v_empty, count + i).wait_empty();
         mbarrier_arrive(next_landing(kNoMoreTiles));
     }
@@ -160,8 +167,9 @@ struct KeyTileLoads {
 
 template <typename T, WgmmaPlanId kId>
 __device__ __forceinline__ void produce_with_options(const CUtensorMap& map_q, const AttentionParams& p, const WgmmaSchedule& schedule,
-                                                     WgmmaSmem<T, kId>& smem, ThreadTiles<T, kId> tiles) {
-    const KeyTileLoads<T, kId> loads{p, smem, tiles};
+                                                     WgmmaSmem<T, kId>& smem, ThreadTiles<T, kId> tiles,
+                                                     const CUtensorMap* map_bias = nullptr) {
+    const KeyTileLoads<T, kId> loads{p, smem, tiles, map_bias};
     uint32_t count = 0;
     const auto prepare = [&](ForwardWork& w) {
         if (!loads.has_slopes()) return;
@@ -180,7 +188,9 @@ __device__ __forceinline__ void produce_with_options(const CUtensorMap& map_q, c
             before = n, n = next;
         }
     };
-    for_each_item<WgmmaWorkTiles<kId>, WalkedBy::kWarp>(p, schedule.list, smem.work, smem.work_full, smem.work_empty, prepare, load);
+    // Opaque beside a bias: what finding an item needs is not kept in registers between items.
+    const AttentionParams& of_items = kWgmmaPlan<kId>.bias ? *opaque(&p) : p;
+    for_each_item<WgmmaWorkTiles<kId>, WalkedBy::kWarp>(of_items, schedule.list, smem.work, smem.work_full, smem.work_empty, prepare, load);
     loads.end(count);
 }
 
@@ -188,7 +198,7 @@ __device__ __forceinline__ void produce_with_options(const CUtensorMap& map_q, c
 template <typename T, WgmmaPlanId kId>
 __device__ __forceinline__ void produce_with_intervals(const CUtensorMap& map_q, const AttentionParams& p, const WgmmaSchedule& schedule,
                                                        WgmmaSmem<T, kId>& smem, ThreadTiles<T, kId> tiles) {
-    const KeyTileLoads<T, kId> loads{p, smem, tiles};
+    const KeyTileLoads<T, kId> loads{p, smem, tiles, nullptr};
     const auto place_of = [&](uint32_t count) {
         const int place = *static_cast<volatile int*>(&loads.entry(count).place);
         return place < 0 ? ~place : place;
@@ -221,28 +231,35 @@ __device__ __forceinline__ void produce_with_intervals(const CUtensorMap& map_q,
     loads.end(count);
 }
 
-// The zeroing warps: rows of V that the mask hides become zeros before the consumers see the tile. Eight lanes share a row, so a warp takes
-// four rows at a time, and the three warps take twelve.
-template <typename T, WgmmaPlanId kId>
-__device__ __forceinline__ void zero_hidden_values(WgmmaSmem<T, kId>& smem) {
-    constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
-    constexpr int kBlockN = kPlan.block_n, kStages = kPlan.stages, kChunks = kPlan.columns_v() / kChunkColumns;
+// Zeroes the rows of V that the mask hides. Eight lanes share a row, so a warp takes four rows at a time, and the three warps take twelve.
+template <WgmmaPlanId kId>
+__device__ __forceinline__ void zero_masked_values(const KeyTile& tile, uint4* tile_of_v) {
+    constexpr int kBlockN = kWgmmaPlan<kId>.block_n, kChunks = kWgmmaPlan<kId>.columns_v() / kChunkColumns;
     const int warp = int(threadIdx.x) / 32 - 1, r = threadIdx.x % 32 / 8, piece = threadIdx.x % 8;
+    const uint32_t even = tile.hidden[r / 2] >> r % 2, odd = tile.hidden[2 + r / 2] >> r % 2;  // of rows 8 x + r, and 8 x + 4 + r
+    uint4* pieces = tile_of_v + piece;
+#pragma unroll(kWgmmaPlan<kId>.bias ? 1 : kBlockN)
+    for (int k = 0; k < kBlockN / 4; k += kZeroingWarps) {
+        const int four = k + warp;  // rows 4 four .. 4 four + 3
+        if (four >= kBlockN / 4 || !((four % 2 ? odd : even) >> four / 2 * 2 & 1)) continue;
+#pragma unroll
+        for (int chunk = 0; chunk < kChunks; ++chunk) pieces[(chunk * kBlockN + 4 * four + r) * 8] = make_uint4(0, 0, 0, 0);
+    }
+}
+
+// The zeroing warps: hidden rows of V become zeros before the consumers see the tile.
+template <typename T, WgmmaPlanId kId>
+__device__ __forceinline__ void zero_hidden_values(const AttentionParams& p, WgmmaSmem<T, kId>& smem) {
+    constexpr int kStages = kWgmmaPlan<kId>.stages;
 #pragma unroll 1
     for (uint32_t c = 0;; ++c) {
         mbarrier_wait(shared_address(smem.keys.v_landed + c % kStages), c / kStages % 2);
         const uint32_t count = smem.keys.cut[c % kStages];
         if (count == kNoMoreTiles) return;
         const KeyTileOf<kId>& tile = smem.keys.tiles[count % WgmmaKeyTiles<kId>::kEntries];
-        const uint32_t even = tile.hidden[r / 2] >> r % 2, odd = tile.hidden[2 + r / 2] >> r % 2;  // of rows 8 x + r, and 8 x + 4 + r
-        uint4* pieces = reinterpret_cast<uint4*>(smem.v[count % kStages]) + piece;
-#pragma unroll
-        for (int k = 0; k < kBlockN / 4; k += kZeroingWarps) {
-            const int four = k + warp;  // rows 4 four .. 4 four + 3
-            if (four >= kBlockN / 4 || !((four % 2 ? odd : even) >> four / 2 * 2 & 1)) continue;
-#pragma unroll
-            for (int chunk = 0; chunk < kChunks; ++chunk) pieces[(chunk * kBlockN + 4 * four + r) * 8] = make_uint4(0, 0, 0, 0);
-        }
+        uint4* tile_of_v = reinterpret_cast<uint4*>(smem.v[count % kStages]);
+        if (!kWgmmaPlan<kId>.bias || tile.cut) zero_masked_values<kId>(tile, tile_of_v);
+        if constexpr (kWgmmaPlan<kId>.bias) zero_unseen_values(p, smem, tile, tile_of_v, kZeroingWarps);
         fence_proxy_async();
         bar_sync(kProducer, 32 * kZeroingWarps);
         if (threadIdx.x == 32) mbarrier_arrive(shared_address(smem.v_full + count % kStages));

@@ -7,12 +7,16 @@
 //     ALiBi     scores fall with the distance from the diagonal. Beside the diagonal the distance is a number of the row plus or minus one
 //               of the key: S += slope j, one operation a score, and the row's number goes to the maximum that the exponentials subtract.
 //               On the diagonal S -= slope |i + shift - j|
+//     bias      S becomes a score in natural units (bias.cuh)
 //     mask      -inf where a bit of the tile says so, in cut tiles
 //     edges     -inf, in the tiles that they cross
 #pragma once
 
+#include "attention/common/softcap.h"
+#include "attention/forward/wgmma_sm90/bias.cuh"
 #include "attention/forward/wgmma_sm90/block.cuh"
 #include "attention/forward/wgmma_sm90/consume.cuh"
+#include "attention/forward/wgmma_sm90/dropout.cuh"
 #include "attention/forward/wgmma_sm90/intervals.cuh"
 #include "common/constants.h"
 #include "device/approximate.cuh"
@@ -35,16 +39,9 @@ __device__ __forceinline__ void exponentials_of(float (&S)[kCount], float (&sum)
     }
 }
 
-// tanh(x) to 1.1e-5 of itself, for |x| < kTanhLimit.
-constexpr float kTanhLimit = 0.75f;
-__device__ __forceinline__ float tanh_polynomial(float x) {
-    const float square = x * x;
-    return x * fmaf(square, fmaf(square, fmaf(square, -0.03545279f, 0.12742697f), -0.33269671f), 0.99998898f);
-}
-
-// S = tanh(S inverse). While the scores of a warp stay below 3/4 of softcap, the polynomial does it. The exponentials' unit, which is as
-// busy as the tensor cores at head dim 64, has nothing to do then. Two halves, each behind a branch of its own: all elements at once would
-// take too many registers.
+// S = tanh(S inverse). While the scores of a warp stay below kTanhLimit of softcap, the polynomial does it. The exponentials' unit, which
+// is as busy as the tensor cores at head dim 64, has nothing to do then. Two halves, each behind a branch of its own: all elements at once
+// would take too many registers.
 template <int kBegin, int kEnd, int kCount>
 __device__ __forceinline__ bool all_small(const float (&S)[kCount], float inverse) {
     float greatest[2] = {0.0f, 0.0f};
@@ -57,10 +54,10 @@ __device__ __forceinline__ void cap_part(float (&S)[kCount], float inverse) {
     if (all_small<kBegin, kEnd>(S, inverse)) {
 #pragma unroll
         for (int i = kBegin; i < kEnd; ++i) S[i] = tanh_polynomial(S[i] * inverse);
-    } else {  // 1 - 2 / (1 + e^2x)
-        const float twice = 2.0f * kLog2e * inverse;
+    } else {
 #pragma unroll
-        for (int i = kBegin; i < kEnd; ++i) S[i] = fmaf(-2.0f, rcp_approx(1.0f + exp2_approx(S[i] * twice)), 1.0f);
+        for (int i = kBegin; i < kEnd; ++i)
+            S[i] = tanh_any(S[i] * inverse, [](float x) { return exp2_approx(x); }, [](float x) { return rcp_approx(x); });
     }
 }
 template <int kCount>
@@ -74,15 +71,18 @@ template <typename T, WgmmaPlanId kId>
 struct TileOptions {
     static constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
     static constexpr int kBlockN = kPlan.block_n;
+    static constexpr bool kBias = kPlan.bias;
     using Scores = float[kBlockN / 2];
     const AttentionParams& p;
     const ForwardWork& w;
+    const WgmmaSchedule& schedule;
+    WgmmaSmem<T, kId>& smem;
+    const uint32_t& entry;  // one more than the number of the tile
     const float& slope_of_item;
     const Consumer& me;
     const MaskedTiles masked;
 
     __device__ __forceinline__ float slope() const { return *static_cast<const volatile float*>(&slope_of_item); }
-    __device__ __forceinline__ float inverse() const { return __fdividef(p.scale, p.softcap); }
     // From row g of the thread to its element 0.
     __device__ __forceinline__ float distance(int n) const {
         const Consumer at = me.rare();
@@ -91,12 +91,14 @@ struct TileOptions {
     // Whether the tile may have keys that a row of the warpgroup does not see.
     __device__ __forceinline__ bool has_edge(int n) const { return n >= masked.right_tile || n < masked.left_tile; }
     // Whether no option changes S in tile n.
-    __device__ __forceinline__ bool is_plain(int cut, int n) const { return !(p.softcap != 0 || p.alibi_slopes || cut || has_edge(n)); }
+    __device__ __forceinline__ bool is_plain(int cut, int n) const {
+        return !(kBias || p.softcap != 0 || p.alibi_slopes || cut || has_edge(n));
+    }
     // Whether the maximum of tile n, which follows tile `before`, must be found: a row may see its first key, or scores may rise. Under
     // ALiBi they fall from the diagonal on, downwards and later upwards; under a negative slope they rise.
     __device__ __forceinline__ bool is_exact(const KeyTile&, int n, int before, const RowStatistics&) const {
         if (n >= masked.right_tile) return true;
-        if (!p.alibi_slopes) return false;
+        if (kBias || !p.alibi_slopes) return false;
         const bool beside = n > before || (n + 1) * kBlockN - 1 <= w.row0 + me.wg * 64 + w.shift;
         return !beside || slope() < 0;
     }
@@ -107,9 +109,26 @@ struct TileOptions {
         for (int i = 0; i < kBlockN / 2; ++i)
             if (hidden >> (i / 4 * 2 + i % 2) & 1) S[i] = -INFINITY;
     }
+    template <Infinities kInfinities>
+    __device__ __forceinline__ void add_tile_of_bias(Scores& S) const {
+        const BiasRing<kId> ring(smem.bias.full, smem.bias.empty, entry - 1);
+        ring.wait_full();
+        add_bias<kInfinities, T, kId>(S, p, shared_address(smem.bias.tiles[ring.slot]), me);
+    }
+    // The warp is done with the tile's bias.
+    __device__ __forceinline__ void release_bias() const {
+        __syncwarp();
+        if (arrives(me.lane)) mbarrier_arrive(BiasRing<kId>(smem.bias.full, smem.bias.empty, entry - 1).empty_barrier());
+    }
     // Applies all options to S.
     __device__ __forceinline__ void apply(Scores& S, const KeyTile& tile, int n) const {
-        if (p.softcap != 0) cap(S, inverse());
+        if constexpr (kBias) {
+            add_tile_of_bias<Infinities::kStrict>(S);
+            hide(S, tile);
+            mask_scores<kId>(S, w, masked, n, me);
+            return;
+        }
+        if (p.softcap != 0) cap(S, schedule.cap_inverse);
         if (p.alibi_slopes) {
             const float slope = this->slope(), to_key0 = distance(n);
 #pragma unroll
@@ -120,9 +139,15 @@ struct TileOptions {
     }
     // Applies all but one, which the exponentials will apply.
     __device__ __forceinline__ InExponent prepare(Scores& S, const KeyTile& tile, int n) const {
+        if constexpr (kBias) {
+            add_tile_of_bias<Infinities::kAdded>(S);
+            hide(S, tile);
+            mask_scores<kId>(S, w, masked, n, me);
+            return InExponent::kNothing;
+        }
         if (p.softcap != 0) {
-            if (!p.alibi_slopes && !tile.cut && !has_edge(n) && all_small<0, kBlockN / 2>(S, inverse())) return InExponent::kCap;
-            cap(S, inverse());
+            if (!p.alibi_slopes && !tile.cut && !has_edge(n) && all_small<0, kBlockN / 2>(S, schedule.cap_inverse)) return InExponent::kCap;
+            cap(S, schedule.cap_inverse);
         }
         mask_scores<kId>(S, w, masked, n, me);
         if (p.alibi_slopes) {
@@ -134,11 +159,16 @@ struct TileOptions {
     // S becomes P under the current maximum.
     __device__ __forceinline__ void take_exponentials(Scores& S, float scale, const RowStatistics& rows, const KeyTile& tile, int n,
                                                       int before, InExponent option, float (&sum)[2]) const {
+        if constexpr (kBias) exponentials(S, exponent_of_natural(), rows.row_max, sum);
+        else take_exponentials_of_products(S, scale, rows, tile, n, before, option, sum);
+    }
+    __device__ __forceinline__ void take_exponentials_of_products(Scores& S, float scale, const RowStatistics& rows, const KeyTile& tile,
+                                                                  int n, int before, InExponent option, float (&sum)[2]) const {
         float base[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) base[r] = rows.row_max[r] == -INFINITY ? 0.0f : rows.row_max[r];
         if (option == InExponent::kCap) {
-            const float inverse = this->inverse();
+            const float inverse = schedule.cap_inverse;
             exponentials_of(S, sum, [&](float x, int, int r) { return fmaf(tanh_polynomial(x * inverse), scale, -base[r]); });
         } else if (option == InExponent::kSlope) {
             const float slope = (n < before ? this->slope() : -this->slope()) * scale, to_key0 = distance(n);
@@ -155,7 +185,8 @@ struct TileOptions {
 };
 
 template <typename T, WgmmaPlanId kId>
-__device__ __forceinline__ void consume_with_options(const AttentionParams& p, WgmmaSmem<T, kId>& smem, const Consumer& me) {
+__device__ __forceinline__ void consume_with_options(const AttentionParams& p, const WgmmaSchedule& schedule, WgmmaSmem<T, kId>& smem,
+                                                     const Consumer& me) {
     constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
     constexpr int kBlockN = kPlan.block_n, kWarpgroups = kPlan.warpgroups;
     constexpr bool kSpeculative = kPlan.speculative(), kEarlyPack = kPlan.early_pack;
@@ -173,14 +204,16 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, W
     const uint32_t slab = shared_address(smem.q) + me.wg * sizeof smem.q[0];
     const uint64_t desc_q = wgmma_descriptor(slab, 16), desc_k = wgmma_descriptor(shared_address(smem.k), 16),
                    desc_v = wgmma_descriptor(shared_address(smem.v), kBlockN * kChunkRowBytes);
-    const Exponent exponent = exponent_of_products((!kPlan.intervals && p.softcap != 0 ? p.softcap : p.scale) * kLog2e);
-    using Options = std::conditional_t<kPlan.intervals, TileIntervals<kId>, TileOptions<T, kId>>;
+    const Exponent exponent =
+        kPlan.bias ? exponent_of_natural() : exponent_of_products((!kPlan.intervals && p.softcap != 0 ? p.softcap : p.scale) * kLog2e);
 
     uint32_t entry = 0;  // of the next tile
     const auto next_tile = [&] { return &smem.keys.tiles[entry++ % WgmmaKeyTiles<kId>::kEntries]; };
-    // The rings follow from the number of the tile, so that plans for intervals need not keep their positions in registers.
-    const auto find_stages = [&](uint32_t tile_of_k) {
-        if constexpr (kWgmmaPlan<kId>.intervals) k = {smem.k_full, smem.k_empty, tile_of_k}, v = {smem.v_full, smem.v_empty, tile_of_k - 1};
+    // The positions in the rings of K and V follow from the number of the tile. Intervals and dropout leave too few registers to carry them
+    // from one tile to the next.
+    const auto find_stages = [&] {
+        if constexpr (kWgmmaPlan<kId>.intervals || kWgmmaPlan<kId>.dropout)
+            k = {smem.k_full, smem.k_empty, entry}, v = {smem.v_full, smem.v_empty, entry - 1};
     };
     const auto index_of = [](int place) { return place < 0 ? ~place : place; };
 
@@ -189,12 +222,16 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, W
         work.wait_full();
         const auto& w = smem.work[work.slot];
         if (w.state == WorkState::kEnd) return;
-        const Options options{p, w, smem.keys.slope[work.slot], me, masked_tiles<kId>(w, me.wg)};
+        const auto options = [&] {
+            const MaskedTiles masked = masked_tiles<kId>(w, me.wg);
+            if constexpr (kWgmmaPlan<kId>.intervals) return TileIntervals<kId>{p, w, me, masked};
+            else return TileOptions<T, kId>{p, w, schedule, smem, entry, smem.keys.slope[work.slot], me, masked};
+        }();
 
 #pragma unroll
         for (int i = 0; i < kPlan.headdim_v / 2; ++i) O[i] = 0.0f;
         q.wait_full();
-        find_stages(entry);
+        find_stages();
         k.wait_full();
         const KeyTileOf<kId>* tile = next_tile();
         int place = tile->place;
@@ -202,12 +239,14 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, W
         wgmma_wait<0>(S);
         k.release(me.lane);
         options.apply(S, *tile, index_of(place));
+        if constexpr (kPlan.bias) options.release_bias();
         softmax_first<kId>(S, exponent, rows);
+        if constexpr (kPlan.dropout) drop_probabilities<kId>(S, p, w, index_of(place), me);
         pack_probabilities<T>(P, S);
 #pragma unroll 1
         while (place >= 0) {
             const int before = place;
-            find_stages(entry);
+            find_stages();
             k.wait_full();
             tile = next_tile();
             place = tile->place;
@@ -221,6 +260,7 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, W
             give_turn<kPlan.ping_pong, kWarpgroups>(me.wg);
             wgmma_wait<1>(S);
             if (!kSpeculative) k.release(me.lane);
+            if constexpr (kPlan.dropout) tile = &smem.keys.tiles[(opaque(entry) - 1) % WgmmaKeyTiles<kId>::kEntries];
             bool done = false, moved = false;
             if (!kSpeculative || (!plain && options.is_exact(*tile, n, before, rows))) {
                 if (kAppliesTwice) options.apply(S, *tile, opaque(n));
@@ -229,6 +269,7 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, W
                 if constexpr (kEarlyPack) wgmma_wait<0>(O);
                 float sum[2];
                 options.take_exponentials(S, exponent.scale, rows, *tile, n, before, option, sum);
+                if constexpr (kEarlyPack && kPlan.dropout) drop_probabilities<kId>(S, p, w, n, me);
                 if constexpr (kEarlyPack) pack_probabilities<T>(P, S);
                 done = accept_sums<T>(sum, rows);
                 if (!done) {
@@ -237,21 +278,25 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, W
                 }
             }
             if (!done) {
+                if constexpr (kPlan.bias && kEarlyPack) wgmma_wait<0>(O);  // frees the registers of P
                 if (!kAppliesTwice) options.apply(S, *tile, opaque(n));
                 moved = softmax_lazy<kId>(S, exponent, rows);
                 if constexpr (kEarlyPack) {
                     wgmma_wait<0>(O);
+                    if constexpr (kPlan.dropout) drop_probabilities<kId>(S, p, w, n, me);
                     pack_probabilities<T>(P, S);
                 }
             }
             if (kSpeculative) k.release(me.lane);
+            if constexpr (kPlan.bias) options.release_bias();
+            if constexpr (!kEarlyPack && kPlan.dropout) drop_probabilities<kId>(S, p, w, n, me);
             if constexpr (!kEarlyPack) wgmma_wait<0>(O);
             v.release(me.lane);
             if constexpr (!kEarlyPack) pack_probabilities<T>(P, S);  // not before the wait: P(before) was still being read
             if (moved) rescale_output(O, rows.o_scale);
         }
         q.release(me.lane);  // the next Q arrives during the last product and the epilogue
-        find_stages(entry);
+        find_stages();
         v.wait_full();
         if (options.has_edge(~place)) zero_values_outside<kBlockN>(p, w, ~place, smem.v, v, me.wg);
         multiply_pv<T>(O, P, desc_v + v.slot * v_step);

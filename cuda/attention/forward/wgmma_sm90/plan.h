@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "attention/common/bias_tiles.h"
 #include "attention/common/params.h"
 
 namespace fa {
@@ -34,7 +35,11 @@ enum class WgmmaPlanId {
     kD256Options,
     kD64Intervals,
     kD128Intervals,
-    kD256Intervals
+    kD256Intervals,
+    kD64Bias,
+    kD128Bias,
+    kD64Dropout,
+    kD128Dropout
 };
 
 // How the running row maximum is kept. P = 2^(S - m) gives the right answer for any m as long as nothing overflows, so m need not be the
@@ -58,6 +63,9 @@ struct WgmmaPlan {
     bool options = false;
     // With options: serves masks by intervals and a left edge instead, with intervals.cuh.
     bool intervals = false;
+    // With options, but neither ALiBi nor softcap: also a 16-bit bias, always (bias.cuh). Scores are in natural units.
+    bool bias = false;
+    bool dropout = false;  // with options: also dropout, always (dropout.cuh)
     // Speculative plans: wait for O before the exponentials instead of after them. The packing of P is then interleaved with the
     // exponentials and hides under them. This warpgroup's own product no longer hides there: the products of other warpgroups must fill the
     // tensor cores.
@@ -148,6 +156,13 @@ FA_HOST_DEVICE constexpr WgmmaPlan wgmma_plan(WgmmaPlanId id) {
         case WgmmaPlanId::kD64Intervals: return with_intervals(wgmma_plan(WgmmaPlanId::kD64Long));
         case WgmmaPlanId::kD128Intervals: return with_intervals(wgmma_plan(WgmmaPlanId::kD128Long));
         case WgmmaPlanId::kD256Intervals: return with_intervals(wgmma_plan(WgmmaPlanId::kD256));
+        // Two tiles of bias take 96 KiB or 64 KiB of shared memory, which K and V give up. At head dim 128 three warpgroups would leave
+        // room for tiles of 64 keys, whose products are bound by reads of Q.
+        case WgmmaPlanId::kD64Bias: plan = with_options(wgmma_plan(WgmmaPlanId::kD64Long)), plan.stages = 3, plan.bias = true; break;
+        // The long plans: three warpgroups hide the random numbers best, and the shorter tiles of keys leave registers for them.
+        case WgmmaPlanId::kD64Dropout: plan = with_options(wgmma_plan(WgmmaPlanId::kD64Long)), plan.dropout = true; break;
+        case WgmmaPlanId::kD128Dropout: plan = with_options(wgmma_plan(WgmmaPlanId::kD128Long)), plan.dropout = true; break;
+        case WgmmaPlanId::kD128Bias: plan = with_options(wgmma_plan(WgmmaPlanId::kD128Middle)), plan.stages = 2, plan.bias = true; break;
     }
     return plan;
 }
@@ -177,6 +192,10 @@ constexpr const char* wgmma_plan_name(WgmmaPlanId id) {
         case WgmmaPlanId::kD64Intervals: return "d64_intervals";
         case WgmmaPlanId::kD128Intervals: return "d128_intervals";
         case WgmmaPlanId::kD256Intervals: return "d256_intervals";
+        case WgmmaPlanId::kD64Bias: return "d64_bias";
+        case WgmmaPlanId::kD128Bias: return "d128_bias";
+        case WgmmaPlanId::kD64Dropout: return "d64_dropout";
+        case WgmmaPlanId::kD128Dropout: return "d128_dropout";
     }
     return "";
 }
@@ -192,13 +211,26 @@ FA_HOST_DEVICE bool wgmma_scores_are_natural(const AttentionParams& p) { return 
 inline bool wgmma_needs_general(const AttentionParams& p) { return wgmma_scores_are_natural(p) || p.window_left >= 0; }
 
 // Whether a plan with options serves a call that no bare plan serves. It divides ALiBi's slopes by the unit of the scores before they are
-// scaled. Calls with softcap stay with the general plans: the plans with options are 1.4 times as fast on them, but their tanh, a
-// polynomial where scores are small, makes lse wrong by up to 2e-5 (softcap 30), more than docs/contract.md allows.
+// scaled.
 inline bool wgmma_options_serve(const AttentionParams& p) {
-    const bool rest = p.cache.entries || p.max_score || p.bias.data || p.tree.rows || p.intervals.data || p.dropout_threshold;
+    const bool rest = p.cache.entries || p.max_score || p.bias.data || p.tree.rows || p.hides_tiles() || p.dropout_threshold;
     const bool pairs = p.mask.data && p.mask.row != 0 && p.seqlen_q > 1;
     constexpr float kLeastUnit = 1e-6f;
-    return !rest && !pairs && p.scale > kLeastUnit && p.softcap == 0;
+    return !rest && !pairs && p.scale > kLeastUnit;
+}
+
+// Whether a plan with dropout serves the call. To head dim 64 or 128.
+inline bool wgmma_dropout_serves(const AttentionParams& p) {
+    AttentionParams rest = p;
+    rest.dropout_threshold = 0;
+    return p.dropout_threshold && wgmma_options_serve(rest);
+}
+// Whether a plan with a bias serves the call. To head dim 64 or 128.
+inline bool wgmma_bias_serves(const AttentionParams& p) {
+    AttentionParams rest = p;
+    rest.bias.data = nullptr;
+    rest.scale = 1.0f;  // any scale
+    return bias_has_tiles(p) && wgmma_options_serve(rest) && p.softcap == 0 && !p.alibi_slopes;
 }
 
 // Whether a plan for intervals serves a call with intervals. No other plan does.
@@ -225,6 +257,8 @@ inline WgmmaPlanId wgmma_choose(const AttentionParams& p, int multiprocessors) {
     const bool options = general && wgmma_options_serve(p);
     if (p.intervals.data)
         return d <= 64 ? WgmmaPlanId::kD64Intervals : d <= 128 ? WgmmaPlanId::kD128Intervals : WgmmaPlanId::kD256Intervals;
+    if (d <= 128 && wgmma_bias_serves(p)) return d <= 64 ? WgmmaPlanId::kD64Bias : WgmmaPlanId::kD128Bias;
+    if (d <= 128 && wgmma_dropout_serves(p)) return d <= 64 ? WgmmaPlanId::kD64Dropout : WgmmaPlanId::kD128Dropout;
     if (d <= 64) {
         if (general) return options ? WgmmaPlanId::kD64Options : WgmmaPlanId::kD64General;
         const bool few_tiles = keys <= (causal ? 2048 : 1024);

@@ -1,0 +1,16 @@
+// bias_tiles.h: whether the copy engine can load tiles of a 16-bit bias.
+#pragma once
+
+#include "attention/common/params.h"
+
+namespace fa {
+
+// For a call of dtype float16 or bfloat16. The copy engine takes strides of 16 bytes and their multiples; on an axis whose stride is 0 it
+// sees one element.
+inline bool bias_has_tiles(const AttentionParams& p) {
+    const auto fits = [](int64_t stride) { return stride >= 0 && stride % 8 == 0; };
+    return p.bias.data && p.bias_dtype == p.dtype && reinterpret_cast<uintptr_t>(p.bias.data) % 16 == 0 && fits(p.bias.batch) &&
+           fits(p.bias.head) && fits(p.bias.row);
+}
+
+}  // namespace fa

@@ -1,0 +1,125 @@
+// wgmma_sm90/bias.cuh: plans with a 16-bit bias, on top of the plans with options: its tiles, and the values that it hides.
+//
+// The copy engine brings a tile of bias with each tile of K, to a ring of its own: all rows of the item, or one row where all rows share
+// it. An axis on which the bias is broadcast has one element for the copy engine. So a fragment of bias is one ldmatrix for 16 keys.
+// Reading it from L2 in the order of the fragment would take eight rows a load, 4 bytes of each lane, and registers for what is in flight.
+//
+// A bias of -inf hides a pair, whatever its score is. A key that it hides from all rows may hold NaN in V. Whether V holds any is cheaper
+// to find out than what the bias hides: the warps that zero masked values look through every tile of V, and at the bias only for rows that
+// are not finite.
+#pragma once
+
+#include <type_traits>
+
+#include "attention/forward/wgmma_sm90/block.cuh"
+#include "attention/forward/wgmma_sm90/consume.cuh"
+#include "common/element.cuh"
+#include "device/mma.cuh"
+#include "device/ring.cuh"
+#include "device/tile_load.cuh"
+
+namespace fa {
+
+template <WgmmaPlanId kId>
+using BiasRing = Ring<WgmmaBias<kId>::kStages>;
+
+// One thread loads the bias of tile number `count`, tile n of the sequence.
+template <typename T, WgmmaPlanId kId>
+__device__ __forceinline__ void load_bias(const CUtensorMap* map, const AttentionParams& p, const ForwardWork& w, WgmmaSmem<T, kId>& smem,
+                                          int n, uint32_t count) {
+    constexpr int kBlockN = kWgmmaPlan<kId>.block_n, kChunks = kBlockN / kChunkColumns;
+    constexpr uint32_t kChunkBytes = kWgmmaPlan<kId>.block_m() * kChunkRowBytes;
+    const BiasRing<kId> ring(smem.bias.full, smem.bias.empty, count);
+    ring.wait_empty();
+    mbarrier_arrive_expect_tx(ring.full_barrier(), kChunks * (p.bias.row ? kChunkBytes : uint32_t(kChunkRowBytes)));
+#pragma unroll 1
+    for (int chunk = 0; chunk < kChunks; ++chunk)
+        tma_load(shared_address(smem.bias.tiles[ring.slot]) + chunk * kChunkBytes, map, ring.full_barrier(),
+                 n * kBlockN + chunk * kChunkColumns, p.bias.row ? w.row0 : 0, 0, p.bias.head ? w.head : 0, p.bias.batch ? w.batch : 0);
+}
+
+// S = scale S + bias, in natural units. `tile`: the shared address of the tile of bias. kStrict: a bias of -inf hides scores
+// that are NaN, too. The speculative softmax need not be strict: it rejects a tile with NaN.
+enum class Infinities { kAdded, kStrict };
+template <Infinities kInfinities, typename T, WgmmaPlanId kId, int kCount>
+__device__ __forceinline__ void add_bias(float (&S)[kCount], const AttentionParams& p, uint32_t tile, const Consumer& me) {
+    constexpr int kBlockM = kWgmmaPlan<kId>.block_m();
+    const int ln = opaque(me.lane), row = p.bias.row != 0 ? me.wg * 64 + me.warp * 16 + ln % 16 : 0;
+    const uint32_t place = tile + swizzled_offset(kBlockM, row, ln / 16);  // of the first 16 keys. The next ones change bits 5 and 6
+#pragma unroll
+    for (int i = 0; i < kCount / 8; ++i) {
+        uint32_t pairs[4];
+        ldmatrix_x4(pairs, (place ^ i % 4 << 5) + i / 4 * (kBlockM * kChunkRowBytes));
+#pragma unroll
+        for (int x = 0; x < 4; ++x) {
+            float bias[2];
+            unpack_16<T>(bias, pairs[x]);
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                float& score = S[8 * i + 2 * x + e];
+                if (kInfinities == Infinities::kStrict) score = __uint_as_float(opaque(bias[e] == -INFINITY ? 0u : __float_as_uint(score)));
+                score = fmaf(score, p.scale, bias[e]);
+            }
+        }
+    }
+}
+
+// ---- the warps that zero values ----
+
+// Adds 0 x for eight values: what is not finite makes `sums` NaN.
+template <typename T>
+__device__ __forceinline__ void add_zero_products(uint32_t (&sums)[2], const uint4& x) {
+    using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+    const uint32_t zeros = 0;
+    const auto add = [&](uint32_t& sum, const uint32_t& pair) {
+        reinterpret_cast<Pair&>(sum) =
+            __hfma2(reinterpret_cast<const Pair&>(pair), reinterpret_cast<const Pair&>(zeros), reinterpret_cast<const Pair&>(sum));
+    };
+    add(sums[0], x.x), add(sums[1], x.y), add(sums[0], x.z), add(sums[1], x.w);
+}
+__device__ __forceinline__ bool all_finite(const uint32_t (&sums)[2]) { return ((sums[0] | sums[1]) & 0x7FFF7FFFu) == 0; }
+
+// Called by a whole warp: whether the edges and the bias leave `key` visible to a row of the item.
+template <typename T, WgmmaPlanId kId>
+__device__ __forceinline__ bool any_row_sees(const AttentionParams& p, const ForwardWork& w, int key) {
+    bool seen = false;
+    if (key < w.seqlen_k) {
+        const int end = min(w.row0 + kWgmmaPlan<kId>.block_m(), w.seqlen_q);
+        const T* bias = static_cast<const T*>(p.bias.data) + (w.batch * p.bias.batch + w.head * p.bias.head + key);
+#pragma unroll 1
+        for (int i = w.row0 + opaque(int(threadIdx.x)) % 32; i < end && !seen; i += 32)
+            seen = key >= i + w.left && key <= i + w.right && to_float(bias[i * p.bias.row]) != -INFINITY;
+    }
+    return __any_sync(~0u, seen);
+}
+
+// Zeroes the rows of V that no row of the item sees, if they hold what is not finite. The three warps take turns.
+template <typename T, WgmmaPlanId kId>
+__device__ __forceinline__ void zero_unseen_values(const AttentionParams& p, WgmmaSmem<T, kId>& smem, const KeyTile& tile, uint4* tile_of_v,
+                                                   int zeroing_warps) {
+    constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
+    constexpr int kBlockN = kPlan.block_n, kChunks = kPlan.columns_v() / kChunkColumns;
+    const int lane = opaque(int(threadIdx.x)) % 32, warp = int(threadIdx.x) / 32 - 1;
+    uint32_t sums[2] = {0, 0};
+#pragma unroll 4
+    for (int i = warp * 32; i < kChunks * kBlockN * 8; i += zeroing_warps * 32) add_zero_products<T>(sums, tile_of_v[i + lane]);
+    if (__all_sync(~0u, all_finite(sums))) return;
+    const ForwardWork& w = smem.work[(tile.work - shared_address(smem.work)) / sizeof(ForwardWork)];
+    const int key0 = (tile.place < 0 ? ~tile.place : tile.place) * kBlockN;
+#pragma unroll 1
+    for (int row = warp; row < kBlockN; row += zeroing_warps) {
+        uint4* pieces = tile_of_v + row * 8 + lane;  // eight in each chunk
+        bool finite = true;
+#pragma unroll 1
+        for (int chunk = 0; chunk < kChunks && lane < 8; ++chunk) {
+            uint32_t sums[2] = {0, 0};
+            add_zero_products<T>(sums, pieces[chunk * kBlockN * 8]);
+            finite = finite && all_finite(sums);
+        }
+        if (__all_sync(~0u, finite) || any_row_sees<T, kId>(p, w, key0 + row)) continue;
+#pragma unroll 1
+        for (int chunk = 0; chunk < kChunks && lane < 8; ++chunk) pieces[chunk * kBlockN * 8] = make_uint4(0, 0, 0, 0);
+    }
+}
+
+}  // namespace fa

@@ -1,0 +1,199 @@
+"""Plans with a bias of wgmma_sm90, forward and backward, on a Hopper GPU: which calls they take, and that these calls
+are right on every axis that the bias shares, where it hides pairs, and where hidden keys and values hold NaN."""
+
+import math
+
+import accuracy
+import numpy as np
+import pytest
+from accuracy import Case
+from conftest import CUDA, NO_CUDA, BackwardKernel, torch
+
+import flash_attn_minimal as fa
+
+pytestmark = [
+    pytest.mark.skipif(bool(NO_CUDA), reason=NO_CUDA),
+    pytest.mark.skipif(CUDA.framework != "torch", reason="needs PyTorch with CUDA"),
+]
+
+KERNEL = "wgmma_sm90"
+AXES = {
+    "all": (True, True, True),
+    "shared by heads": (True, False, True),
+    "shared by sequences": (False, True, True),
+    "shared by both": (False, False, True),
+    "shared by rows": (True, True, False),
+    "of keys": (False, False, False),
+}
+OTHERS = {
+    "alone": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (100, 30)},
+    "mask": {"mask": (True, False, False)},
+    "mask and window": {"mask": (True, False, False), "window_size": (200, -1), "causal": True},
+    "sinks": {"sinks": True},
+    "scale below zero": {"softmax_scale": -0.1},
+}
+
+
+def served(*arrays, **options):
+    plan = fa.query(*arrays, kernel=KERNEL, **options)
+    if plan.status == "FA_UNSUPPORTED":
+        pytest.skip(plan.error)
+    assert plan.status == "FA_OK", plan.error
+    return plan.variant
+
+
+def forward(case, q, k, v, options):
+    """out and lse, whose memory holds NaN before."""
+    arrays = [torch.tensor(x, device="cuda", dtype=getattr(torch, case.dtype)) for x in (q, k, v)]
+    options = {name: torch.tensor(x, device="cuda") if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    options["bias"] = options["bias"].to(arrays[0].dtype)
+    if case.varlen:
+        cu = [torch.tensor(x, device="cuda", dtype=torch.int32) for x in (case.cu_seqlens_q, case.cu_seqlens_k)]
+        arrays += [*cu, case.seqlen_q, case.seqlen_k]
+    assert served(*arrays, **options).endswith("_bias")
+    out = torch.full((*q.shape[:-1], v.shape[-1]), math.nan, device="cuda", dtype=arrays[0].dtype)
+    call = fa.flash_attn_varlen_func if case.varlen else fa.flash_attn_func
+    _, lse = call(*arrays, out=out, return_lse=True, kernel=KERNEL, **options)
+    return out.float().cpu().numpy(), lse.cpu().numpy()
+
+
+def check(case, got, exact, plain):
+    for i, name in enumerate(("out", "lse")):
+        accuracy.check(name, got[i], exact[i], plain[i], case.dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("others", OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize("axes", AXES.values(), ids=AXES)
+@pytest.mark.parametrize("headdim", [40, 64, 96, 128])
+def test_forward(headdim, axes, others, dtype):
+    case = Case(333, 592, headdim, batch=2, nheads=4, nheads_k=2, dtype=dtype, bias=axes, **others)
+    (q, k, v, options), exact, plain = accuracy.expected(case)
+    check(case, forward(case, q, k, v, options), exact, plain)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("others", OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize("axes", AXES.values(), ids=AXES)
+@pytest.mark.parametrize("headdim", [40, 64, 96, 128])
+def test_backward(headdim, axes, others, dtype):
+    kernel = BackwardKernel(CUDA, KERNEL)
+    for rows, keys, top_left in ((270, 336, False), (333, 136, True)):
+        shape = {"batch": 2, "nheads": 4, "nheads_k": 2, "dtype": dtype, "top_left": top_left}
+        kernel.check(Case(rows, keys, headdim, bias=axes, **shape, **others))
+
+
+@pytest.mark.parametrize("axes", AXES.values(), ids=AXES)
+@pytest.mark.parametrize("headdim", [64, 128])
+def test_packed_in_order_and_added(headdim, axes):
+    cu = {"cu_seqlens_q": (0, 5, 5, 300, 471), "cu_seqlens_k": (0, 7, 20, 20, 420)}
+    shape = {"nheads": 4, "nheads_k": 2, "dtype": "bfloat16", "bias": axes}
+    case = Case(295, 400, headdim, batch=4, **cu, **shape)
+    (q, k, v, options), exact, plain = accuracy.expected(case)
+    check(case, forward(case, q, k, v, options), exact, plain)
+    kernel = BackwardKernel(CUDA, KERNEL)
+    kernel.check(case)
+    kernel.check(Case(270, 336, headdim, batch=2, dlse=True, **shape), deterministic=True)
+
+
+def hiding_bias(kind, rows, keys, low):
+    """A bias (1, 1, rows, keys) that is `low` where it hides, and small numbers elsewhere."""
+    i, j = np.arange(rows)[:, None], np.arange(keys)[None]
+    hidden = {
+        "causal": j > i + keys - rows,
+        "padding": (j >= keys - 200) & (i >= 0),
+        "holes": (j // 70 % 2 == 1) & (i >= 0),
+        "random": np.random.default_rng(2).random((rows, keys)) < 0.3,
+        "rows": (i % 3 == 0) & (j >= 0),
+        "everything": (i >= 0) & (j >= 0),
+    }[kind]
+    bias = np.random.default_rng(3).standard_normal((rows, keys), dtype=np.float32)
+    return np.where(hidden, low, accuracy.round_to(bias, "bfloat16"))[None, None].astype(np.float32)
+
+
+@pytest.mark.parametrize("spread", [1, 30])
+@pytest.mark.parametrize("low", ["-inf", "finfo.min"])
+@pytest.mark.parametrize("kind", ["causal", "padding", "holes", "random", "rows", "everything"])
+@pytest.mark.parametrize("headdim", [64, 128])
+def test_bias_that_hides(headdim, kind, low, spread):
+    """Keys hidden from all rows hold NaN in K and V if the bias is -inf there. finfo.min is a number: a row of nothing
+    else is the mean of V."""
+    from flash_attn_lab import reference
+
+    rows, keys = 520, 1000
+    value = -np.inf if low == "-inf" else float(torch.finfo(torch.bfloat16).min)
+    case = Case(rows, keys, headdim, nheads=2, dtype="bfloat16", bias=(False, False, True), spread=spread)
+    q, k, v, options = accuracy.inputs(case)
+    options["bias"] = hiding_bias(kind, rows, keys, value)
+    exact = reference.standard_attention(q, k, v, **options)
+    plain = accuracy.plain_attention(q, k, v, dtype=case.dtype, **options)
+    unseen = np.isneginf(options["bias"]).all((0, 1, 2))
+    k, v = k.copy(), v.copy()
+    k[:, unseen], v[:, unseen] = np.nan, np.nan
+    got = forward(case, q, k, v, options)
+    check(case, got, exact, plain)
+    if low == "-inf" and kind == "everything":
+        assert (got[0] == 0).all() and np.isneginf(got[1]).all()
+
+
+@pytest.mark.parametrize("bad", ["nan", "inf"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("headdim", [32, 64, 80, 128])
+def test_gradients_beside_hidden_keys(headdim, causal, bad):
+    """Keys that a bias of -inf hides from all rows of their heads, alone or together with the diagonal, may hold
+    anything. Their gradients are zero."""
+    torch.manual_seed(4)
+    q, k, v = (torch.randn(1, n, 2, headdim, device="cuda").to(torch.bfloat16) for n in (500, 704, 704))
+    bias = torch.randn(1, 1, 500, 704, device="cuda").to(torch.bfloat16)
+    bias[..., 100:170] = -math.inf
+    bias[..., :350, 640:] = -math.inf  # with the diagonal: the later rows see these keys
+    unseen = torch.zeros(704, dtype=torch.bool, device="cuda")
+    unseen[100:170] = True
+    dout = torch.randn_like(q)
+    results = []
+    for kernel, value in (("simple", 0.0), (KERNEL, float(bad))):
+        x, y = (t.masked_fill(unseen[None, :, None, None], value) for t in (k, v))
+        options = {"bias": bias, "causal": causal}
+        forward_kernel = "minimal" if value == 0 else KERNEL
+        out, lse = fa.flash_attn_func(q, x, y, return_lse=True, kernel=forward_kernel, **options)
+        results.append((out, *fa.backward(dout, q, x, y, out, lse, kernel=kernel, **options)[:3]))
+    for name, want, got in zip(("out", "dq", "dk", "dv"), *results, strict=True):
+        assert torch.isfinite(got).all(), name
+        assert (got.float() - want.float()).norm() <= 1e-2 * want.float().norm(), name
+    assert not results[1][2][:, unseen].any() and not results[1][3][:, unseen].any()
+
+
+@pytest.mark.parametrize("headdim", [64, 128])
+def test_large_rows(headdim):
+    """Rows whose bias is finfo.min, or far from zero: P of the backward pass comes from the row's own maximum."""
+    torch.manual_seed(5)
+    q, k, v = (torch.randn(1, 264, 2, headdim, device="cuda").to(torch.bfloat16) for _ in range(3))
+    bias = torch.randn(1, 2, 264, 264, device="cuda").to(torch.bfloat16)
+    bias[:, :, 3], bias[:, :, 7] = torch.finfo(torch.bfloat16).min, 1e5
+    bias[:, 1, 70:90] = -3e4
+    dout = torch.randn_like(q)
+    out, lse = fa.flash_attn_func(q, k, v, return_lse=True, bias=bias, kernel=KERNEL)
+    out_of_rest, lse_of_rest = fa.flash_attn_func(q, k, v, return_lse=True, bias=bias, kernel="minimal")
+    assert (out.float() - out_of_rest.float()).norm() <= 1e-2 * out_of_rest.float().norm()
+    got = fa.backward(dout, q, k, v, out, lse, kernel=KERNEL, bias=bias)[:3]
+    want = fa.backward(dout, q, k, v, out_of_rest, lse_of_rest, kernel="simple", bias=bias)[:3]
+    for name, x, y in zip(("dq", "dk", "dv"), got, want, strict=True):
+        assert (x.float() - y.float()).norm() <= 1e-2 * y.float().norm(), name
+
+
+@pytest.mark.parametrize("headdim", [64, 128])
+def test_which_plan(headdim):
+    """Strides that the copy engine does not take, float32, and options that change products go to the general plans."""
+    x = torch.zeros(2, 512, 2, headdim, device="cuda", dtype=torch.bfloat16)
+    bias = torch.zeros(2, 2, 512, 512, device="cuda", dtype=torch.bfloat16)
+    assert served(x, x, x, bias=bias).endswith("_bias")
+    assert served(x, x, x, bias=bias[:1, :1, :1]).endswith("_bias")
+    wide = torch.zeros(2, 2, 512, 516, device="cuda", dtype=torch.bfloat16)[..., :512]
+    shifted = torch.zeros(2 * 2 * 512 * 512 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(2, 2, 512, 512)
+    for other in (wide, shifted, bias.float()):
+        assert served(x, x, x, bias=other).endswith("_general")
+    slopes = torch.ones(2, device="cuda")
+    for options in ({"softcap": 30.0}, {"alibi_slopes": slopes}, {"dropout_p": 0.1, "dropout_seed": 1}):
+        assert served(x, x, x, bias=bias, **options).endswith("_general")
