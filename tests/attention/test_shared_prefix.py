@@ -224,11 +224,13 @@ def test_keys_are_shared(prefix):
     assert not np.array_equal(shared[1], prefix.device.numpy(plain[1]))
     arrays = on_device(prefix, case, make(replace(case, shares=())))
     plain = fa.flash_attn_with_kvcache(**{**arrays, "shared_prefix": False, "kernel": None}, return_softmax_lse=True)
-    np.testing.assert_array_equal(alone[1], prefix.device.numpy(plain[1]))  # nothing is shared: the kernel of a plain call
+    np.testing.assert_array_equal(
+        alone[1], prefix.device.numpy(plain[1])
+    )  # nothing is shared: the kernel of a plain call
 
 
 def test_graph_whose_tables_and_lengths_change(prefix):
-    """A captured call is replayed with other groups: none, one, several, longer and shorter prefixes, idle sequences."""
+    """A captured call is replayed with other groups: none, one, several, longer and shorter prefixes, idle rows."""
     case = replace(CASE, lengths=(1000,) * 12, pages=64, seqlen_new=1, headdim=128, spare=0, shares=(), causal=True)
     call = make(case)
     own = np.arange(12 * 64, dtype=np.int32).reshape(12, 64)

@@ -57,7 +57,9 @@ struct ShuffledTeam {
     }
     void raise(uint64_t* to, uint64_t x) const { *to = std::max(*to, x); }
     void lower(uint64_t* to, uint64_t x) const { *to = std::min(*to, x); }
-    int32_t equal_entries(const int32_t* a, const int32_t* b, int32_t count) const { return int32_t(std::mismatch(a, a + count, b).first - a); }
+    int32_t equal_entries(const int32_t* a, const int32_t* b, int32_t count) const {
+        return int32_t(std::mismatch(a, a + count, b).first - a);
+    }
 };
 
 struct Case {
@@ -128,13 +130,13 @@ void check(int number, Random& random) {
     const AttentionParams& p = c.p;
     const int batch = p.batch, rows = c.rules.rows;
     std::vector<uint64_t> best(batch);
-    std::vector<int32_t> limit(batch), first(batch), leader(batch), common(batch), shared(batch), counts(2, -1), keys(batch, -1), group_of(batch, -1),
-        rank(batch, -1), order(batch, -1);
+    std::vector<int32_t> limit(batch), first(batch), leader(batch), common(batch), shared(batch), counts(2, -1), keys(batch, -1),
+        group_of(batch, -1), rank(batch, -1), order(batch, -1);
     std::vector<PrefixGroup> scratch(batch / 2), groups(batch / 2);
     uint64_t saved = 0, choice = 0;
     int32_t followers = 0, group_count = 0;
-    const fa::SharingScratch s{best.data(),   limit.data(),   first.data(), leader.data(), common.data(), shared.data(),
-                               scratch.data(), &saved, &choice,      &followers,    &group_count};
+    const fa::SharingScratch s{best.data(),    limit.data(), first.data(), leader.data(), common.data(), shared.data(),
+                               scratch.data(), &saved,       &choice,      &followers,    &group_count};
     fa::PrefixPlan plan{};
     plan.counts = counts.data(), plan.keys = keys.data(), plan.group_of = group_of.data(), plan.rank = rank.data();
     plan.order = order.data(), plan.groups = groups.data();
@@ -159,7 +161,8 @@ void check(int number, Random& random) {
         int sharing = 0, steps = 0;
         for (const int b : members)
             if (keys[b]) ++sharing, steps = keys[b] / fa::kPrefixStep;
-        if (sharing) planned += fa::saving(steps, sharing, rows), expect(fa::saving(steps, sharing, rows) == most, "case %d: page %d", number, page);
+        if (sharing)
+            planned += fa::saving(steps, sharing, rows), expect(fa::saving(steps, sharing, rows) == most, "case %d: page %d", number, page);
     }
     expect(planned == (best_of_all >= c.rules.least_saved ? best_of_all : 0), "case %d: %lld is saved instead of %lld", number,
            static_cast<long long>(planned), static_cast<long long>(best_of_all));
@@ -190,7 +193,8 @@ void check(int number, Random& random) {
         expect(groups[g].first_item == item, "case %d: first item of group %d", number, g);
         for (; item < end; ++item) {
             const fa::PrefixItem at = fa::prefix_item(groups[g], item, p.nheads_k, c.rules.tile_shift);
-            expect(at.begin < at.end && at.head_k >= 0 && at.head_k < p.nheads_k && at.row_tile < groups[g].row_tiles, "case %d: item %d", number, item);
+            expect(at.begin < at.end && at.head_k >= 0 && at.head_k < p.nheads_k && at.row_tile < groups[g].row_tiles, "case %d: item %d",
+                   number, item);
             item_of[{g, at.head_k, at.row_tile}].push_back(item);
             for (int x = at.begin; x < at.end; ++x)
                 expect(tiles.insert({g, at.head_k, at.row_tile, x}).second, "case %d: item %d does tile %d again", number, item, x);
@@ -215,8 +219,8 @@ void check(int number, Random& random) {
                 expect(int(of_row.size()) == pieces.count, "case %d: pieces of sequence %d", number, b);
                 for (int i = 0; i < pieces.count; ++i) {
                     const int64_t at = pieces.first + i * pieces.step;
-                    expect(at == int64_t(of_row[i]) * 64 + row % 64 && places.insert(at).second, "case %d: sequence %d, head %d, row %d, piece %d",
-                           number, b, head, r, i);
+                    expect(at == int64_t(of_row[i]) * 64 + row % 64 && places.insert(at).second,
+                           "case %d: sequence %d, head %d, row %d, piece %d", number, b, head, r, i);
                 }
             }
 }

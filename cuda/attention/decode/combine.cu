@@ -61,12 +61,14 @@ struct WarpShare {
     float4 o[kParts] = {};
 
     __device__ __forceinline__ void read(const DecodeParams& d, const UnitPieces& pieces, int tile_row, int begin, int lane) {
-        read(d.partial, d.partial_lse, d.attention.headdim_v, pieces.count,
-             [&](int piece) { return pieces.slot(piece) * d.shape.rows + tile_row; }, begin, lane);
+        read(
+            d.partial, d.partial_lse, d.attention.headdim_v, pieces.count,
+            [&](int piece) { return pieces.slot(piece) * d.shape.rows + tile_row; }, begin, lane);
     }
     __device__ __forceinline__ void read(const DecodeParams& d, const PrefixPieces& pieces, int begin, int lane) {
-        read(d.prefix.partial, d.prefix.partial_lse, d.attention.headdim_v, pieces.count,
-             [&](int piece) { return pieces.first + piece * pieces.step; }, begin, lane);
+        read(
+            d.prefix.partial, d.prefix.partial_lse, d.attention.headdim_v, pieces.count,
+            [&](int piece) { return pieces.first + piece * pieces.step; }, begin, lane);
     }
 
 private:
@@ -254,7 +256,8 @@ cudaError_t launch_combine(const DecodeParams& d, int64_t most_blocks, const Dev
         const RowsParams params{d, int(std::clamp<int64_t>(rows / (kWarps * most_blocks), 1, 4))};
         const int64_t groups = groups_of(d.shape, params.neighbours) * decode_units(d.shape, p);
         const unsigned blocks = unsigned(std::min((groups + kWarps - 1) / kWarps, most_blocks));
-        return launch_kernel(wide ? combine_rows_kernel<2, kPrefix> : combine_rows_kernel<1, kPrefix>, blocks, kThreads, 0, stream, params, late);
+        return launch_kernel(wide ? combine_rows_kernel<2, kPrefix> : combine_rows_kernel<1, kPrefix>, blocks, kThreads, 0, stream, params,
+                             late);
     }
     const unsigned blocks = unsigned(std::min(rows, most_blocks));
     return launch_kernel(wide ? combine_kernel<2, kPrefix> : combine_kernel<1, kPrefix>, blocks, kThreads, 0, stream, d, late);

@@ -10,9 +10,10 @@
 // Four launches of fixed shape; each starts while the one before ends. Where nothing is shared, the first two find that out in about 5 us,
 // and the others do what they do without this kernel.
 //
-// New against split_sm80/kernel.cuh, whose loop over tiles runs here: a row of the matrix is a query head of any member, and blocks take items
-// (group, key head, tile of 64 rows, piece of the keys) instead of segments of a line. Every row sees every key of an item, so no scores are
-// masked. Bound by shared memory, from which the four warps read each tile; K and V come from memory once and from L2 for other tiles of rows.
+// New against split_sm80/kernel.cuh, whose loop over tiles runs here: a row of the matrix is a query head of any member, and blocks take
+// items (group, key head, tile of 64 rows, piece of the keys) instead of segments of a line. Every row sees every key of an item, so no
+// scores are masked. Bound by shared memory, from which the four warps read each tile; K and V come from memory once and from L2 for other
+// tiles of rows.
 #pragma once
 
 #include "attention/decode/prefix_sm80/plan.h"
@@ -109,7 +110,8 @@ __global__ void __launch_bounds__(kDecodeThreads, Plan::kBlocksPerSm) decode_pre
                 if (step == first_tile) rows.prepare(d, place, row_factor);
 #pragma unroll 1
                 for (int part = 0; part < kDecodeWarps; ++part)
-                    rows.attend(d, place, work, step * Plan::kKeys + part * Plan::kPartKeys, place.part(slot, part), place.scales(slot, part));
+                    rows.attend(d, place, work, step * Plan::kKeys + part * Plan::kPartKeys, place.part(slot, part),
+                                place.scales(slot, part));
                 __syncthreads();  // nobody reads the tile any more
             }
             if (step + d.stages < work.end_tile()) copies.copy(p, place, work, step + d.stages, slot, [] {});

@@ -52,7 +52,8 @@ inline DecodeKernel suffix_kernel(const AttentionParams& p, [[maybe_unused]] con
     return DecodeKernel::kSplit;
 }
 
-// The workspace, in bytes from its start: the decode kernel's partial results, and those of units in one piece; the prefix pass's; the plan.
+// The workspace, in bytes from its start: the decode kernel's partial results, and those of units in one piece; the prefix pass's; the
+// plan.
 struct PrefixRoom {
     int64_t slots, rows;  // of the decode kernel: slots, and rows of a slot. The units in one piece follow the slots
     int64_t partial, partial_lse, prefix, prefix_lse, plan, bytes;

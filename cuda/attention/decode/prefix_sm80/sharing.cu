@@ -1,6 +1,6 @@
-// prefix_sm80/sharing.cu: one block plans a call with shared_prefix (sharing.h). It reads lengths and block tables, which earlier kernels do
-// not write, while these still run, and writes the plan when they have ended. Bound by latency: lengths and first pages, then the rows of
-// the table, then the plan.
+// prefix_sm80/sharing.cu: one block plans a call with shared_prefix (sharing.h). It reads lengths and block tables, which earlier kernels
+// do not write, while these still run, and writes the plan when they have ended. Bound by latency: lengths and first pages, then the rows
+// of the table, then the plan.
 #include "attention/decode/prefix_sm80/plan.h"
 #include "device/launch.h"
 #include "device/ptx.cuh"

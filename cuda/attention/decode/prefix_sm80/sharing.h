@@ -1,5 +1,5 @@
-// prefix_sm80/sharing.h: decides which sequences of a call share keys, from the block table and the lengths, and lays out the work for these
-// keys. On the device one block runs it (sharing.cu); native tests run the same functions on the host.
+// prefix_sm80/sharing.h: decides which sequences of a call share keys, from the block table and the lengths, and lays out the work for
+// these keys. On the device one block runs it (sharing.cu); native tests run the same functions on the host.
 //
 //   1. A sequence's leader is the longest sequence with the same first page.
 //   2. A sequence has in common with its leader the keys of the pages up to the first that differs. What a row of either does not see, or
@@ -83,7 +83,8 @@ FA_HOST_DEVICE void find_prefixes(const Team& team, const AttentionParams& p, co
         if (leader == b) return;
         const int32_t limit = s.limit[b] < s.limit[leader] ? s.limit[b] : s.limit[leader];
         const int32_t pages = int32_t((int64_t(limit) + cache.page_size - 1) / cache.page_size);
-        const int64_t equal = team.equal_entries(cache.block_table + b * cache.table_row, cache.block_table + leader * cache.table_row, pages);
+        const int64_t equal =
+            team.equal_entries(cache.block_table + b * cache.table_row, cache.block_table + leader * cache.table_row, pages);
         const int64_t keys = equal * cache.page_size;
         s.common[b] = keys < limit ? int32_t(keys / kPrefixStep * kPrefixStep) : limit;
     });
@@ -166,7 +167,8 @@ FA_HOST_DEVICE void lay_out_prefixes(const Team& team, const AttentionParams& p,
     });
     team.sync();
     const int32_t count = *s.group_count;
-    if (count > 0) team.for_each(kPieceCandidates, [&](int32_t i) { team.lower(s.choice, piece_candidate(i, s.groups, count, p.nheads_k, rules)); });
+    if (count > 0)
+        team.for_each(kPieceCandidates, [&](int32_t i) { team.lower(s.choice, piece_candidate(i, s.groups, count, p.nheads_k, rules)); });
     team.sync();
     const int32_t each = int32_t(*s.choice & 0xFFFFFFFFu);
     const auto items_of = [&](const PrefixGroup& x) {
