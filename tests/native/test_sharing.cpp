@@ -51,6 +51,7 @@ struct ShuffledTeam {
     void for_each_wide(int32_t count, const Do& act) const {
         for_each(count, act);
     }
+    bool writes() const { return true; }
     template <typename T>
     void add(T* to, T x) const {
         *to += x;

@@ -223,7 +223,7 @@ class Impl(base.AttentionImpl[Metadata]):
         self._options: dict[str, Any] = {"softmax_scale": self.scale, "window_size": (side, side)}
         self._options["softcap"] = logits_soft_cap or 0.0
         self._invariant = bool(envs.VLLM_BATCH_INVARIANT)
-        self._shares = os.environ.get(SHARED_PREFIX) == "1" and not self._invariant
+        self._shares = os.environ.get(SHARED_PREFIX) == "1"
         self._seen, self._cache = None, ()
 
     def forward(
@@ -262,7 +262,8 @@ class Impl(base.AttentionImpl[Metadata]):
             q, out = query[call.first : call.end], output[call.first : call.end]
             if call.gather is None:
                 out = out.unflatten(0, call.shape)
-                options["shared_prefix"] = self._shares
+                few = call.shape[1] * self.num_heads <= 16 * self.num_kv_heads  # rows of a key head: decodes, drafts
+                options["shared_prefix"] = self._shares and few and not self._invariant
                 flash_attn_with_kvcache(q.unflatten(0, call.shape), k_cache, v_cache, out=out, **keys, **options)
             else:
                 options["shared_prefix"] = False

@@ -130,6 +130,7 @@ __global__ void __launch_bounds__(kDecodeThreads, Plan::kBlocksPerSm) decode_pre
 
 template <typename Plan>
 cudaError_t launch_prefix(const DecodeParams& suffix, const SharingRules& rules, const DeviceInfo& device, cudaStream_t stream) {
+    if (1 << rules.tile_shift != Plan::kKeys) return cudaErrorInvalidValue;
     PrefixParams params{suffix, rules.rows, divisor_of(rules.rows)};
     DecodeParams& d = params.decode;
     // store_results keeps the rows below seqlen_q * group: all of a tile, because nobody reads those that no member has.

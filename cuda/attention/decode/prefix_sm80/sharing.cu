@@ -32,6 +32,13 @@ struct BlockTeam {
         for (int32_t i = threadIdx.x / 32; i < count; i += kThreads / 32) act(i), __syncwarp();
 #endif
     }
+    FA_HOST_DEVICE bool writes() const {  // one of the lanes
+#if defined(__CUDA_ARCH__)
+        return threadIdx.x % 32 == 0;
+#else
+        return false;
+#endif
+    }
     template <typename T>
     FA_HOST_DEVICE void add(T* to, T x) const {
 #if defined(__CUDA_ARCH__)

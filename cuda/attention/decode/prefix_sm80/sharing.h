@@ -86,7 +86,7 @@ FA_HOST_DEVICE void find_prefixes(const Team& team, const AttentionParams& p, co
         const int64_t equal =
             team.equal_entries(cache.block_table + b * cache.table_row, cache.block_table + leader * cache.table_row, pages);
         const int64_t keys = equal * cache.page_size;
-        s.common[b] = keys < limit ? int32_t(keys / kPrefixStep * kPrefixStep) : limit;
+        if (team.writes()) s.common[b] = keys < limit ? int32_t(keys / kPrefixStep * kPrefixStep) : limit;
     });
     team.sync();
     team.for_each(batch, [&](int32_t b) {
