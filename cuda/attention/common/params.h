@@ -46,9 +46,9 @@ struct CacheView {
     DType dtype;                  // of K and V: that of q, or an 8-bit type
     CacheScale k_scale, v_scale;  // of 8-bit elements
     bool batch_invariant;
-    bool shared_prefix;  // kernels may read pages that several sequences begin with once for all of them
     bool programmatic;   // earlier kernels may still run, but write neither to the cache nor to its lengths and tables; true only where the
                          // device has programmatic dependent launch (sm_90)
+    bool shared_prefix;  // kernels may read pages that several sequences begin with once for all of them
     int32_t num_splits;  // 0 = the kernel's choice
 };
 
