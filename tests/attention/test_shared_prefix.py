@@ -160,6 +160,7 @@ SHARES = {
     "one that ends early": (((7, 0, 3, 5, 8), 40),),  # the first sequence has 128 keys
     "one that differs early": (((0, 3, 8), 56), ((0, 5), 8)),
     "five pairs": tuple(((b, b + 5), 30) for b in range(5)),
+    "a tree": ((tuple(range(10)), 16), ((0, 2, 4, 6, 8), 50), ((1, 3, 5, 7, 9), 50)),
     "less than a step of keys": (((0, 3, 5), 7),),
 }
 

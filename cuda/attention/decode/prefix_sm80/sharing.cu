@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kThreads, 1) sharing_kernel(const __grid_const
     scratch.best = reinterpret_cast<uint64_t*>(shared);
     scratch.groups = reinterpret_cast<PrefixGroup*>(scratch.best + batch);
     scratch.limit = reinterpret_cast<int32_t*>(scratch.groups + batch / 2);
-    scratch.first_page = scratch.limit + batch, scratch.leader = scratch.first_page + batch, scratch.common = scratch.leader + batch;
+    scratch.page = scratch.limit + batch, scratch.leader = scratch.page + batch, scratch.common = scratch.leader + batch;
     scratch.keys = scratch.common + batch;
     scratch.saved = &saved, scratch.choice = &choice, scratch.followers = &followers, scratch.group_count = &group_count;
     const BlockTeam team;

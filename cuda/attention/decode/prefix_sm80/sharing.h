@@ -1,13 +1,14 @@
 // prefix_sm80/sharing.h: decides which sequences of a call share keys, from the block table and the lengths, and lays out the work for
 // these keys. On the device one block runs it (sharing.cu); native tests run the same functions on the host.
 //
-//   1. A sequence's leader is the longest sequence with the same first page.
+//   1. Sequences whose tables agree where the first step of keys ends are a class. The longest of them is its leader.
 //   2. A sequence has in common with its leader the keys of the pages up to the first that differs. What a row of either does not see, or
 //      what this call appends, is not shared.
-//   3. Of the lengths that the followers of a leader have in common with it, the group's length is the one that saves the most. Followers
-//      with less leave the group. So one sequence that differs early does not take the prefix from the others.
-//   4. If all groups together save too little, no keys are shared.
-//   5. All groups get the same length of pieces: the one with which the blocks are done first.
+//   3. Of the lengths that the others have in common with the leader, the group's length is the one that saves the most for each sequence
+//      that has as much. So in a tree of prefixes the sequences of a branch share the branch, not only the trunk.
+//   4. The sequences that are not in the group are a class again, with another leader, and so on for some rounds.
+//   5. If all groups together save too little, no keys are shared.
+//   6. All groups get the same length of pieces: the one with which the blocks are done first.
 //
 // `team` runs loops side by side. Between two loops with sync() in between, what one iteration wrote is visible to all.
 #pragma once
@@ -29,8 +30,8 @@ struct SharingRules {
 
 // (batch) each; `groups` has batch / 2 entries.
 struct SharingScratch {
-    uint64_t* best;  // of a leader: the saving and the length, in steps, of its group
-    int32_t *limit, *first_page, *leader, *common, *keys;
+    uint64_t* best;  // of a leader: what its group saves for each member, and the length in steps
+    int32_t *limit, *page, *leader, *common, *keys;
     PrefixGroup* groups;
     uint64_t *saved, *choice;
     int32_t *followers, *group_count;
@@ -56,58 +57,79 @@ FA_HOST_DEVICE int64_t saving(int64_t steps, int32_t members, int32_t rows) {
     return steps * (2 * int64_t(members) - 3 * int64_t(prefix_row_tiles(members, rows)));
 }
 
+// A group's claim to be the best of its leader: the saving for each member, in 64ths; of two that save the same, the longer one.
+FA_HOST_DEVICE uint64_t prefix_claim(int64_t steps, int32_t members, int32_t rows) {
+    const int64_t saved = saving(steps, members, rows);
+    return saved > 0 ? uint64_t(saved * 64 / members) << kStepBits | uint64_t(steps) : 0;
+}
+
+constexpr int kMostRounds = 32, kMostIdleRounds = 3;  // idle: no leader finds a group
+
 // Finds the groups: scratch.keys, and scratch.leader of their members.
 template <typename Team>
 FA_HOST_DEVICE void find_prefixes(const Team& team, const AttentionParams& p, const SharingRules& rules, const SharingScratch& s) {
     const CacheView& cache = p.cache;
     const int32_t batch = p.batch;
     team.for_each(batch, [&](int32_t b) {
-        s.limit[b] = shareable_keys(p, b), s.keys[b] = 0, s.best[b] = 0;
-        s.first_page[b] = s.limit[b] > 0 ? cache.block_table[b * cache.table_row] : -1;
+        s.limit[b] = shareable_keys(p, b), s.keys[b] = 0;
+        s.page[b] = s.limit[b] > 0 ? cache.block_table[b * cache.table_row + (kPrefixStep - 1) / cache.page_size] : -1;
         if (b == 0) *s.followers = *s.group_count = 0, *s.saved = 0, *s.choice = ~uint64_t(0);
     });
     team.sync();
-    team.for_each(batch, [&](int32_t b) {
-        const int32_t page = s.first_page[b];
-        int32_t leader = b, longest = -1;
-        for (int32_t x = 0; page >= 0 && x < batch; ++x)
-            if (s.first_page[x] == page && s.limit[x] > longest) leader = x, longest = s.limit[x];
-        s.leader[b] = leader, s.common[b] = s.limit[b];
-        if (leader != b) team.add(s.followers, int32_t(1));
-    });
-    team.sync();
-    if (*s.followers == 0) return;
+    int32_t followers = 0;
+    uint64_t saved = 0;
+    for (int round = 0, idle = 0; round < kMostRounds && idle < kMostIdleRounds; ++round) {
+        // A sequence that has found a group, or is no candidate for one, has no leader but itself.
+        team.for_each(batch, [&](int32_t b) {
+            if (s.keys[b]) return;
+            const int32_t page = s.page[b];
+            int32_t leader = b, longest = -1;
+            for (int32_t x = 0; page >= 0 && x < batch; ++x)
+                if (s.page[x] == page && s.keys[x] == 0 && s.limit[x] > longest) leader = x, longest = s.limit[x];
+            s.leader[b] = leader, s.common[b] = s.limit[b], s.best[b] = 0;
+            if (leader != b) team.add(s.followers, int32_t(1));
+        });
+        team.sync();
+        if (*s.followers == followers) break;
+        followers = *s.followers;
 
-    team.for_each_wide(batch, [&](int32_t b) {
-        const int32_t leader = s.leader[b];
-        if (leader == b) return;
-        const int32_t limit = s.limit[b] < s.limit[leader] ? s.limit[b] : s.limit[leader];
-        const int32_t pages = int32_t((int64_t(limit) + cache.page_size - 1) / cache.page_size);
-        const int64_t equal =
-            team.equal_entries(cache.block_table + b * cache.table_row, cache.block_table + leader * cache.table_row, pages);
-        const int64_t keys = equal * cache.page_size;
-        if (team.writes()) s.common[b] = keys < limit ? int32_t(keys / kPrefixStep * kPrefixStep) : limit;
-    });
-    team.sync();
-    team.for_each(batch, [&](int32_t b) {
-        const int32_t leader = s.leader[b], keys = s.common[b];
-        if (keys == 0 || leader == b) return;
-        int32_t members = 0;
-        for (int32_t x = 0; x < batch; ++x) members += s.leader[x] == leader && s.common[x] >= keys;
-        const int64_t steps = keys / kPrefixStep, saved = saving(steps, members, rules.rows);
-        if (saved > 0) team.raise(s.best + leader, uint64_t(saved) << kStepBits | uint64_t(steps));
-    });
-    team.sync();
-    team.for_each(batch, [&](int32_t b) {
-        if (s.best[b]) team.add(s.saved, s.best[b] >> kStepBits);
-    });
-    team.sync();
-    if (int64_t(*s.saved) < rules.least_saved) return;
-    team.for_each(batch, [&](int32_t b) {
-        const uint64_t best = s.best[s.leader[b]];
-        const int32_t keys = int32_t(best & ((uint64_t(1) << kStepBits) - 1)) * kPrefixStep;
-        if (best && s.common[b] >= keys) s.keys[b] = keys;
-    });
+        team.for_each_wide(batch, [&](int32_t b) {
+            const int32_t leader = s.leader[b];
+            if (s.keys[b] || leader == b) return;
+            const int32_t limit = s.limit[b] < s.limit[leader] ? s.limit[b] : s.limit[leader];
+            const int32_t pages = int32_t((int64_t(limit) + cache.page_size - 1) / cache.page_size);
+            const int64_t equal =
+                team.equal_entries(cache.block_table + b * cache.table_row, cache.block_table + leader * cache.table_row, pages);
+            const int64_t keys = equal * cache.page_size;
+            if (team.writes()) s.common[b] = keys < limit ? int32_t(keys / kPrefixStep * kPrefixStep) : limit;
+        });
+        team.sync();
+        team.for_each(batch, [&](int32_t b) {
+            const int32_t leader = s.leader[b], keys = s.common[b];
+            if (s.keys[b] || keys == 0 || leader == b) return;
+            int32_t members = 0;
+            for (int32_t x = 0; x < batch; ++x) members += s.leader[x] == leader && s.common[x] >= keys;
+            if (const uint64_t claim = prefix_claim(keys / kPrefixStep, members, rules.rows)) team.raise(s.best + leader, claim);
+        });
+        team.sync();
+        team.for_each(batch, [&](int32_t b) {
+            if (s.keys[b]) return;
+            const int32_t leader = s.leader[b];
+            const int64_t steps = int64_t(s.best[leader] & ((uint64_t(1) << kStepBits) - 1));
+            if (leader == b) {
+                int32_t members = 0;
+                for (int32_t x = 0; x < batch; ++x) members += s.leader[x] == b && s.common[x] >= steps * kPrefixStep;
+                if (steps > 0) team.add(s.saved, uint64_t(saving(steps, members, rules.rows)));
+                else s.page[b] = -1;  // no group has this leader
+            }
+            if (s.common[b] >= steps * kPrefixStep) s.keys[b] = int32_t(steps) * kPrefixStep;
+        });
+        team.sync();
+        idle += *s.saved == saved;
+        saved = *s.saved;
+    }
+    if (int64_t(saved) >= rules.least_saved || saved == 0) return;
+    team.for_each(batch, [&](int32_t b) { s.keys[b] = 0; });
     team.sync();
 }
 
