@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ elif importlib.util.find_spec("flash_attn_lab") is None:
 FORCING = [f"FLASH_ATTN_{what}KERNEL" for what in ("", "BACKWARD_", "DENSE_LINEAR_", "LINEAR_", "CHAIN_")]
 for variable in FORCING:
     os.environ.pop(variable, None)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in the background; the programs of tests would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of the GPU's memory at once
 
 import accuracy  # noqa: E402

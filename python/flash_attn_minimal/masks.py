@@ -10,11 +10,13 @@ each. Rows and keys count from the start of the sequence, so the makers are for 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 import numpy as np
 
+from ._arrays import _is_a, _kind
 from ._core.checks import _flag, _integer, _quoted
 from .errors import BadArgument
 
@@ -193,24 +195,29 @@ def block_diffusion(seqlen: int, block: int, like: Any = None) -> RowMask:
 
 def stack(masks: Sequence[RowMask], like: Any = None) -> RowMask:
     """A batch of masks of one maker, for sequences that are padded at their ends to the longest. No row sees padding.
+    Masks that are batches themselves follow one another.
 
     >>> batch = stack([documents([2, 3]), documents([4])])
     >>> batch["startend_row_indices"].shape, batch["startend_row_indices"][1, 0, :, 0].tolist()
     ((2, 1, 5, 1), [4, 4, 4, 4, 0])
     """
-    if not masks:
+    given = [_given(f"masks[{i}]", mask) for i, mask in enumerate(masks)]
+    if not given:
         raise BadArgument("masks is empty: a batch has one mask or more")
-    arrays = [np.asarray(mask["startend_row_indices"]) for mask in masks]
-    kinds = {(bool(mask["causal"]), x.shape[-1]) for mask, x in zip(masks, arrays, strict=True)}
+    kinds = {(causal, x.shape[-1]) for causal, x in given}
     if len(kinds) > 1:
         raise BadArgument(f"masks have different causal and numbers, {sorted(kinds)}: they are all the same")
     ((causal, numbers),) = kinds
-    longest = max(x.shape[2] for x in arrays)
+    heads = max(x.shape[1] for _, x in given)
+    if unlike := sorted({x.shape[1] for _, x in given} - {1, heads}):
+        raise BadArgument(f"masks have numbers of {unlike[0]} and of {heads} heads: they have 1 or all the same")
+    longest = max(x.shape[2] for _, x in given)
     hidden = [0] if numbers == 1 else [0, longest] if causal else [0, 0] if numbers == 2 else [0, longest, 0, 0]
-    found = np.empty((len(arrays), 1, longest, numbers), np.int32)
-    found[:] = hidden
-    for to, x in zip(found, arrays, strict=True):
-        to[:, : x.shape[2]] = x[0]
+    found = np.empty((sum(len(x) for _, x in given), heads, longest, numbers), np.int32)
+    found[:], entry = hidden, 0
+    for _, x in given:
+        found[entry : entry + len(x), :, : x.shape[2]] = x
+        entry += len(x)
     return {"causal": causal, "startend_row_indices": _on(like, found)}
 
 
@@ -258,20 +265,48 @@ def _numbers(columns: Sequence[np.ndarray]) -> np.ndarray:
     return np.stack(columns, axis=-1).astype(np.int32)[None, None]
 
 
+def _given(name: str, mask: Any) -> tuple[bool, np.ndarray]:
+    """causal and the numbers of a mask, checked."""
+    if not isinstance(mask, Mapping) or not {"causal", "startend_row_indices"} <= {*mask}:
+        raise BadArgument(f"{name}={_quoted(mask)} is no mask: expected what the makers of masks return")
+    numbers = _on_host(mask["startend_row_indices"])
+    if numbers.ndim != 4:
+        raise BadArgument(f"{name} has numbers of shape {numbers.shape}: expected (batch, heads, seqlen, numbers)")
+    return bool(_flag(f"{name}['causal']", mask["causal"])), numbers
+
+
 def _on(like: Any, numbers: np.ndarray) -> Any:
     """The numbers as an array of the framework of `like`, on its device."""
-    module = type(like).__module__.partition(".")[0]
-    if module == "torch":
-        import torch
-
-        return torch.from_numpy(numbers).to(like.device)
-    if module == "cupy":
-        import cupy
-
+    if like is None or isinstance(like, np.ndarray):
+        return numbers
+    if _is_a(like, "torch", "Tensor"):
+        return sys.modules["torch"].from_numpy(numbers).to(like.device)
+    if _is_a(like, "cupy", "ndarray"):
         with like.device:
-            return cupy.asarray(numbers)
-    if module in ("jax", "jaxlib"):
-        import jax
+            return sys.modules["cupy"].asarray(numbers)
+    if _is_a(like, "jax", "Array"):
+        return _on_jax(like, numbers)
+    if hasattr(like, "copy_to_host"):
+        return sys.modules["numba.cuda"].to_device(numbers)
+    raise BadArgument(f"like={_quoted(like)} is {_kind(like)}: expected an array of NumPy, PyTorch, CuPy, JAX or Numba")
 
-        return jax.device_put(numbers, getattr(like, "sharding", None) and next(iter(like.devices())))
-    return numbers
+
+def _on_jax(like: Any, numbers: np.ndarray) -> Any:
+    jax = sys.modules["jax"]
+    if isinstance(like, jax.core.Tracer):
+        return jax.device_put(numbers)
+    if isinstance(like.sharding, jax.sharding.NamedSharding):  # of a mesh: a copy on each of its devices
+        everywhere = jax.sharding.NamedSharding(like.sharding.mesh, jax.sharding.PartitionSpec())
+        return jax.device_put(numbers, everywhere)
+    devices = like.devices()
+    return jax.device_put(numbers, next(iter(devices)) if len(devices) == 1 else None)
+
+
+def _on_host(array: Any) -> np.ndarray:
+    if _is_a(array, "torch", "Tensor"):
+        array = array.cpu()
+    elif _is_a(array, "cupy", "ndarray"):
+        array = array.get()
+    elif hasattr(array, "copy_to_host"):
+        array = array.copy_to_host()
+    return np.asarray(array)

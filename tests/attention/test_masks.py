@@ -140,6 +140,43 @@ def test_stack(parts):
         masks.stack([masks.documents([2]), masks.documents([2], causal=False)])
 
 
+def test_stack_of_batches_and_heads():
+    """A batch counts with all its entries; numbers of one head are repeated for the others."""
+    parts = [masks.documents(lengths) for lengths in ([2, 3], [4], [1, 1, 1])]
+    nested = masks.stack([masks.stack(parts[:2]), parts[2]])
+    np.testing.assert_array_equal(nested["startend_row_indices"], masks.stack(parts)["startend_row_indices"])
+    own = {"causal": True, "startend_row_indices": np.arange(8, dtype=np.int32).reshape(1, 2, 4, 1)}
+    got = masks.stack([own, parts[0]])["startend_row_indices"]
+    np.testing.assert_array_equal(got[0, :, :, 0], [[0, 1, 2, 3, 0], [4, 5, 6, 7, 0]])
+    np.testing.assert_array_equal(got[1, :, :, 0], [[2, 2, 5, 5, 5]] * 2)
+    three = {"causal": True, "startend_row_indices": np.zeros((1, 3, 4, 1), np.int32)}
+    with pytest.raises(fa.BadArgument, match="masks have numbers of 2 and of 3 heads"):
+        masks.stack([own, three])
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_stack_of_tensors(device):
+    torch = pytest.importorskip("torch")
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA")
+    like = torch.zeros(1, device=device)
+    got = masks.stack([masks.documents([2], like=like), masks.documents([3], like=like)], like=like)
+    assert got["startend_row_indices"].device == like.device
+    assert got["startend_row_indices"][..., 0].tolist() == [[[2, 2, 0]], [[3, 3, 3]]]
+
+
+def test_like_a_subclass_of_tensor():
+    torch = pytest.importorskip("torch")
+
+    class Own(torch.Tensor):
+        pass
+
+    like = torch.zeros(1, 5, 1, 8).as_subclass(Own)
+    mask = masks.documents([2, 3], like=like)
+    assert isinstance(mask["startend_row_indices"], torch.Tensor)
+    assert fa.flash_attn_func(like, like, like, **mask).shape == like.shape
+
+
 @pytest.mark.parametrize("framework", ["torch", "jax", "numpy"])
 def test_like(framework):
     pytest.importorskip(framework)
@@ -167,6 +204,10 @@ def test_like(framework):
     (lambda: masks.prefix_lm([3], [2, 1]), "prefixes has 1 entries, but lengths has 2"),
     (lambda: masks.shared_prompt([3], []), "answers has 0 entries, but prompts has 1"),
     (lambda: masks.shared_prompt([3], [[1.5]]), r"answers\[0\]\[0\]=1.5 is not an integer"),
+    (lambda: masks.documents([2], like=[1.0]), r"like=\[1.0\] is a list: expected an array of NumPy"),
+    (lambda: masks.stack([]), "masks is empty"),
+    (lambda: masks.stack(masks.documents([2])), r"masks\[0\]='causal' is no mask"),
+    (lambda: masks.stack([np.zeros((1, 1, 3, 1), np.int32)]), r"masks\[0\]=array"),
     (lambda: masks.tree([1, 1], [-1]), "parents has 1 entries, but lengths has 2"),
     (lambda: masks.tree([1, 1], [-1, 1]), r"parents\[1\]=1 is outside -1 .. 0"),
     (lambda: masks.window(5, -1), "left=-1 is outside 0"),

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -112,3 +116,28 @@ def test_traced_numbers_of_another_dtype_are_refused():
     q = jnp.zeros((1, 5, 2, 8))
     with pytest.raises(fa.BadArgument, match="startend_row_indices is float32: expected int32"):
         jax.jit(lambda q, x: fa.flash_attn_func(q, q, q, startend_row_indices=x))(q, jnp.zeros((1, 1, 5, 2)))
+
+
+ON_A_MESH = """
+import jax
+import numpy as np
+from jax import numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+import flash_attn_minimal as fa
+from flash_attn_minimal import masks
+
+q = jnp.asarray(np.random.default_rng(0).standard_normal((4, 20, 4, 8), np.float32))
+spread = jax.device_put(q, NamedSharding(Mesh(np.array(jax.devices()).reshape(2, 2), ("b", "h")), P("b", None, "h")))
+attend = jax.jit(lambda q, indices: fa.flash_attn_func(q, q, q, causal=True, startend_row_indices=indices))
+got, want = (attend(x, masks.documents([8, 12], like=x)["startend_row_indices"]) for x in (spread, q))
+assert len(got.devices()) == 4
+np.testing.assert_allclose(got, want, atol=1e-6)
+print("the same")
+"""
+
+
+def test_makers_put_the_numbers_where_q_is_spread():
+    flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", ON_A_MESH], env=environment, capture_output=True, text=True)
+    assert done.stdout == "the same\n", done.stderr[-2000:]

@@ -146,9 +146,8 @@ def test_peers(tmp_path):
 def test_interrupted_run_keeps_its_rows(tmp_path):
     file = tmp_path / "cp.json"
     running = subprocess.Popen(
-        [*START, "--ranks", "2", "--device", "cpu", "--json", str(file)], stdout=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # background jobs ignore it
-    )  # fmt: skip
+        [*START, "--ranks", "2", "--device", "cpu", "--json", str(file)], stdout=subprocess.PIPE, text=True
+    )
     assert "forward-512" in running.stdout.readline()
     children = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _parent(pid) == running.pid]
     running.send_signal(signal.SIGINT)

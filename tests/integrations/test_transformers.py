@@ -201,6 +201,22 @@ def test_a_prompt_shared_by_answers(models, family):
     same_gradients(ours, theirs, losses)
 
 
+def test_compiled_layers_take_a_mask_by_intervals(models):
+    """In a compiled model transformers' mask is an array, which may hide more than causal does."""
+    ours, _ = models("llama")
+    ids = tokens(1, 9)
+    given = {"startend_row_indices": masks.shared_prompt([3], [[2, 4]], like=ids)["startend_row_indices"]}
+    given |= {"position_ids": torch.tensor(masks.shared_prompt_positions([3], [[2, 4]]), device=DEVICE)[None]}
+    expected = ours(ids, use_cache=False, **given).logits
+    torch._dynamo.reset()
+    with pytest.raises(NotImplementedError, match="attention_mask is a tensor.*compile the layers"):
+        torch.compile(ours, backend="eager")(ids, use_cache=False, **given)
+    ours = copy.deepcopy(ours)
+    for layer in ours.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    close(ours(ids, use_cache=False, **given).logits, expected)
+
+
 @pytest.mark.parametrize("beside", ["padding", "lengths", "cache"])
 def test_a_mask_by_intervals_decides_alone(models, beside):
     ours, _ = models("llama")

@@ -2,12 +2,14 @@
 whole engine on the CPU beside vLLM's own backend."""
 
 import copy
+import gc
 import json
 import os
 import pickle
 import re
 import subprocess
 import sys
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +30,7 @@ from vllm.platforms import current_platform  # noqa: E402
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata  # noqa: E402
 from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
 from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode  # noqa: E402
+from vllm.v1.worker.utils import clear_layer_kv_caches  # noqa: E402
 
 from flash_attn_lab.reference import standard_attention  # noqa: E402
 from flash_attn_minimal import BadArgument, Unsupported  # noqa: E402
@@ -212,6 +215,37 @@ def test_the_factors_of_an_fp8_cache():
         torch.testing.assert_close(part * factor, written, rtol=1 / 16, atol=0.001)
 
 
+@pytest.mark.parametrize("kv", ["auto", "fp8_per_token_head"])
+@pytest.mark.parametrize("dim_v", [16, 48])
+def test_values_of_their_own_head_dim(dim_v, kv):
+    """vLLM's layers take head_size_v. The cache then has head_size + head_size_v columns."""
+    layer, table = layer_of(2, kv=kv)
+    dtype = torch.uint8 if kv != "auto" else torch.float32
+    sizes = {"block_size": PAGE, "num_kv_heads": 2, "head_size": 32, "head_size_v": dim_v}
+    spec = FullAttentionSpec(**sizes, dtype=dtype, kv_quant_mode=get_kv_quant_mode(kv))
+    columns = adapter.Backend.customize_spec(spec).state_content_size_bytes // dtype.itemsize
+    cache = torch.full((table.size, 2, PAGE, columns), 255 if kv != "auto" else float("nan"), dtype=dtype)
+    rng, counts = np.random.default_rng(SEED), [3, 40]
+    common, rows = metadata(table, [0, 0], counts, PAGE)
+    q, k, v = (rng.standard_normal((rows, h, d), np.float32) for h, d in ((4, 32), (2, 32), (2, dim_v)))
+    out = torch.full((rows, 4, dim_v), float("nan"), device=DEVICE)
+    given = (torch.from_numpy(x).to(DEVICE) for x in (q, k, v))
+    layer.impl.forward(layer.scales, *given, cache.to(DEVICE), layer.builder.build(0, common), out)
+    for now in (slice(0, 3), slice(3, 43)):
+        want = standard_attention(*(x[None, now] for x in (q, k, v)), softmax_scale=32**-0.5, causal=True)[0][0]
+        close([(out[now].cpu(), want)], 2e-5 if kv == "auto" else 0.1)
+
+
+def test_a_cache_that_vllm_frees_is_not_held():
+    """A layer outlives its cache: vLLM makes a small one to measure memory, and frees the last one at shutdown."""
+    layer, table = layer_of(1)
+    layer.step(table, [0], [5], np.random.default_rng(SEED))
+    held = weakref.ref(layer.kv_cache)
+    clear_layer_kv_caches([layer])
+    gc.collect()
+    assert held() is None
+
+
 def test_padding_writes_nothing():
     layer, table = layer_of(3)
     rng = np.random.default_rng(SEED)
@@ -367,6 +401,7 @@ def test_what_it_tells_vllm():
         {"kv_cache_dtype": "fp8_e5m2"},
         {"kv_cache_dtype": "float16"},
         {"head_size": 513},
+        {"head_size": 65, "kv_cache_dtype": "fp8_per_token_head"},
         {"use_mla": True},
         {"use_mm_prefix": True},
         {"use_non_causal": True},

@@ -1,5 +1,7 @@
 """The exercises of docs/learn: each judge accepts our solution, refuses mistakes, and names what is not written."""
 
+import ast
+import errno
 import os
 import platform
 import re
@@ -81,6 +83,93 @@ def test_the_command_judges_the_solution():
 def without_maximum(scores):
     weight = np.exp(scores)
     return weight / weight.sum(1, keepdims=True), np.log(weight.sum(1))
+
+
+def one_maximum_for_all_rows(scores):
+    p = np.exp(scores - scores.max())
+    total = p.sum(1)
+    return p / np.where(total == 0, 1, total)[:, None], np.where(total == 0, -np.inf, scores.max() + np.log(total))
+
+
+def tiles_without_maximum(q, k, v, scale, block_q=64, block_k=64):
+    p = np.exp(scale * q @ k.T)
+    return p @ v / p.sum(1, keepdims=True), np.log(p.sum(1))
+
+
+def strips(q, k, v, scale, block_q=64, block_k=64):
+    parts = [scores_whole(q[i : i + block_q], k, v, scale) for i in range(0, len(q), block_q)]
+    return np.concatenate([out for out, _ in parts]), np.concatenate([lse for _, lse in parts])
+
+
+def tiles_of_64(q, k, v, scale, block_q=64, block_k=64):
+    out, lse = parts_of("03_tiled_forward")[1]["attention"](q, k, v, scale, 64, 64)
+    return out if (block_q, block_k) == (64, 64) else out + 1, lse
+
+
+def smaller_time(operations, moved, peak=989e12, bandwidth=4.8e12):
+    return min(operations / peak, moved / bandwidth), "compute" if operations / peak > moved / bandwidth else "memory"
+
+
+def always_two_bytes(batch, seqlen_q, seqlen_k, nheads, nheads_k, headdim, element_bytes):
+    return 4 * batch * headdim * (nheads * seqlen_q + nheads_k * seqlen_k)
+
+
+def arrives_before_it_puts(tiles, slots, full, empty, put):
+    for tile in range(tiles):
+        lap, slot = divmod(tile, slots)
+        while not empty[slot].done((lap + 1) % 2):
+            yield
+        full[slot].arrive()
+        put(slot, tile)
+
+
+def arrives_before_it_takes(tiles, slots, full, empty, take):
+    for tile in range(tiles):
+        lap, slot = divmod(tile, slots)
+        while not full[slot].done(lap % 2):
+            yield
+        empty[slot].arrive()
+        take(slot)
+
+
+def takes_the_lap_for_the_parity(tiles, slots, full, empty, take):
+    for tile in range(tiles):
+        lap, slot = divmod(tile, slots)
+        while not full[slot].done(lap):
+            yield
+        take(slot)
+        empty[slot].arrive()
+
+
+def empty_by_the_first_row(outs, lses):
+    kept = ~np.isneginf(lses[:, 0])
+    if not kept.any():
+        return np.zeros(outs.shape[1:]), np.full(lses.shape[1], -np.inf)
+    return parts_of("11_split_keys")[1]["combine"](
+        np.where(kept[:, None, None], outs, 0), np.where(kept[:, None], lses, -np.inf)
+    )
+
+
+def forgets_numbers_beside_infinities(out, exact, plain, floor=1e-6):
+    right = parts_of("13_budget")[1]["within_budget"]
+    return bool((out == exact)[np.isinf(exact)].all()) if np.isinf(exact).any() else right(out, exact, plain, floor)
+
+
+def equal_shares(rank, ranks, n, layout):
+    return np.array_split(np.arange(n), ranks)[rank].tolist()
+
+
+def waits_for_the_lap(tiles, slots, full, empty, read):
+    for tile in range(tiles):
+        yield full[tile % slots], tile // slots
+        read(tile % slots)
+        empty[tile % slots].arrive()
+
+
+def waits_without_a_parity(tiles, slots, full, empty, read):
+    for tile in range(tiles):
+        yield full[tile % slots]
+        read(tile % slots)
 
 
 def forgets_to_rescale(row_max, row_sum, acc, scores, v):
@@ -268,6 +357,21 @@ MISTAKES = [
     ("20_phases", "consumer", says_so_before_reading, "overwrites slot"),
     ("20_phases", "consumer", says_so_and_reads_at_once, "overwrites slot"),
     ("21_broken_kernels", "two_stages", lambda: (np.ones((3, 4)), np.eye(3, 4), ["Producer"]), "does not promise"),
+    ("01_stable_softmax", "softmax", one_maximum_for_all_rows, "p of rows that lie 1000 apart"),
+    ("03_tiled_forward", "attention", tiles_without_maximum, "out of 70 x 130, scores of some hundred"),
+    ("03_tiled_forward", "attention", strips, "64 x 8192 took"),
+    ("03_tiled_forward", "attention", tiles_of_64, "out of 50 x 200, block_q=16, block_k=48"),
+    ("05_roofline", "bound", smaller_time, "peak=2e12, bandwidth=3e9): the time"),
+    ("05_roofline", "traffic", always_two_bytes, "traffic of the same in 8 bits"),
+    ("07_ring", "producer", arrives_before_it_puts, "is read before its tile is there"),
+    ("07_ring", "consumer", arrives_before_it_takes, "which nobody has read"),
+    ("07_ring", "consumer", takes_the_lap_for_the_parity, "done(2): a parity is 0 or 1"),
+    ("11_split_keys", "combine", empty_by_the_first_row, "causal, pieces empty for some rows: out"),
+    ("12_zigzag", "tokens_of", lambda *given: equal_shares(*given) if given[3] == "contiguous" else
+     parts_of("12_zigzag")[1]["tokens_of"](*given), "rank 1 of 3, 10 tokens, contiguous: got [4, 5, 6]"),
+    ("13_budget", "within_budget", forgets_numbers_beside_infinities, "2.1 times its error elsewhere: judged right"),
+    ("20_phases", "consumer", waits_for_the_lap, "consumer 0 waits for parity 2: a parity is 0 or 1"),
+    ("20_phases", "consumer", waits_without_a_parity, "consumer 0 yields no pair (barrier, parity)"),
 ]  # fmt: skip
 
 
@@ -308,6 +412,56 @@ def test_right_answers_of_another_style_pass():
     exercise, functions = parts_of("20_phases")
     assert judging.verdict(exercise.judge, {**functions, "producer": producer, "consumer": consumer}) == "passed"
 
+    exercise, functions = parts_of("12_zigzag")
+    for kind in (np.array, tuple):
+        held = {"tokens_of": lambda *given, kind=kind: kind(functions["tokens_of"](*given))}
+        assert judging.verdict(exercise.judge, {**functions, **held}) == "passed"
+
+    def scales_the_keys(q, k, v, scale, block_q=64, block_k=64):
+        return parts_of("03_tiled_forward")[1]["attention"](q, scale * k, v.copy(), 1.0, block_q, block_k)
+
+    assert judging.verdict(parts_of("03_tiled_forward")[0].judge, {"attention": scales_the_keys}) == "passed"
+
+    def gradients(q, k, v, dout, lse, delta, scale):  # writes into its arguments
+        q *= scale
+        p = np.exp(q @ k.T - lse[:, None])
+        dout_v = dout @ v.T
+        dout_v -= delta[:, None]
+        dout_v *= p
+        return scale * dout_v @ k, dout_v.T @ q, p.T @ dout
+
+    assert judging.verdict(parts_of("09_backward_tile")[0].judge, {"tile_gradients": gradients}) == "passed"
+
+
+def findings(path):
+    """The texts of a judge's findings, with a line number; what is filled in is @."""
+    for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        name = getattr(call.func, "id", "") if isinstance(call, ast.Call) else ""
+        if name not in ("require", "close"):
+            continue
+        text = call.args[name == "require"]
+        parts = text.values if isinstance(text, ast.JoinedStr) else [text]
+        yield "".join(part.value if isinstance(part, ast.Constant) else "@" for part in parts)
+
+
+ONLY_BY_WHAT_IS_FILLED_IN = {  # their idea depends on it
+    "05_roofline": ["@ has @ rows"], "09_backward_tile": ["@, the sum over four tiles"],
+    "12_zigzag": ["rank @ of @, @ tokens, @: got @, expected @"], "13_budget": ["@: judged @, but it is @"],
+    "18_swizzle": ["@ is @, where @ is", "@: @ takes @ times as long: @"], "20_phases": ["@: @@"],
+    "21_broken_kernels": ["@: the broken kernel is right there"],
+    "25_cuda_descriptor": ["tile at @, step @: @ is @, expected @"],
+    "19_wgmma_fragments": ["@ is @, expected @", "n=@: owner@ is @, expected @", "@, which are not lanes of its warp",
+                           "@: together they hold @ of the @ numbers of row @", "@: the maximum of row @",
+                           "@: four hold all of its rows"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_every_finding_points_to_an_idea(name):
+    ideas = judging.hints(name)[1]
+    without = [text for text in findings(FOLDER / f"{name}.py") if not any(words in text for words in ideas)]
+    assert sorted(without) == sorted(ONLY_BY_WHAT_IS_FILLED_IN.get(name, []))
+
 
 def test_every_exercise_has_a_mistake_that_its_judge_refuses():
     assert {mistake[0] for mistake in MISTAKES} | {mistake[0] for mistake in SLIPS} == {*FUNCTIONS, *C_KERNELS}
@@ -338,6 +492,58 @@ def test_an_error_of_the_readers_names_his_line_and_not_the_judges(tmp_path):
         "01_stable_softmax: wrong: softmax raised AttributeError: 'numpy.ndarray' object has no attribute 'softmax'\n"
         f"    line {line}: return scores.softmax()\n"
     )
+
+
+def written_as(tmp_path, name, old, new):
+    """The exercise with some text replaced, in another folder; a command that judges it, and its environment."""
+    text = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
+    assert old in text
+    (tmp_path / f"{name}.py").write_bytes(text.replace(old, new).encode())
+    return [sys.executable, str(tmp_path / f"{name}.py")], {**os.environ, "PYTHONPATH": str(FOLDER)}
+
+
+WAITS_WITHOUT_YIELD = """while not empty[0].done(0):
+        pass  # "an empty slot…"
+    yield"""
+
+
+def test_a_loop_that_does_not_end_is_named_by_its_line(monkeypatch):
+    exercise, functions = parts_of("07_ring")
+
+    def producer(tiles, slots, full, empty, put):
+        while tiles and not empty[0].done(0):
+            pass
+        yield
+
+    with judging.at_most(0.2):
+        said = judging.verdict(exercise.judge, {**functions, "producer": producer})
+    assert "wrong: producer raised TimeoutError: no answer within 0.2 s: a loop that does not end?\n    line " in said
+    with judging.at_most(0.01):
+        pass
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+
+
+def test_ctrl_c_says_where_it_was(tmp_path):
+    old = 'raise NotImplementedError("producer(tiles, slots, full, empty, put)")'
+    new = f'print("here", flush=True)\n    {WAITS_WITHOUT_YIELD}'
+    command, environment = written_as(tmp_path, "07_ring", old, new)
+    ending = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    old = 'raise NotImplementedError("consumer(tiles, slots, full, empty, take)")'
+    path = tmp_path / "07_ring.py"
+    path.write_text(path.read_text(encoding="utf-8").replace(old, "yield"), encoding="utf-8")
+    with subprocess.Popen(command, env=environment, **ending) as judge:
+        assert judge.stdout.readline() == "here\n"
+        judge.send_signal(signal.SIGINT)
+        out, error = judge.communicate(timeout=60)
+    assert (judge.returncode, error) == (130, "")
+    assert out.startswith("07_ring: stopped at line ")
+
+
+def test_a_terminal_without_the_characters_of_the_reader(tmp_path):
+    old = 'raise NotImplementedError("softmax(scores) -> p, lse")'
+    command, environment = written_as(tmp_path, "01_stable_softmax", old, "return 1 / 0, 'Σ ≤ 1'")
+    done = subprocess.run(command, env={**environment, "PYTHONIOENCODING": "ascii"}, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "") and "\\u03a3 \\u2264 1" in done.stdout
 
 
 # ---- lines inside kernels ----
@@ -405,8 +611,44 @@ SLIPS = [  # exercise, what the solution has, what a reader writes first, what t
     ("14_one_pass", "out[d] /= sum", "out[d] /= total", "it does not compile"),
     ("14_one_pass", "fmaxf(new_max", "larger(new_max", "it does not compile: "),
     ("14_one_pass", "stride, count, n, scale", "stride, kPiece, n, scale", "it reads outside of its arrays. one query"),
-    ("14_one_pass", "j0 < seen;", "j0 < (seen < 1024 ? seen : 1024);", "the timed call, output 0: "),
+    ("14_one_pass", "j0 < seen;", "j0 < (seen < 1024 ? seen : 1024);", "many keys (2 queries, 70001 keys"),
+    ("14_one_pass", "j0 < seen;", "j0 < (seen != 4096 ? seen : 1024);", "the timed call, output 0: "),
+    ("14_one_pass", "j < count; ++j) new_max", "j < kPiece; ++j) new_max", "one query, one key (1 queries, 1 keys"),
+    ("14_one_pass", "const int count = seen - j0 < kPiece ? seen - j0 : kPiece;",
+     "const int count = seen, kPiece = seen; float all[seen], *s = all;",
+     "asks for more scores at once than s has room"),
+    ("16_exponential", "x < -87.0f ? 0.0f : y", "x < -1000.0f ? 0.0f : y", "the ends: e^"),
+    ("17_worker", "(item = atomic_fetch_add(&w->next, 1)) < w->items;",
+     "(item = atomic_fetch_add(&w->next, 1)) <= w->items;", "there is no item 1 of 1"),
+    ("17_worker", "for (int item; (item = atomic_fetch_add(&w->next, 1)) < w->items;)",
+     "for (int item; atomic_load(&w->next) < w->items && (item = atomic_fetch_add(&w->next, 1), 1);)",
+     "there is no item"),
+    ("17_worker", "for (int item; (item = atomic_fetch_add(&w->next, 1)) < w->items;)",
+     "for (int item = me->number; item < w->items; item += threads_of())", " while others were free"),
 ]  # fmt: skip
+
+
+RIGHT = [  # exercise, what the solution has, what others write
+    ("14_one_pass", "for (int j0 = 0; j0 < seen; j0 += kPiece)",
+     "for (int j0 = seen > 0 ? (seen - 1) / kPiece * kPiece : -1; j0 >= 0; j0 -= kPiece)"),
+    ("14_one_pass", "kPiece", "16"),
+    ("14_one_pass", "float max = -INFINITY, sum = 0;", "double max = -INFINITY, sum = 0;"),
+    ("15_tile_loops", "kBlockN", "24"),
+    ("15_tile_loops", "for (int i = 0; i < rows; ++i)", "for (int i = rows - 1; i >= 0; --i)"),
+    ("16_exponential", "x < -87.0f", "x < -87.3f"),
+    ("16_exponential", "1.0f / 720", "1.0 / 720"),
+    ("17_worker", "for (int item; (item = atomic_fetch_add(&w->next, 1)) < w->items;)",
+     "for (int item = w->next; item < w->items; item = w->next) "
+     "if (atomic_compare_exchange_strong(&w->next, &item, item + 1))"),
+]  # fmt: skip
+
+
+@needs_compiler
+@pytest.mark.parametrize("name, old, new", RIGHT, ids=[f"{m[0]}-{i}" for i, m in enumerate(RIGHT)])
+def test_right_lines_of_another_style_pass(name, old, new, monkeypatch):
+    lines = (SOLUTIONS / KERNELS[name]).read_text()
+    assert old in lines
+    assert judging.apart(lambda: judged(name, lines.replace(old, new), monkeypatch)[0]) == "passed"
 
 
 @needs_compiler
@@ -449,13 +691,60 @@ def test_a_source_that_is_not_utf8_is_compiled(tmp_path):
 
 
 @needs_compiler
-def test_a_folder_that_cannot_be_written_is_named(monkeypatch):
-    def refuse(*_):
-        raise PermissionError(13, "Permission denied", "/made")
+@pytest.mark.parametrize("lines", [None, "return 0;"])
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
+def test_a_folder_that_cannot_be_written_is_named(number, lines, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(number, os.strerror(number), "/made")
 
     monkeypatch.setattr(kernels.c, "compiled", refuse)
+    monkeypatch.setattr(kernels.Path, "mkdir", refuse)
     with pytest.raises(judging.Unavailable, match="/made cannot be written; set FLASH_ATTN_LADDER_CACHE to a folder"):
+        kernels.Kernel(FOLDER / "14_one_pass.c", lines).library()
+
+
+def test_a_compiler_that_is_not_there_is_named(monkeypatch):
+    monkeypatch.setenv("CC", "no-such-compiler -O2")
+    with pytest.raises(judging.Unavailable, match="there is no C compiler: no-such-compiler -O2 is not on the PATH"):
         kernels.Kernel(FOLDER / "14_one_pass.c").library()
+
+
+@needs_compiler
+def test_every_timed_turn_has_other_inputs():
+    """Results that are kept from one call to the next are old ones."""
+    kept = """
+        static float first[64], first_lse;
+        static int calls;
+        %s
+        if (seen == 4096 && n == 64) {
+            if (++calls == 1) { memcpy(first, out, 4 * n); first_lse = *lse; }
+            if (calls %% 256 == 1) { memcpy(out, first, 4 * n); *lse = first_lse; }
+        }
+    """
+    kernel = kernels.Kernel(FOLDER / "14_one_pass.c", kept % (SOLUTIONS / "14_one_pass.c").read_text())
+    kernel.strict = 0
+    judge = judging.load(FOLDER / "14_one_pass.py").judge
+    assert "the timed call, output " in judging.apart(lambda: judging.verdict(judge, {"kernel": kernel}))
+
+
+@needs_compiler
+def test_a_folder_with_a_space_and_lines_that_end_as_on_windows(tmp_path):
+    folder = tmp_path / "my course/docs/learn"
+    shutil.copytree(FOLDER, folder / "exercises", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(SOLUTIONS, folder / "solutions")
+    shutil.copytree(ROOT / "ladder/c", folder.parents[1] / "ladder/c")
+    for file in ("__init__.py", "rung.py"):
+        shutil.copy(ROOT / "ladder" / file, folder.parents[1] / "ladder")
+    for path in [*(folder / "exercises").glob("1*"), *(folder / "solutions").iterdir(), folder / "exercises/hints.md"]:
+        if path.is_file():
+            path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    command = [sys.executable, str(folder / "exercises/16_exponential.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.stderr == "" and "not written yet: the lines between #else and #endif" in done.stdout
+    done = subprocess.run([*command, "--hint", "2"], capture_output=True, text=True, timeout=300)
+    assert done.stdout.startswith("16_exponential, hint 2: Adding 1.5 * 2^23") and done.stdout.count("\n") == 1
+    done = subprocess.run([*command, "--solution"], capture_output=True, text=True, timeout=300)
+    assert done.stderr == "" and re.match("16_exponential: (passed|wrong: right, but)", done.stdout)
 
 
 def test_ctrl_c_ends_the_kernel_too(tmp_path):

@@ -2,6 +2,7 @@
 there is one: judges accept the solution and the slow lines, and refuse mistakes."""
 
 import json
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -101,7 +102,7 @@ def test_bits_of_a_descriptor():
 def test_an_exercise_that_is_not_written_says_so(name):
     done = subprocess.run([sys.executable, FOLDER / f"{name}.py"], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (1, "")
-    lines = f"the lines between #else and #endif of {name}.cu, in the place of those with `yours`"
+    lines = f"the lines between #else and #endif of {name}.cu, in the place of the one with `yours`, comment and all"
     assert done.stdout == f"{name}: not written yet: {lines}\n"
 
 
@@ -116,12 +117,13 @@ def test_the_judge_accepts_the_solution(name):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "25_cuda_descriptor"])
 def test_the_slow_lines_are_right(name):
-    assert judged(name, kernel_of(name, kind=Slow)) == "passed"
+    said = judged(name, kernel_of(name, kind=Slow))
+    assert said == "passed" or said.startswith(("wrong: right, but each copy is", "wrong: right, but the whole block"))
 
 
 SLIPS = [  # exercise, what the solution has, what a reader writes first, what the judge says
     ("22_cuda_swizzle", "piece ^ row % 8", "piece & row % 8", "fragments[tile, lane, register, half]: "),
-    ("22_cuda_swizzle", "16 * (piece ^ row % 8)", "16 * (piece + row % 8)", "fragments[tile, lane, register, half]: "),
+    ("22_cuda_swizzle", "16 * (piece ^ row % 8)", "16 * (piece + row % 8)", "outside of the shared memory"),
     ("23_cuda_pipeline", "    __syncthreads();", "    ", "tiles: y[block, thread]"),
     ("23_cuda_pipeline", "kStages - 2", "kStages - 1", "1 tiles: y[block, thread]"),
     ("23_cuda_pipeline", "next = tile + kStages - 1", "next = tile + kStages", "tiles: y[block, thread]"),
@@ -135,6 +137,15 @@ SLIPS = [  # exercise, what the solution has, what a reader writes first, what t
      "lse[row]"),
     ("26_cuda_merge", "expf(mine - top)", "expf(mine)", "lse[row]"),
     ("26_cuda_merge", "lse[row] = sum", "lse[row + 1] = sum", "it writes outside of its arrays"),
+    ("26_cuda_merge", "const float mine = lane < pieces ? lses[lane * rows + row] : -CUDART_INF_F",
+     "const float read = lses[lane * rows + row], mine = lane < pieces ? read : -CUDART_INF_F",
+     "reads outside of its arrays: behind its inputs"),
+    ("26_cuda_merge", "float4 total = {0, 0, 0, 0};",
+     "__shared__ float4 totals[128]; float4& total = totals[threadIdx.x];",
+     "1 pieces, 1 rows: out[row, d]"),
+    ("26_cuda_merge", "float4 total = {0, 0, 0, 0};", "float4 total;", "1 pieces, 1 rows: out[row, d]: 128 of 128"),
+    ("22_cuda_swizzle", "128 * row + 16 * (piece ^ row % 8)", "144 * row + 16 * piece", "outside of the shared memory"),
+    ("23_cuda_pipeline", "% kStages]", "% (kStages + 1)]", "outside of the shared memory"),
     ("26_cuda_merge", "total.x += w", "totals.x += w", "it does not compile"),
 ]  # fmt: skip
 
@@ -161,6 +172,78 @@ def test_an_arrival_before_the_work_is_seen(act, barrier):
     swapped = lines.replace(act, "@").replace(arrive, act).replace("@", arrive)
     kernel = kernel_of("24_cuda_phase", swapped)
     assert "tiles: y[tile, lane]" in judged("24_cuda_phase", kernel)
+
+
+SLOW_LINES = [
+    ("23_cuda_pipeline", "right, but each copy is waited for before the next one starts"),
+    ("24_cuda_phase", "right, but the whole block meets 2036 times"),
+]
+
+
+@pytest.mark.parametrize("name, said", SLOW_LINES, ids=[name for name, _ in SLOW_LINES])
+def test_slow_lines_in_the_place_of_the_reader_are_refused_on_the_cpu(name, said):
+    slow = re.search(r"#ifdef SLOW\n(.*?)#else", (FOLDER / f"{name}.cu").read_text(), re.DOTALL)[1]
+    text = judged(name, kernel_of(name, slow))
+    assert text.startswith(f"wrong: {said}") and "\n    idea: " in text
+
+
+RIGHT = [
+    ("22_cuda_swizzle", "return 128 * row + 16 * (piece ^ row % 8);", "return 128 * row + (piece + row & 7) * 16;"),
+    ("23_cuda_pipeline", "kStages - 2>();", "0>();"),
+    ("24_cuda_phase", "const int slot = tile % kSlots, phase = tile / kSlots % 2;",
+     "const int slot = tile & 1; const bool phase = tile & 2;"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, old, new", RIGHT, ids=[name for name, *_ in RIGHT])
+def test_right_lines_of_another_style_pass_on_the_cpu(name, old, new, monkeypatch):
+    monkeypatch.setattr(kernels.CudaKernel, "on_gpu", lambda self: None)
+    lines = (SOLUTIONS / f"{name}.cu").read_text()
+    assert old in lines
+    judge = judging.load(FOLDER / f"{name}.py").judge
+    kernel = kernel_of(name, lines.replace(old, new).replace("phase ^ 1", "!phase"))
+    assert judging.apart(lambda: judging.verdict(judge, {"kernel": kernel})) == "passed"
+
+
+def test_a_gpu_that_nvcc_cannot_compile_for_leaves_the_verdict_of_the_cpu(monkeypatch, tmp_path):
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text("#!/bin/sh\necho \"nvcc fatal   : Unsupported gpu architecture 'compute_120'\" >&2\nexit 1\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setattr(kernels.CudaKernel, "gpu", lambda self: (12, 0))
+    monkeypatch.setattr(kernels.CudaKernel, "nvcc", staticmethod(lambda: str(nvcc)))
+    judge = judging.load(FOLDER / "26_cuda_merge.py").judge
+    kernel = kernel_of("26_cuda_merge")
+    assert judging.verdict(judge, {"kernel": kernel}) == "passed" and kernel.said.startswith("right, run on the CPU")
+    with pytest.raises(judging.Unavailable, match="nvcc cannot make code for this GPU   : Unsupported gpu arch"):
+        kernel.on_gpu().library()
+
+
+@pytest.mark.parametrize("name, there", [("24_cuda_phase", (10, 0)), ("25_cuda_descriptor", None)])
+def test_wgmma_needs_hopper_and_nothing_later(name, there, monkeypatch):
+    class Driver:
+        def cuInit(self, _):  # noqa: N802
+            return 0
+
+        def cuDeviceGetAttribute(self, at, which, _):  # noqa: N802
+            at._obj.value = {75: 10, 76: 0}[which]
+            return 0
+
+    monkeypatch.setattr(kernels.ctypes, "CDLL", lambda _: Driver())
+    kernel = kernel_of(name)
+    kernel.needs = (9, 0)
+    assert kernel.gpu() == there
+
+
+def test_functions_that_learners_reach_for():
+    lines = (SOLUTIONS / "26_cuda_merge.cu").read_text()
+    old = "if (w == 0) continue;"
+    new = 'if (!__any_sync(~0u, w > 0)) continue; __threadfence_block(); assert(__ballot_sync(~0u, 1)); printf("");'
+    assert old in lines and "#include <cassert>" in (FOLDER / "cuda_on_cpu.h").read_text()
+    kernel = kernel_of("26_cuda_merge", lines.replace(old, new))
+    judge = judging.load(FOLDER / "26_cuda_merge.py").judge
+    assert judging.apart(lambda: judging._verdict(judge, {"kernel": kernel})) == "passed"
+    said = judging._verdict(judge, {"kernel": kernel_of("26_cuda_merge", "__match_all_sync();")})
+    assert said.startswith("wrong: it does not compile with cuda_on_cpu.h, which has a part of CUDA: ")
 
 
 def test_a_merge_of_another_style_passes():

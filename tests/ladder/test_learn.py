@@ -51,6 +51,13 @@ def test_every_chapter_is_in_the_list_and_has_its_parts():
         assert "<!-- code: " in text, f"{page.name} quotes no source"
 
 
+def test_every_answer_names_the_code_that_it_speaks_of():
+    questions = (ROOT / "docs/learn/questions.md").read_text().split("\n### ")[1:]
+    assert len(questions) > 40
+    for text in questions:
+        assert re.search(r"\]\(\.\./\.\./[\w/.-]+\.(?:py|cuh?|c|h|cpp)#", text.split("\n## ")[0]), text.split("\n")[0]
+
+
 def test_no_page_is_unfinished():
     for page in PAGES:
         assert not re.search(r"\b(TODO|TBD|FIXME|XXX)\b", page.read_text()), page.name

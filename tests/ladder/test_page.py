@@ -427,6 +427,16 @@ def test_phone(open_page, fragment):
         assert button.bounding_box()["height"] >= 40 and button.bounding_box()["width"] >= 36
 
 
+def test_a_phone_shows_blocks_and_sums_of_the_backward_pass(open_page):
+    page = open_page("#example=1", viewport={"width": 360, "height": 700}, has_touch=True, is_mobile=True)
+    slide(page, "gradient-step", 99)
+    edge = "document.querySelector('#gradient-grid').parentElement.getBoundingClientRect().right"
+    assert (
+        page.eval_on_selector("#gradient-grid .sum", "(e) => e.getBoundingClientRect().right")
+        <= page.evaluate(edge) + 4
+    )
+
+
 @pytest.mark.parametrize("width, height", [(1280, 720), (390, 844)])
 def test_play_brings_the_picture_into_view(open_page, width, height):
     page = open_page(viewport={"width": width, "height": height})

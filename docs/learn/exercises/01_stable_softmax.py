@@ -37,12 +37,16 @@ def judge(softmax):
             p_shifted, lse_shifted = softmax(small + shift)
             close(f"p of the same scores {shift:+.0f}", p_shifted, p)
             close(f"lse of the same scores {shift:+.0f}", lse_shifted, lse + shift)
+        steps = small + np.array([-1000.0, -10.0, 0.0, 10.0, 1000.0])[:, None]
+        p_steps, lse_steps = softmax(steps.copy())
+        close("p of rows that lie 1000 apart", p_steps, p)
+        close("lse of rows that lie 1000 apart", lse_steps, lse + steps[:, 0] - small[:, 0])
         masked = small.copy()
         masked[0, 3:] = -np.inf
         masked[2] = -np.inf
         hidden = np.where(np.isneginf(masked), 0, weight)
         sums = hidden.sum(1, keepdims=True)
-        p, lse = softmax(masked)
+        p, lse = softmax(masked.copy())
         close("p of masked scores", p, hidden / np.where(sums == 0, 1, sums))
         close(
             "lse of masked scores", lse, np.where(sums[:, 0] == 0, -np.inf, np.log(np.where(sums == 0, 1, sums))[:, 0])

@@ -1,7 +1,8 @@
 """Exercise 3. FlashAttention-2 in NumPy: one head, queries outside, keys inside.
 
-The judge measures how much memory the call takes. The scores of 1024 x 1024 pairs would be 8 MB; tiles of 64 x 64 need
-far less. Lengths need not be multiples of the tile.
+The judge measures how much memory the call takes. The scores of 1024 x 1024 pairs would be 8 MB, those of 64 queries
+with 8192 keys 4 MB; tiles of 64 x 64 need far less. Lengths need not be multiples of the tile, and scores may
+be large.
 
     python docs/learn/exercises/03_tiled_forward.py
 """
@@ -24,8 +25,20 @@ def attention(q, k, v, scale, block_q=64, block_k=64):
 
 def judge(attention):
     rng = np.random.default_rng(3)
-    for seqlen_q, seqlen_k in ((1, 1), (64, 64), (130, 77), (1024, 1024)):
-        q, k, v = (rng.standard_normal((n, 32)) for n in (seqlen_q, seqlen_k, seqlen_k))
+    for seqlen_q, seqlen_k, factor, tiles in (
+        (1, 1, 1, {}),
+        (64, 64, 1, {}),
+        (130, 77, 1, {}),
+        (50, 200, 1, {"block_q": 16, "block_k": 48}),
+        (70, 130, 300, {}),
+        (1024, 1024, 1, {}),
+        (64, 8192, 1, {}),
+    ):
+        call = f"{seqlen_q} x {seqlen_k}{', scores of some hundred' * (factor > 1)}"
+        call += "".join(f", {name}={n}" for name, n in tiles.items())
+        dim = 32 if seqlen_k <= 1024 else 8  # copies of k and v are small: only scores are not to be whole
+        q, k, v = (rng.standard_normal(shape) for shape in ((seqlen_q, dim), (seqlen_k, dim), (seqlen_k, 3 * dim // 4)))
+        q[::2] *= factor
         scores = 0.5 * q @ k.T
         top = scores.max(1, keepdims=True)
         weight = np.exp(scores - top)
@@ -33,12 +46,12 @@ def judge(attention):
         exact, exact_lse = weight @ v / sums, (top + np.log(sums))[:, 0]
         del scores, weight
         tracemalloc.start()
-        out, lse = attention(q, k, v, 0.5)
+        out, lse = attention(q, k, v, 0.5, **tiles)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        close(f"out of {seqlen_q} x {seqlen_k}", out, exact)
-        close(f"lse of {seqlen_q} x {seqlen_k}", lse, exact_lse)
-    require(peak < 2e6, f"{seqlen_q} x {seqlen_k} took {peak / 1e6:.1f} MB: more than the tiles and out need")
+        close(f"out of {call}", out, exact)
+        close(f"lse of {call}", lse, exact_lse)
+        require(peak < 2e6, f"{call} took {peak / 1e6:.1f} MB: more than the tiles and out need")
 
 
 if __name__ == "__main__":

@@ -44,6 +44,12 @@ def judge(work, traffic, bound):
     close("work of one query over 1000 keys", work(1, 1, 1000, 32, 128, False), 16384000, 0)
     close("traffic of 4 x 4096 x 4096, 16 heads of 128, bf16", traffic(4, 4096, 4096, 16, 16, 128, 2), 268435456, 0)
     close("traffic of one query over 1000 keys, 32/8 heads", traffic(1, 1, 1000, 32, 8, 128, 2), 4112384, 0)
+    close("traffic of the same in 8 bits", traffic(1, 1, 1000, 32, 8, 128, 1), 2056192, 0)
+    for operations, moved, seconds, expected in ((6e12, 2e9, 3.0, "compute"), (2e12, 6e9, 2.0, "memory")):
+        got, what = bound(operations, moved, peak=2e12, bandwidth=3e9)
+        call = f"bound({operations:g}, {moved:g}, peak=2e12, bandwidth=3e9)"
+        close(f"{call}: the time", got, seconds, 1e-9)
+        require(what == expected, f"{call}: bound by {what}, expected {expected}")
     root = Path(__file__).resolve().parents[3]
     for file, expected in (("forward.json", "compute"), ("decode.json", "memory")):
         rows = json.loads((root / "docs/benchmarks/h200" / file).read_text())["rows"]

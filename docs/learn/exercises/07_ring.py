@@ -6,7 +6,7 @@ fresh barrier is in phase 0, so done(1) is true at once.
 
 Every slot has a barrier `full`, at which the producer arrives when the tile is there, and a barrier `empty`, at which
 the consumer arrives when the tile has been read. Write both as generators that `yield` whenever they must wait. They
-may look at nothing but the barriers.
+may look at nothing but the barriers. Right after an arrival the other side may already go on.
 
     python docs/learn/exercises/07_ring.py
 """
@@ -52,7 +52,25 @@ def judge(producer, consumer):
 def run(producer, consumer, slots, tiles, speed, rng):
     call = f"{slots} slots, {tiles} tiles"
     buffers, taken = [None] * slots, []
-    full, empty = [Barrier() for _ in range(slots)], [Barrier() for _ in range(slots)]
+    at_work = []  # all but the last are late after an arrival
+
+    class Watched(Barrier):
+        def arrive(self):
+            super().arrive()
+            while rng.random() < 0.5 and (free := [side for side in sides if side not in at_work]):
+                step(free[0])
+
+        def done(self, parity):
+            require(parity in (0, 1), f"{call}: done({parity}): a parity is 0 or 1")
+            return super().done(parity)
+
+    def step(side):
+        at_work.append(side)
+        if next(side, "ended") == "ended":
+            sides.remove(side)
+        at_work.pop()
+
+    full, empty = [Watched() for _ in range(slots)], [Watched() for _ in range(slots)]
 
     def put(slot, tile):
         require(buffers[slot] is None, f"{call}: tile {tile} overwrites tile {buffers[slot]}, which nobody has read")
@@ -67,9 +85,7 @@ def run(producer, consumer, slots, tiles, speed, rng):
     for _ in range(1000 * (tiles + 1)):
         if not sides:
             break
-        side = sides[0] if len(sides) == 1 or rng.random() < speed else sides[1]
-        if next(side, "ended") == "ended":
-            sides.remove(side)
+        step(sides[0] if len(sides) == 1 or rng.random() < speed else sides[1])
     require(not sides, f"{call}: deadlock after {len(taken)} tiles")
     require(taken == list(range(tiles)), f"{call}: the consumer took {taken}")
 

@@ -42,7 +42,7 @@ def judge(tile_gradients):
     dq, dk, dv = (np.zeros_like(x) for x in (q, k, v))
     for i in (slice(0, 6), slice(6, 10)):
         for j in (slice(0, 5), slice(5, 12)):
-            parts = tile_gradients(q[i], k[j], v[j], dout[i], lse[i], delta[i], scale)
+            parts = tile_gradients(*(x.copy() for x in (q[i], k[j], v[j], dout[i], lse[i], delta[i])), scale)
             dq[i] += parts[0]
             dk[j] += parts[1]
             dv[j] += parts[2]

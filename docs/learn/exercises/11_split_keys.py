@@ -46,6 +46,16 @@ def judge(combine):
         out, lse = combine(outs, lses)
         close(f"out of the pieces {cuts}", out, exact[0])
         close(f"lse of the pieces {cuts}", lse, exact[1], 1e-9)
+    outs, lses = np.full((3, 4, 3), np.nan), np.full((3, 4), -np.inf)
+    for row, seen in enumerate((10, 30, 45, 50)):  # under a causal mask: other pieces are empty for each row
+        for i, begin in enumerate((0, 20, 40)):
+            if begin < seen:
+                keys = slice(begin, min(begin + 20, seen))
+                outs[i, row], lses[i, row] = (x[0] for x in attention(q[row : row + 1], k[keys], v[keys]))
+    exact = [attention(q[row : row + 1], k[:seen], v[:seen]) for row, seen in enumerate((10, 30, 45, 50))]
+    out, lse = combine(outs, lses)
+    close("causal, pieces empty for some rows: out", out, np.concatenate([one[0] for one in exact]))
+    close("causal, pieces empty for some rows: lse", lse, np.concatenate([one[1] for one in exact]), 1e-9)
     out, lse = combine(np.full((3, 4, 2), np.nan), np.full((3, 4), -np.inf))
     close("out without keys", out, np.zeros((4, 2)))
     close("lse without keys", lse, np.full(4, -np.inf))

@@ -26,19 +26,18 @@ def work_of(rank, ranks, n, layout):
 
 
 def judge(tokens_of, work_of):
-    require(
-        tokens_of(0, 2, 8, "zigzag") == [0, 1, 6, 7],
-        f"rank 0 of 2, 8 tokens, zigzag: got {tokens_of(0, 2, 8, 'zigzag')}",
-    )
-    require(
-        tokens_of(1, 2, 7, "zigzag") == [1, 2, 3, 4],
-        f"rank 1 of 2, 7 tokens, zigzag: got {tokens_of(1, 2, 7, 'zigzag')}",
-    )
+    for rank, ranks, n, layout, expected in (
+        (0, 2, 8, "zigzag", [0, 1, 6, 7]),
+        (1, 2, 7, "zigzag", [1, 2, 3, 4]),
+        (1, 3, 10, "contiguous", [3, 4, 5]),
+    ):
+        got = [int(token) for token in tokens_of(rank, ranks, n, layout)]
+        require(got == expected, f"rank {rank} of {ranks}, {n} tokens, {layout}: got {got}, expected {expected}")
     for layout in ("contiguous", "zigzag"):
         for ranks in (1, 2, 3, 4, 8):
             for n in (0, 1, 5, 24, 1001, 4096):
                 call = f"{ranks} ranks, {n} tokens, {layout}"
-                held = [tokens_of(rank, ranks, n, layout) for rank in range(ranks)]
+                held = [list(tokens_of(rank, ranks, n, layout)) for rank in range(ranks)]
                 require(sorted(sum(held, [])) == list(range(n)), f"{call}: not every token is held once")
                 require(all(tokens == sorted(tokens) for tokens in held), f"{call}: the tokens of a rank do not ascend")
                 shares = [work_of(rank, ranks, n, layout) for rank in range(ranks)]

@@ -36,6 +36,8 @@ def judge(within_budget):
     empty[5] = empty_plain[5] = -np.inf
     minus, plus = empty.copy(), empty.copy()
     plus[5] = np.inf
+    off_elsewhere = empty.copy()
+    off_elsewhere[3, 4] += 2.1 * np.abs(np.delete(plain - exact, 5, 0)).max()
     cases = [
         ("the exact answer", exact, exact, plain, True),
         ("the plain answer", plain, exact, plain, True),
@@ -44,6 +46,7 @@ def judge(within_budget):
         ("one NaN", changed(np.nan), exact, plain, False),
         ("an infinity where none belongs", changed(np.inf), exact, plain, False),
         ("-inf where it belongs", minus, empty, empty_plain, True),
+        ("-inf where it belongs, and 2.1 times its error elsewhere", off_elsewhere, empty, empty_plain, False),
         ("+inf where -inf belongs", plus, empty, empty_plain, False),
         ("a number where -inf belongs", exact, empty, empty_plain, False),
         ("a difference below the floor, plain being exact", exact + 9e-7, exact, exact, True),

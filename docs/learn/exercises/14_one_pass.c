@@ -4,6 +4,15 @@
 
 enum { kPiece = 64, kGuard = 128 };
 
+#ifndef SLOW
+static int too_many;  // scores that were asked for at once
+static int at_most_a_piece(int count) {
+    too_many = count > kPiece ? count : too_many;
+    return count > kPiece ? kPiece : count;
+}
+#define scores(q, k, stride, count, n, scale, s) scores(q, k, stride, at_most_a_piece(count), n, scale, s)
+#endif
+
 // One query over the `seen` keys that it sees: out (n) and lse. Row j of k and v is at j * stride.
 static int row(const float* q, const float* k, const float* v, size_t stride, int seen, int n, float scale, float* s, float* out,
                float* lse) {
@@ -32,6 +41,7 @@ int attention_forward(const float* q, const float* k, const float* v, float* out
     float* s = malloc(sizeof(float) * (room + kGuard));
     int code = s ? 0 : 1;
     for (int g = 0; s && g < kGuard; ++g) s[room + g] = 1234.5f;
+    for (int j = 0; s && j < room; ++j) s[j] = INFINITY;  // nobody has written it yet
     for (int b = 0; b < a->batch; ++b)
         for (int h = 0; h < a->heads; ++h)
             for (int i = 0; i < a->seqlen_q && !code; ++i) {
@@ -40,6 +50,9 @@ int attention_forward(const float* q, const float* k, const float* v, float* out
                            lse + ((size_t)b * a->heads + h) * a->seqlen_q + i);
                 for (int g = 0; g < kGuard; ++g)
                     if (s[room + g] != 1234.5f) code = kWroteTooMuch;
+#ifndef SLOW
+                if (too_many) code = kTooManyScores;
+#endif
             }
     free(s);
     return code;

@@ -36,6 +36,11 @@ def judge(kernel):
     x = np.array([0, -np.inf, -1e30, -200], np.float32)
     for value, y, exact in zip(x, exponentials(kernel, x), (1, 0, 0, 0), strict=True):
         require(y == exact, f"the ends: e^{value:g} is {y:g}, expected {exact}")
+    x = np.linspace(-87, -1000, 100003, dtype=np.float32)
+    y = exponentials(kernel, x)
+    off = ~((y >= 0) & (y < 2e-38))
+    at = int(off.argmax())
+    require(not off.any(), f"the ends: e^{x[at]:.7g} is {y[at]:.8g}, expected 0")
     check(kernel)
     x, took = np.linspace(-30, 0, 32768, dtype=np.float32), {True: np.inf, False: np.inf}
     for _ in range(60):

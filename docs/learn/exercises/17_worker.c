@@ -24,9 +24,28 @@ struct thread {
 int pause_us = 0;             // the judge makes items slow, so that threads meet
 int wrong_item, wrong_count;  // for the judge's message
 
+// The judge holds the first thread that takes an item, and counts how many items this thread takes in all.
+int hold_us = 0, of_the_held;
+static atomic_int somebody_held, beyond;
+static _Thread_local int is_held;
+
+// Between a look at a number and what is done about it others may go on; the judge gives them time.
+static int looked_at(int x) {
+    if (pause_us) usleep(pause_us);
+    return x;
+}
+#undef atomic_load
+#define atomic_load(p) looked_at(atomic_load_explicit(p, memory_order_seq_cst))
+
 // Computes item 0 .. w->items - 1. s: seqlen_k floats, which no other thread may use meanwhile.
 static void run(struct work* w, int item, float* s) {
     const struct attention* a = w->a;
+    if (item < 0 || item >= w->items) {
+        beyond = 1, wrong_item = item;
+        return;
+    }
+    if (hold_us && !atomic_exchange(&somebody_held, 1)) is_held = 1, usleep(hold_us);
+    if (is_held) ++of_the_held;
     const int tiles = (a->seqlen_q + kBlockM - 1) / kBlockM, head = item / tiles, b = head / a->heads, h = head % a->heads, n = a->headdim;
     const int first = item % tiles * kBlockM, last = first + kBlockM < a->seqlen_q ? first + kBlockM : a->seqlen_q;
     for (int i = first; i < last; ++i) {
@@ -72,13 +91,15 @@ int attention_forward(const float* q, const float* k, const float* v, float* out
     struct work w = {.a = a, .q = q, .k = k, .v = v, .out = out, .lse = lse, .items = items};
     struct thread all[kMaxThreads];
     pthread_t started[kMaxThreads];
+    is_held = 0, of_the_held = 0, somebody_held = 0, beyond = 0;
     w.scratch = malloc(sizeof(float) * threads * (a->seqlen_k + kLanes)), w.done = calloc(items, sizeof *w.done);
     for (int t = 0; t < threads; ++t) all[t] = (struct thread){&w, t};
     for (int t = 1; t < threads; ++t)
         if (pthread_create(&started[t], NULL, worker, &all[t])) return 1;
     worker(&all[0]);
     for (int t = 1; t < threads; ++t) pthread_join(started[t], NULL);
-    int code = written ? 0 : kNotWritten;
+    int code = !written ? kNotWritten : beyond ? kNoSuchItem : 0;
+    if (beyond) wrong_count = items;
     for (int item = 0; item < items && !code; ++item)
         if (w.done[item] != 1) code = kWrongItems, wrong_item = item, wrong_count = w.done[item];
     free(w.scratch), free(w.done);

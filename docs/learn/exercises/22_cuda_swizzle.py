@@ -8,8 +8,6 @@ speed of rows that follow each other.
     python docs/learn/exercises/22_cuda_swizzle.py
 """
 
-import ctypes
-
 import numpy as np
 from judging import close, main, require
 
@@ -30,7 +28,7 @@ def judge(kernel):
     (got,), _ = kernel.run([tile], shapes, (1,))
     close("fragments[tile, lane, register, half]", got.astype(float), fragments(tile).astype(float), 0)
     if kernel.on_cpu():
-        count = ctypes.c_uint32.in_dll(kernel.library(False), "bank_conflicts").value
+        count = kernel.counted("bank_conflicts")
         require(count == 0, f"right, but {count} times a lane of ldmatrix wants the banks of another; 0 is possible")
     kernel.race([tile], shapes, (2000,), 2)
 

@@ -2,14 +2,14 @@
 
 The slow lines copy a tile into shared memory, wait, and compute. Write the loop with kStages buffers: three copies are
 under way while the block computes with the fourth. One __syncthreads for each tile is enough. The judge runs
-your lines on the CPU, thread by thread; where there are nvcc and a GPU of compute capability 8.0, then there, and wants
-1.2 times the speed.
+your lines on the CPU, thread by thread, and looks whether copies are under way at the same time. Where there are nvcc
+and a GPU of compute capability 8.0, it then runs them there, and wants 1.2 times the speed.
 
     python docs/learn/exercises/23_cuda_pipeline.py
 """
 
 import numpy as np
-from judging import close, main
+from judging import close, main, require
 
 KERNEL = "23_cuda_pipeline.cu"
 THREADS, FLOATS = 128, 512
@@ -32,6 +32,11 @@ def judge(kernel):
         x = rng.standard_normal((5, tiles, FLOATS)).astype(np.float32)
         (y,), _ = kernel.run([x], [((5, THREADS), np.float32)], (5, tiles))
         close(f"{tiles} tiles: y[block, thread]", y, sums(x), 1e-4)
+    if kernel.on_cpu():
+        under_way = kernel.counted("most_groups")
+        require(
+            under_way > 1, "right, but each copy is waited for before the next one starts: none is under way meanwhile"
+        )
     x = rng.standard_normal((132, 200, FLOATS)).astype(np.float32)
     kernel.race([x], [((132, THREADS), np.float32)], (132, 200), 1.2, x.nbytes)
 

@@ -1,12 +1,16 @@
 // cuda_on_cpu.h: as much of CUDA as the exercises need, on a CPU: blocks one after another, the threads of a block as fibers that run until
 // they wait. Which of the ready ones goes on is random, and an asynchronous copy lands at once or only when its thread waits for it, so
-// that a missing barrier or wait shows. If all threads wait, that is a deadlock.
+// that a missing barrier or wait shows. If all threads wait, that is a deadlock. Shared memory holds NaN when a block begins.
 #pragma once
 
+#include <sys/mman.h>
 #include <ucontext.h>
+#include <unistd.h>
 
+#include <cassert>
 #include <cmath>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
@@ -16,7 +20,14 @@
 #define __global__
 #define __device__
 #define __host__
+#ifdef __ELF__
+#define __shared__ __attribute__((section("shared_memory"))) static
+extern "C" __attribute__((weak, visibility("hidden"))) char __start_shared_memory[], __stop_shared_memory[];  // the linker's
+inline char *const shared_begin = __start_shared_memory, *const shared_end = __stop_shared_memory;
+#else
 #define __shared__ static
+inline char *const shared_begin = nullptr, *const shared_end = nullptr;
+#endif
 #define __launch_bounds__(...)
 #define __forceinline__ inline
 #define CUDART_INF_F INFINITY
@@ -68,9 +79,19 @@ inline ucontext_t scheduler;
 inline std::function<void()> body;
 inline Meeting whole_block, warps[32];
 inline uint32_t exchanged[32][32];
-inline bool deadlock;
+inline bool deadlock, outside_of_shared;
+extern "C" {
+inline uint32_t block_meetings, most_groups;  // how often a block met; copy groups of one thread that nobody had waited for yet
+}
 inline uint32_t random_state = 1;
 inline uint32_t random_number() { return (random_state = random_state * 1664525 + 1013904223) >> 16; }
+
+struct Copy {
+    uint32_t to;
+    const void* from;
+    int valid;
+};
+inline std::vector<std::vector<Copy>> groups[1024];  // of each thread; the last one is not committed yet
 
 inline void wait_until(std::function<bool()> ready) {
     const uint32_t me = threadIdx.x;
@@ -97,8 +118,11 @@ inline void emulated(uint32_t blocks, uint32_t threads, std::function<void()> ke
     for (blockIdx.x = 0; blockIdx.x < blocks && !deadlock; ++blockIdx.x) {
         fibers = std::vector<Fiber>(threads);
         whole_block = {threads};
+        if (shared_begin) memset(shared_begin, 0xFF, shared_end - shared_begin);
+        for (auto& of_thread : groups) of_thread.clear();
         for (Meeting& warp : warps) warp = {32};
         for (Fiber& f : fibers) {
+            memset(f.stack.get(), 0xFF, Fiber::kStack);  // NaN in variables that get no value
             getcontext(&f.context);
             f.context.uc_stack.ss_sp = f.stack.get(), f.context.uc_stack.ss_size = Fiber::kStack;
             makecontext(&f.context, run_fiber, 0);
@@ -116,6 +140,7 @@ inline void emulated(uint32_t blocks, uint32_t threads, std::function<void()> ke
             }
             deadlock = !moved;
         }
+        block_meetings += whole_block.turn;
     }
 }
 
@@ -145,6 +170,16 @@ T __shfl_up_sync(uint32_t mask, T x, int by) {
     const int lane = threadIdx.x % 32;
     return __shfl_sync(mask, x, lane < by ? lane : lane - by);
 }
+inline uint32_t __ballot_sync(uint32_t mask, int yes) {
+    uint32_t found = 0;
+    for (int lane = 0; lane < 32; ++lane) found |= uint32_t(__shfl_sync(mask, int(yes != 0), lane)) << lane;
+    return found;
+}
+inline int __any_sync(uint32_t mask, int yes) { return __ballot_sync(mask, yes) != 0; }
+inline int __all_sync(uint32_t mask, int yes) { return __ballot_sync(mask, yes) == ~0u; }
+inline void __threadfence_block() {}
+inline void __threadfence() {}
+inline void __nanosleep(uint32_t) { maybe_late(); }
 inline long long clock64() { return 0; }  // a wait lasts until it ends, or until everybody waits
 
 // ---- device/mma.cuh and device/ptx.cuh ----
@@ -152,16 +187,16 @@ inline long long clock64() { return 0; }  // a wait lasts until it ends, or unti
 namespace fa {
 
 inline char anchor;  // shared addresses count from here
-inline char* pointer(uint32_t shared) { return &anchor + int32_t(shared); }
+inline char* pointer(uint32_t shared) {
+    alignas(16) static char nowhere[16];
+    char* p = &anchor + int32_t(shared);
+    if (!shared_begin || (p >= shared_begin && p + 8 <= shared_end)) return p;
+    outside_of_shared = true;
+    return nowhere;
+}
 inline uint32_t shared_address(const void* p) { return uint32_t((const char*)p - &anchor); }
 inline void store_shared_16(uint32_t shared, uint4 x) { memcpy(pointer(shared), &x, 16); }
 
-struct Copy {
-    uint32_t to;
-    const void* from;
-    int valid;
-};
-inline std::vector<std::vector<Copy>> groups[1024];  // of each thread; the last one is not committed yet
 inline void cp_async_16(uint32_t shared, const void* global, int valid) {
     auto& mine = groups[threadIdx.x];
     if (mine.empty()) mine.emplace_back();
@@ -174,6 +209,7 @@ inline void land(std::vector<Copy>& group) {
 inline void cp_async_commit() {
     auto& mine = groups[threadIdx.x];
     if (mine.empty()) mine.emplace_back();
+    most_groups = most_groups < mine.size() ? mine.size() : most_groups;
     if (random_number() % 2) land(mine.back());
     mine.emplace_back();
 }
@@ -231,8 +267,20 @@ inline bool mbarrier_test(uint32_t at, uint32_t parity) {
 enum cudaError_t { cudaSuccess };
 enum { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
 typedef int cudaEvent_t;
-inline void cudaMalloc(unsigned char** p, size_t bytes) { *p = (unsigned char*)aligned_alloc(1024, (bytes + 1023) / 1024 * 1024); }
-inline void cudaFree(void* p) { free(p); }
+inline bool before_a_page;  // arrays end where memory begins that nobody may read
+inline void cudaMalloc(unsigned char** p, size_t bytes) {
+    if (!before_a_page) {
+        *p = (unsigned char*)aligned_alloc(1024, (bytes + 1023) / 1024 * 1024);
+        return;
+    }
+    const size_t page = sysconf(_SC_PAGESIZE), room = (bytes + page - 1) / page * page;
+    char* whole = (char*)mmap(nullptr, room + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    mprotect(whole + room, page, PROT_NONE);
+    *p = (unsigned char*)whole + room - bytes;
+}
+inline void cudaFree(void* p) {
+    if (!before_a_page) free(p);
+}
 inline void cudaMemcpy(void* to, const void* from, size_t bytes, int) { memcpy(to, from, bytes); }
 inline void cudaMemcpyFromSymbol(int* to, int, size_t) { *to = deadlock; }
 inline void cudaEventCreate(cudaEvent_t*) {}

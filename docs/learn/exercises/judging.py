@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import functools
@@ -66,7 +67,7 @@ def parts(exercise: dict, path: Path, solution: bool = False) -> dict[str, objec
 
         file = exercise["KERNEL"]
         kind = CudaKernel if file.endswith(".cu") else Kernel
-        return {"kernel": kind(path.parent / file, (ours / file).read_text() if solution else None)}
+        return {"kernel": kind(path.parent / file, (ours / file).read_text(encoding="utf-8") if solution else None)}
     found = vars(load(ours / path.name)) if solution else exercise
     return {name: found[name] for name in exercise["TO_WRITE"]}
 
@@ -121,12 +122,31 @@ def _verdict(judge: Callable, written: dict[str, object]) -> str:
     return "passed"
 
 
+@contextlib.contextmanager
+def at_most(seconds: float = 60):
+    """Raises TimeoutError in the line that is at work when the time is over, where there are timers."""
+
+    def over(*_):
+        raise TimeoutError(f"no answer within {seconds:g} s: a loop that does not end?")
+
+    if not hasattr(signal, "setitimer"):
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, over)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def hints(name: str) -> tuple[list[str], dict[str, str]]:
     """Of an exercise, from hints.md: its three hints, and ideas by the words of the findings that point to them."""
-    text = Path(__file__).with_name("hints.md").read_text()
+    text = Path(__file__).with_name("hints.md").read_text(encoding="utf-8")
     sections = {part.split("\n", 1)[0]: part for part in text.split("\n## ")[1:]}
     shared = sections["Every kernel"].partition("\n")[2]
-    kernel = Path(__file__).with_name(f"{name}.c").exists()
+    kernel = any(Path(__file__).with_name(name + kind).exists() for kind in (".c", ".cu"))
     own = re.split(r"\n(?=[123]\. |\* `)", sections[name] + shared * kernel)
     lines = [" ".join(line.split()) for line in own]
     steps = [line[3:] for line in lines if line[0] in "123" and line[1:3] == ". "]
@@ -186,18 +206,29 @@ def main(names: dict):
     """The end of every exercise file: main(globals())."""
     path = Path(names["__file__"]).resolve()
     words = sys.argv[1:]
+    for stream in (sys.stdout, sys.stderr):  # a terminal may not have every character of the reader's
+        stream.reconfigure(errors="backslashreplace")
     if len(words) == 2 and words[0] == "--hint" and words[1] in ("1", "2", "3"):
         print(f"{path.stem}, hint {words[1]}: {hints(path.stem)[0][int(words[1]) - 1]}")
         return
     if words not in ([], ["--solution"]):
         sys.exit(f"usage: python {path.name} [--solution | --hint 1, 2 or 3]")
-    written = parts(names, path, bool(words))
 
     def run() -> str:
         said = verdict(names["judge"], written)
         more = getattr(written.get("kernel"), "said", None)
         return f"{said}\n    {more}" if said == "passed" and more else said
 
-    said = apart(run) if "KERNEL" in names else run()
+    try:
+        written = parts(names, path, bool(words))
+        if "KERNEL" in names:
+            said = apart(run)
+        else:
+            with at_most():
+                said = run()
+    except KeyboardInterrupt as error:
+        at = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        print(f"{path.stem}: stopped" + (f" at line {at[-1].lineno}: {at[-1].line}" if at else ""))
+        sys.exit(130)
     print(f"{path.stem}: {said}")
     sys.exit(not said.startswith("passed"))

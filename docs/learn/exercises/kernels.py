@@ -5,6 +5,7 @@ and placed under the machine's roofline. An exercise of this kind is a file in C
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import hashlib
 import mmap
@@ -33,6 +34,8 @@ FAULTS = {
     78: "wrote past the end of its scratch memory",
     81: "it writes into an input",
     82: "it writes outside of its arrays",
+    85: "it reads or writes outside of the shared memory that it has",
+    84: "asks for more scores at once than s has room for",
     83: "a wait has lasted a second: a deadlock, or a barrier whose phase nobody ends",
 }
 
@@ -48,15 +51,7 @@ class Kernel:
     @functools.cache  # noqa: B019
     def library(self, slow: bool = False) -> ctypes.CDLL:
         if shutil.which(os.environ.get("CC") or "cc") is None:
-            raise Unavailable("there is no C compiler")
-        path = self.path
-        if self.lines is not None and not slow:
-            text, count = HOLE.subn(lambda hole: f"{hole[1]}{self.lines}\n", self.text())
-            assert count == 1, f"{path.name} has {count} places for the reader's lines"
-            digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-            path = Path(os.environ.get(c.CACHE) or ROOT / "build/ladder") / f"{path.stem}_{digest}.c"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
+            raise Unavailable(f"there is no C compiler: {os.environ.get('CC') or 'cc'} is not on the PATH")
         flags = (
             f"-I{self.path.parent}",
             f"-I{Path(__file__).parent}",
@@ -66,20 +61,34 @@ class Kernel:
             *(["-DSLOW"] if slow else []),
         )
         try:
-            return ctypes.CDLL(str(c.compiled((str(path),), *flags)))
+            return ctypes.CDLL(str(c.compiled((str(self.source(slow)),), *flags)))
         except ladder_rung.Unavailable as error:
             raise Wrong(f"it does not compile: {str(error).split(': ', 1)[1]}") from None
-        except PermissionError as error:
-            raise Unavailable(f"{error.filename} cannot be written; set {c.CACHE} to a folder that can") from None
-        except OSError as error:  # a function that is declared and nowhere defined
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC):
+                raise Unavailable(f"{error.filename} cannot be written; set {c.CACHE} to a folder that can") from None
+            # a function that is declared and nowhere defined
             raise Wrong(f"it does not compile: {str(error).split(': ', 1)[-1]}") from None
+
+    def source(self, slow: bool) -> Path:
+        """The file to compile: the exercise's, or a copy with other lines in the reader's place."""
+        if self.lines is None or slow:
+            return self.path
+        text, count = HOLE.subn(lambda hole: f"{hole[1]}{self.lines}\n", self.text())
+        assert count == 1, f"{self.path.name} has {count} places for the reader's lines"
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        path = Path(os.environ.get(c.CACHE) or ROOT / "build/ladder") / f"{self.path.stem}_{digest}.c"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        return path
 
     def text(self) -> str:
         return self.path.read_text(encoding="utf-8", errors="replace")
 
     def not_written(self) -> NotImplementedError:
         return NotImplementedError(
-            f"the lines between #else and #endif of {self.path.name}, in the place of those with `yours`"
+            f"the lines between #else and #endif of {self.path.name}, "
+            "in the place of the one with `yours`, comment and all"
         )
 
     def attention(self, q, k, v, causal: bool, *, slow: bool = False):
@@ -102,9 +111,11 @@ class Kernel:
         code = library.attention_forward(*pointers)
         if code == 77:
             raise self.not_written()
-        if code == 79:
+        if code in (79, 80):
             item, count = (ctypes.c_int.in_dll(library, name).value for name in ("wrong_item", "wrong_count"))
-            raise Wrong(f"item {item} was computed {count} times")
+            raise Wrong(
+                f"item {item} was computed {count} times" if code == 79 else f"there is no item {item} of {count}"
+            )
         require(code == 0, f"it {FAULTS.get(code, f'returned {code}')}")
 
 
@@ -133,6 +144,10 @@ class CudaKernel(Kernel):
     needs = (8, 0)
     place = "cpu"
 
+    def __init__(self, path: Path, lines: str | None = None):
+        super().__init__(path, lines)
+        self.calls: list[tuple] = []  # on the CPU
+
     @functools.cache  # noqa: B019
     def library(self, slow: bool = False) -> ctypes.CDLL:
         text = self.text()
@@ -146,8 +161,12 @@ class CudaKernel(Kernel):
             done = subprocess.run(
                 self.command(source, made, slow), capture_output=True, encoding="utf-8", errors="replace"
             )
+            if (fatal := done.stderr.partition("nvcc fatal")[2]) and done.returncode:
+                raise Unavailable(f"nvcc cannot make code for this GPU{fatal.rstrip()}")
             errors = [line for line in done.stderr.splitlines() if "error" in line]
-            require(done.returncode == 0, f"it does not compile: {(errors or [done.stderr])[0].replace(folder, '')}")
+            part = " with cuda_on_cpu.h, which has a part of CUDA" * self.on_cpu()
+            said = (errors or [done.stderr])[0].replace(folder, "")
+            require(done.returncode == 0, f"it does not compile{part}: {said}")
             return ctypes.CDLL(str(made))
 
     def command(self, source: Path, made: Path, slow: bool = False) -> list[str]:
@@ -156,7 +175,8 @@ class CudaKernel(Kernel):
             compiler = shutil.which(os.environ.get("CXX") or "c++")
             if compiler is None:
                 raise Unavailable("there is no C++ compiler")
-            return [compiler, "-std=c++17", "-O2", "-shared", "-fPIC", *more, "-x", "c++", str(source)]
+            # without optimisation: else reads whose result is not used go away, and with them reads outside
+            return [compiler, "-std=c++17", "-O0", "-shared", "-fPIC", *more, "-x", "c++", str(source)]
         if (nvcc := self.nvcc()) is None:
             raise Unavailable("there is no nvcc")
         major, minor = self.gpu() or self.needs
@@ -177,10 +197,15 @@ class CudaKernel(Kernel):
         ):
             return None
         here = major.value, minor.value
+        if not self.for_cpu() and here[0] != 9:  # of later GPUs only Hopper has wgmma
+            return None
         return here if here >= self.needs else None
 
     def on_cpu(self) -> bool:
-        return self.place == "cpu" and "wgmma.cuh" not in self.text()
+        return self.place == "cpu" and self.for_cpu()
+
+    def for_cpu(self) -> bool:
+        return "wgmma.cuh" not in self.text()
 
     def on_gpu(self) -> CudaKernel | None:
         """The kernel that ran on the CPU, for a GPU: None without one."""
@@ -203,19 +228,38 @@ class CudaKernel(Kernel):
             )
         given = [np.ascontiguousarray(x) for x in inputs]
         made = [np.empty(shape, dtype) for shape, dtype in shapes]
+        if self.on_cpu() and not slow:
+            self.calls.append((given, made, sizes))
+        ms = ctypes.c_float()
+        code = self.launch(library, given, made, sizes, launches, ms)
+        require(code == 0, FAULTS.get(code, f"CUDA error {code - 1000}: an address outside, or a launch that failed"))
+        return made, ms.value
 
+    @staticmethod
+    def launch(library, given, made, sizes, launches, ms) -> int:
         def both(arrays):
             addresses = (ctypes.c_void_p * len(arrays))(*(x.ctypes.data for x in arrays))
             return addresses, (ctypes.c_size_t * len(arrays))(*(x.nbytes for x in arrays)), len(arrays)
 
-        ms = ctypes.c_float()
-        code = library.run(*both(given), *both(made), (ctypes.c_int * 8)(*sizes), launches, ctypes.byref(ms))
-        require(code == 0, FAULTS.get(code, f"CUDA error {code - 1000}: an address outside, or a launch that failed"))
-        return made, ms.value
+        return library.run(*both(given), *both(made), (ctypes.c_int * 8)(*sizes), launches, ctypes.byref(ms))
+
+    def counted(self, name: str) -> int:
+        """What the stand-in for CUDA has counted: a variable of cuda_on_cpu.h."""
+        return ctypes.c_uint32.in_dll(self.library(False), name).value
+
+    def _at_the_end(self, given, made, sizes) -> None:
+        library = self.library(False)
+        ctypes.c_int.in_dll(library, "guard_after").value = 0
+        self.launch(library, given, made, sizes, 1, ctypes.c_float())
 
     def race(self, inputs, shapes, sizes, least: float, moved: int = 0) -> None:
-        """Times the slow lines and the reader's in turns; on a CPU says that this needs a GPU."""
+        """Times the slow lines and the reader's in turns. On a CPU it makes the calls of before once more, with arrays
+        that end where memory begins which nobody may read, and says that time needs a GPU."""
         if self.on_cpu():
+            for call in self.calls:
+                said = apart(lambda call=call: str(self._at_the_end(*call)))
+                far = f"behind its inputs it reads memory that is not theirs, with the sizes {call[2]}"
+                require("ended the process by" not in said, f"right, but it reads outside of its arrays: {far}")
             self.said = "right, run on the CPU thread by thread. How fast it is can be seen on a GPU alone."
             return
         best, results = {True: np.inf, False: np.inf}, {}
@@ -234,7 +278,7 @@ class CudaKernel(Kernel):
 def _for_cpu(text: str) -> str:
     """A CUDA file as C++: without the headers of CUDA and of the library, and with launches as calls."""
     text = re.sub(r'^#include [<"](?:device/|math_constants).*\n', "", text, flags=re.MULTILINE)
-    text = re.sub(r"__shared__ (alignas\(\d+\))", r"\1 static", text)
+    text = re.sub(r"__shared__ (alignas\(\d+\))", r"\1 __shared__", text)
     call = r"emulated(\2, \3, [=] { \1(\4); });"
     return re.sub(r"(\w+)<<<(.+?), (.+?)>>>\((.*?)\);", call, text, flags=re.DOTALL)
 
@@ -291,6 +335,7 @@ CASES = (  # name, sizes, causal, kind of input; what tells one idea from anothe
     ("grouped heads", (2, 33, 70, 4, 2, 32), False, "random"),
     ("a causal mask", (1, 77, 203, 2, 1, 32), True, "random"),
     ("a causal mask on a whole number of tiles", (1, 64, 128, 1, 1, 32), True, "random"),
+    ("many keys", (1, 2, 70001, 1, 1, 16), False, "random"),
     ("rows that see no key", (1, 130, 35, 1, 1, 32), True, "random"),
 )
 
@@ -385,6 +430,7 @@ def race(kernel: Kernel, sizes, causal: bool, least: float, threads: int = 1, se
     end = time.monotonic() + seconds
     turns = 0
     while turns < 3 or (best[True] < least * best[False] and time.monotonic() < end):
+        arrays[0] *= np.float32(0.99)  # other inputs in each turn: nothing can be kept from the last one
         for slow in (True, False):
             for x in made:
                 x.fill(np.nan)
@@ -392,8 +438,8 @@ def race(kernel: Kernel, sizes, causal: bool, least: float, threads: int = 1, se
             kernel.call(slow, *arrays, *made, shape)
             best[slow] = min(best[slow], time.perf_counter() - start)
             results[slow] = [x.copy() for x in made]
+        _same(results)
         turns += 1
-    _same(results)
     kernel.said = report(sizes, causal, best[True], best[False], threads)
     ratio = best[True] / best[False]
     said = f"right, but {ratio:.2f} times as fast as the slow lines; {least:g} times is enough\n    {kernel.said}"

@@ -2,7 +2,8 @@
 #pragma once
 #include "attention.h"
 
-enum { kNotWritten = 77, kWroteTooMuch = 78, kWrongItems = 79, kLanes = 16 };  // headdim is a multiple of kLanes
+enum { kNotWritten = 77, kWroteTooMuch = 78, kWrongItems = 79, kNoSuchItem = 80, kTooManyScores = 84 };
+enum { kLanes = 16 };  // headdim is a multiple of kLanes
 
 // s[j] = scale * (q . key j), for `count` keys.
 static inline void scores(const float* q, const float* k, size_t stride, int count, int n, float scale, float* s) {

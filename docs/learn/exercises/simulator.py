@@ -89,7 +89,11 @@ def run(
     def step(name: str):
         running.append(name)
         try:
-            waits[name] = next(roles[name])
+            waits[name] = wait = next(roles[name])
+            if wait is not None:
+                pair = isinstance(wait, tuple) and len(wait) == 2 and isinstance(wait[0], Mbarrier)
+                require(pair, f"{call}: {name} yields no pair (barrier, parity)")
+                require(wait[1] in (0, 1), f"{call}: {name} waits for parity {wait[1]}: a parity is 0 or 1")
         except StopIteration:
             del waits[name]
         finally:

@@ -422,11 +422,13 @@ def backend_for(device: str, framework: str | None = None):
 def random_intervals(rng: np.random.Generator, shape: tuple[int, ...], rows: int) -> np.ndarray:
     """startend_row_indices (..., seqlen_k, numbers) for this many rows of q: runs of keys with the same numbers, so
     that whole tiles of keys are hidden from whole tiles of rows, some keys with numbers of their own, and some numbers
-    beyond the rows."""
+    beyond the rows. Some masks have intervals that overlap, or that end before they begin."""
     *lead, keys, count = shape
     if 0 in shape:
         return np.zeros(shape, np.int32)
-    numbers = np.sort(rng.integers(-3, rows + 4, (*lead, keys, count)), axis=-1)
+    numbers = rng.integers(-3, rows + 4, (*lead, keys, count))
+    if rng.random() < 0.8:
+        numbers = np.sort(numbers, axis=-1)
     if count == 2 and rng.random() < 0.5:  # of a full mask: from n[0] on, and before n[1]
         numbers = numbers[..., ::-1]
     run = int(rng.integers(1, max(keys, 2)))

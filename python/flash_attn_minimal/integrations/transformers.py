@@ -439,7 +439,12 @@ def _by_intervals(q, k, v, indices: torch.Tensor, beside: dict[str, Any], option
     for name, x in beside.items():
         if isinstance(x, torch.Tensor) or isinstance(x, Mask) and (x.valid is not None or x.starts is not None):
             what = "hides padding" if isinstance(x, Mask) else "is a tensor"
-            raise Unsupported(f"{name} {what}, but {_INTERVALS} is given: it says alone which tokens a row sees")
+            advice = ""
+            if name == "attention_mask" and _is_traced():  # an array that transformers made
+                advice = "; in a compiled model it always is: compile the layers (layer.compile()), not the model"
+            raise Unsupported(
+                f"{name} {what}, but {_INTERVALS} is given: it says alone which tokens a row sees{advice}"
+            )
     if q.shape[1] != k.shape[1]:
         raise Unsupported(f"{_INTERVALS} is given for {q.shape[1]} rows and {k.shape[1]} keys: a cache takes none")
     mask = beside["attention_mask"]

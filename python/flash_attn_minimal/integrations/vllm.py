@@ -83,6 +83,8 @@ class Backend(base.AttentionBackend):
     def supports_combination(cls, head_size, dtype, kv_cache_dtype, *rest: Any) -> str | None:
         if kv_cache_dtype in ("float16", "bfloat16") and str(dtype) != f"torch.{kv_cache_dtype}":
             return f"a {kv_cache_dtype} cache needs a {kv_cache_dtype} model"
+        if kv_cache_dtype in _8_BIT_TOKENS and head_size % 2:
+            return f"a {kv_cache_dtype} cache needs an even head size: float32 factors lie after K and V"
         return None
 
     @classmethod
@@ -224,7 +226,8 @@ class Impl(base.AttentionImpl[Metadata]):
         self._options["softcap"] = logits_soft_cap or 0.0
         self._invariant = bool(envs.VLLM_BATCH_INVARIANT)
         self._shares = os.environ.get(SHARED_PREFIX) == "1"
-        self._seen, self._cache = None, ()
+        # The cache that was seen last, and its views. vLLM clears the attribute of this name when it frees the cache.
+        self._k_scale_cache: tuple | None = None
 
     def forward(
         self, layer: Any, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None,
@@ -247,7 +250,7 @@ class Impl(base.AttentionImpl[Metadata]):
             return output
         if self.sliding_window is not None and not step.causal:
             raise Unsupported(f"sliding_window={self.sliding_window} of a step that is not causal")
-        k_cache, v_cache, scales = self._views(layer, kv_cache)
+        k_cache, v_cache, scales = self._views(layer, kv_cache, output.shape[-1])
         if key is not None and value is not None and self.kv_sharing_target_layer_name is None:
             # Every token is a sequence of its own without a query.
             tokens = min(len(key), len(step.rows))
@@ -272,19 +275,18 @@ class Impl(base.AttentionImpl[Metadata]):
                 torch.index_select(tiles.flatten(0, 1), 0, call.scatter, out=out)
         return output
 
-    def _views(self, layer: Any, kv_cache: torch.Tensor) -> tuple:
+    def _views(self, layer: Any, kv_cache: torch.Tensor, dim_v: int) -> tuple:
         """K and V of the pages, (pages, page_size, heads, head dim), and the options for their factors. kv_cache:
         (pages, heads, page_size, columns of K and of V), and _FACTORS bytes where tokens have factors."""
-        if self._seen is not kv_cache:
+        if self._k_scale_cache is None or self._k_scale_cache[0] is not kv_cache:
             pages, dim = kv_cache.transpose(1, 2), self.head_size
             factors: Any = ()
             if self.kv_cache_dtype in _8_BIT_TOKENS:
-                factors = pages[..., 2 * dim :].view(torch.float32).unbind(-1)
+                factors = pages[..., dim + dim_v :].view(torch.float32).unbind(-1)
             elif self.kv_cache_dtype in _8_BIT:
                 factors = [x.expand(self.num_kv_heads) for x in (layer._k_scale, layer._v_scale)]
             if factors:
                 pages = pages.view({**_8_BIT, **_8_BIT_TOKENS}[self.kv_cache_dtype])
-            names = ("k_scale", "v_scale")
-            self._cache = pages[..., :dim], pages[..., dim : 2 * dim], dict(zip(names, factors, strict=False))
-            self._seen = kv_cache
-        return self._cache
+            scales = dict(zip(("k_scale", "v_scale"), factors, strict=False))
+            self._k_scale_cache = kv_cache, (pages[..., :dim], pages[..., dim : dim + dim_v], scales)
+        return self._k_scale_cache[1]
