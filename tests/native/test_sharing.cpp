@@ -1,13 +1,16 @@
 // test_sharing.cpp: the plan of shared prefixes (attention/decode/prefix_sm80/sharing.h), which one block of a GPU makes, on the host, for
 // random batches whose tables have common beginnings. Everything that the plan says is compared with loops over single keys and pages.
 #include <algorithm>
+#include <condition_variable>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
 #include <map>
+#include <mutex>
 #include <numeric>
 #include <random>
 #include <set>
+#include <thread>
 #include <tuple>
 #include <vector>
 
@@ -58,6 +61,61 @@ struct ShuffledTeam {
     }
     void raise(uint64_t* to, uint64_t x) const { *to = std::max(*to, x); }
     void lower(uint64_t* to, uint64_t x) const { *to = std::min(*to, x); }
+    int32_t equal_entries(const int32_t* a, const int32_t* b, int32_t count) const {
+        return int32_t(std::mismatch(a, a + count, b).first - a);
+    }
+};
+
+// Threads that run at once and meet at sync(), as those of a block do: the thread sanitizer finds a sync() that is missing.
+class Meeting {
+public:
+    explicit Meeting(int threads) : threads_(threads) {}
+    void wait() {
+        std::unique_lock<std::mutex> lock(mutex_);
+        const int phase = phase_;
+        if (++here_ == threads_) {
+            here_ = 0, ++phase_;
+            all_are_here_.notify_all();
+        } else {
+            all_are_here_.wait(lock, [&] { return phase_ != phase; });
+        }
+    }
+
+private:
+    std::mutex mutex_;
+    std::condition_variable all_are_here_;
+    int threads_, here_ = 0, phase_ = 0;
+};
+struct ThreadTeam {
+    int me, threads;
+    Meeting& meeting;
+
+    void sync() const { meeting.wait(); }
+    template <typename Do>
+    void for_each(int32_t count, const Do& act) const {
+        for (int32_t i = me; i < count; i += threads) act(i);
+    }
+    template <typename Do>
+    void for_each_wide(int32_t count, const Do& act) const {
+        for_each(count, act);
+    }
+    bool writes() const { return true; }
+    template <typename T>
+    void add(T* to, T x) const {
+        __atomic_fetch_add(to, x, __ATOMIC_RELAXED);
+    }
+    template <typename Better>
+    static void replace(uint64_t* to, uint64_t x, const Better& better) {
+        uint64_t old = __atomic_load_n(to, __ATOMIC_RELAXED);
+        while (better(x, old) && !__atomic_compare_exchange_n(to, &old, x, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+        }
+    }
+    void raise(uint64_t* to, uint64_t x) const {
+        replace(to, x, [](uint64_t a, uint64_t b) { return a > b; });
+    }
+    void lower(uint64_t* to, uint64_t x) const {
+        replace(to, x, [](uint64_t a, uint64_t b) { return a < b; });
+    }
     int32_t equal_entries(const int32_t* a, const int32_t* b, int32_t count) const {
         return int32_t(std::mismatch(a, a + count, b).first - a);
     }
@@ -144,6 +202,21 @@ void check(int number, Random& random) {
     const ShuffledTeam team{random};
     fa::find_prefixes(team, p, c.rules, s);
     fa::lay_out_prefixes(team, p, c.rules, s, plan);
+
+    if (number % 10 == 0) {  // the same by threads
+        constexpr int kThreads = 3;
+        const auto once = std::make_tuple(counts, keys, order);
+        Meeting meeting(kThreads);
+        std::vector<std::thread> threads;
+        for (int i = 0; i < kThreads; ++i)
+            threads.emplace_back([&, i] {
+                const ThreadTeam side{i, kThreads, meeting};
+                fa::find_prefixes(side, p, c.rules, s);
+                fa::lay_out_prefixes(side, p, c.rules, s, plan);
+            });
+        for (std::thread& thread : threads) thread.join();
+        expect(once == std::make_tuple(counts, keys, order), "case %d: threads plan something else", number);
+    }
 
     // ---- which keys are shared: in rounds, of every class the length with the highest claim, by trying all ----
     std::vector<int> want(batch), led_by(batch, -1), alone(batch), page(batch, -1);
