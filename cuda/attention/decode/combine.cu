@@ -191,6 +191,8 @@ struct Neighbours {
         head_k = unit / row_tiles, tile_row = (index - of_call * groups_of_unit) * most;
         first_row = (unit - head_k * row_tiles) * d.shape.rows + tile_row;
         count = min(min(most, d.shape.rows - tile_row), d.attention.seqlen_q * d.attention.group - first_row);
+        merged = false;
+        if (kPrefix && count <= 0) return;  // rows of the tile that the unit does not have
         pieces = pieces_of(d, cut, b, unit);
         const bool shares = kPrefix && d.prefix.keys[b] > 0;
         if (shares) pieces = with_whole_slot(d, pieces, b, unit);

@@ -50,7 +50,8 @@ cudaError_t decode_prefix_sm80(const AttentionParams& p, const DeviceInfo& devic
 #endif
         default: break;
     }
-    return error == cudaSuccess ? decode_combine(d, 2 * device.multiprocessors, device, stream) : error;
+    constexpr int kCombineBlocks = 8;  // blocks per multiprocessor: a row has up to five loads that wait for each other
+    return error == cudaSuccess ? decode_combine(d, kCombineBlocks * device.multiprocessors, device, stream) : error;
 }
 
 }  // namespace fa
