@@ -337,6 +337,12 @@ typedef struct fa_kvcache_args {
      * and tables, and the rotary tables before earlier kernels have ended. So no kernel between the last plain launch and this call
      * may write them. */
     int32_t programmatic;
+    /* 1 = a GPU looks for sequences whose rows of block_table begin with the same pages, and reads these pages once for all of them. Only
+     * the device reads tables and lengths, so a captured call may be replayed after both have changed. A hint: kernels that cannot share
+     * give the same result up to rounding. Needs a block_table. Not with batch_invariant: which keys are read together depends on the
+     * batch. */
+    int32_t shared_prefix;
+    int32_t reserved; /* 0 */
 } fa_kvcache_args;
 
 FA_API fa_status fa_kvcache_attention(const fa_kvcache_args* args, void* stream);

@@ -13,6 +13,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs/contract.md"
 TABLES = {"forward": "Forward kernel", "backward": "Backward kernel"}
 ROWS = {"": "any", "rows": "whole 16 bytes", "TMA": "whole 16 bytes, strides of TMA"}
 NEEDS = {"tf32": "calls without allow_tf32", "cache": "calls without a cache", "fast_accum": "calls without fast_accum"}
+NEEDS["shared_prefix"] = "calls without shared_prefix"
 
 
 def lines(library: ctypes.CDLL) -> list[list[str]]:

@@ -51,6 +51,9 @@ class Case:
     rotary_rows: int = 0  # 0: one for each position that a row can have
     num_splits: int = 0
     batch_invariant: bool = False
+    shared_prefix: bool = False
+    # Groups of sequences, and how many pages each has in common with the first, as far as neither appends to them.
+    shares: tuple[tuple[tuple[int, ...], int], ...] = ()
     seed: int = 0
 
     @property
@@ -125,6 +128,10 @@ def make(case: Case) -> Call:
         used[lengths < 0] = 0
         nonsense = np.where(np.arange(case.pages) % 2, 2**31 - 1, -(2**31))
         where["block_table"] = np.where(np.arange(case.pages) < used[:, None], table, nonsense).astype(np.int32)
+        for members, pages in case.shares:
+            for b in members[1:]:
+                common = max(min(pages, *(lengths[[members[0], b]] // case.rows)), 0)
+                where["block_table"][b, :common] = where["block_table"][members[0], :common]
     elif case.batch_idx:
         where["cache_batch_idx"] = order[: case.batch]
     cache, scales = {}, {}
@@ -193,6 +200,8 @@ def on_device(kernel: Kernel, case: Case, call: Call) -> dict[str, Any]:
         arrays[name] = kernel.device.array(x) if isinstance(x, np.ndarray) else x
     if case.num_splits:
         arrays["num_splits"] = case.num_splits
+    if case.shared_prefix:
+        arrays["shared_prefix"] = True
     return {**arrays, "batch_invariant": case.batch_invariant, "kernel": kernel.name}
 
 
@@ -277,7 +286,7 @@ _expected: dict[tuple, tuple] = {}
 def expected(case: Case, call: Call, q: np.ndarray, after: dict[str, np.ndarray]):
     """float64 and plain (out, lse) over the cache after a call. Kernels that leave the same cache share them."""
     content = hashlib.sha256(b"".join(x.tobytes() for x in after.values())).digest()
-    key = (replace(case, num_splits=0, batch_invariant=False), content)
+    key = (replace(case, num_splits=0, batch_invariant=False, shared_prefix=False), content)
     if key in _expected:
         return _expected[key]
     lengths = [-1 if length is None else length + case.seqlen_new for length in case.lengths]

@@ -115,6 +115,32 @@ def _cache(
     return Sample(name, arrays, call, [out, lse], TOLERANCE[dtype])
 
 
+def _shared(
+    groups: int, members: int, keys: int, own: int, nheads: int, nheads_k: int, headdim: int, splits=1
+) -> Sample:
+    """Groups of sequences that share `keys` keys in pages of 16, each with `own` keys after them. With num_splits a
+    GPU shares any number of keys."""
+    name, dtype, page, batch = "decode_prefix_sm80", "bfloat16", 16, groups * members
+    common, rest = keys // page, -(-own // page)
+    q, k, v = _qkv(batch, 1, page, nheads, nheads_k, headdim)
+    pages = groups * common + batch * rest
+    k, v = (_rounded(_normal(seed, pages, page, nheads_k, headdim)) for seed in (7, 8))
+    order = np.random.default_rng(9).permutation(batch)  # the members of a group lie anywhere in the batch
+    shared = np.arange(groups * common).reshape(groups, common)[order % groups]
+    table = np.concatenate([shared, groups * common + np.arange(batch * rest).reshape(batch, rest)], 1).astype(np.int32)
+    lengths = np.full(batch, common * page + own, np.int32)
+    where = {"cache_seqlens": (lengths, "int32"), "block_table": (table, "int32")}
+    exact = reference.kvcache_attention(q, k, v, cache_seqlens=lengths, block_table=table)
+    options = {"return_softmax_lse": True, "num_splits": splits, "kernel": name, "shared_prefix": True}
+    return Sample(
+        name,
+        {"q": (q, dtype), "k_cache": (k, dtype), "v_cache": (v, dtype), **where},
+        lambda **on: list(fa.flash_attn_with_kvcache(**on, **options)),
+        list(exact),
+        TOLERANCE[dtype],
+    )
+
+
 def _float8(name: str, batch: int = 20) -> Sample:
     q, k, v = (np.clip(_rounded(x), -3, 3) for x in _qkv(batch, 300, 300, 3, 3, 64))
     codes = [np.rint(x * 4) / 4 for x in (q, k, v)]  # quarters up to 3 are e4m3 numbers
@@ -233,6 +259,7 @@ def cuda_items(names: list[str] | None = None) -> Makers:
 
     tiles      wgmma_sm90, wgmma_wide_sm90 (66 pairs of blocks), fp8: rows of q, at most 192 of a head
     segments   wgmma_split_sm90, decode_ring_sm90, decode_split_sm80, decode_lanes_sm80: keys of a head of a sequence
+    items      decode_prefix_sm80: keys of a key head of a group
     key blocks wgmma_sm90, wgmma_pair_sm90 backward: 128 keys, or fewer, of a key head; the pair's blocks take one each
     row tiles  of 4-bit weights: 128 rows, or 16 in few_w4_sm90, mma_w4 and chain_w4_sm90; walks of linear_gemv_sm80
     """
@@ -247,6 +274,7 @@ def cuda_items(names: list[str] | None = None) -> Makers:
         partial(_cache, "decode_ring_sm90", half, MANY, 400, 8, 4, 128, cache="int8"),
         partial(_cache, "decode_split_sm80", half, MANY, 400, 8, 4, 128),
         partial(_cache, "decode_split_sm80", half, MANY, 400, 8, 4, 128, cache="int8"),
+        partial(_shared, 200, 2, 128, 20, 4, 4, 64),
         partial(_cache, "decode_lanes_sm80", "float32", MANY, 400, 8, 4, 64),
         partial(_cache, "decode_mla_sm90", half, MANY, 400, 64, 1, 576, 512),
         *(
@@ -339,6 +367,7 @@ def _cuda_makers() -> Makers:
         partial(_cache, "decode_split_sm80", half, LONG, 400, 8, 4, 256),
         partial(_cache, "decode_split_sm80", half, LONG, 400, 8, 4, 128, new=2),
         partial(_cache, "decode_split_sm80", half, LONG, 400, 8, 4, 128, cache="int8"),
+        partial(_shared, 2, 9, 400, 40, 8, 2, 128, splits=3),
         partial(_cache, "decode_lanes_sm80", "float32", LONG, 400, 8, 4, 64),
         *(
             partial(_backward, name, dtype, (3, 200, 260, 4, 2, headdim), deterministic)

@@ -73,6 +73,12 @@ cudaError_t decode(DecodeKernel kernel, const AttentionParams& params, const App
 size_t decode_workspace(DecodeKernel kernel, const AttentionParams&, const DeviceInfo&);  // bytes: partial results
 bool decode_fits(DecodeKernel kernel, const AttentionParams&, const DeviceInfo&);         // its 32-bit indices suffice
 
+// The same for sequences that may begin with the same pages.
+cudaError_t decode_prefix_sm80(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
+size_t decode_prefix_sm80_workspace(const AttentionParams&, const DeviceInfo&);  // bytes: the plan, and partial results
+bool decode_prefix_sm80_fits(const AttentionParams&, const DeviceInfo&);         // its 32-bit indices and the planning block suffice
+bool decode_prefix_sm80_wins(const AttentionParams&, const DeviceInfo&);         // so many keys can be shared that it may pay
+
 // delta = rowsum(dout * out) - dlse in float32 and, unless `bases` is nullptr, the RowBase of every row (large_rows.cuh). Both are laid out
 // like lse and have backward_delta_count entries.
 // Sets *some_large, unless it is nullptr, where a row is large, or its delta infinite.

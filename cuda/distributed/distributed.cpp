@@ -234,7 +234,7 @@ fa_status validate(const fa_distributed_decode_args* args, int32_t kind, int32_t
     FA_RETURN_IF_ERROR(copy_args(args, "fa_distributed_decode_args", sizeof(fa_distributed_decode_args), &d));
     FA_RETURN_IF_ERROR(check_kind(kind));
     FA_RETURN_IF_ERROR(check_rank(rank, size));
-    FA_RETURN_IF_ERROR(copy_args(d.cache, "fa_kvcache_args", sizeof(fa_kvcache_args), &p->cache));
+    FA_RETURN_IF_ERROR(copy_args(d.cache, "fa_kvcache_args", offsetof(fa_kvcache_args, shared_prefix), &p->cache));
     FA_RETURN_IF_ERROR(copy_args(p->cache.attention, "fa_attention_args", sizeof(fa_attention_args), &p->a));
     fa_attention_args& a = p->a;
     a.struct_size = sizeof a, p->cache.struct_size = sizeof p->cache;

@@ -708,6 +708,7 @@ void kvcache(Arguments& call, Wanted wanted, TVMFFIAny* result) {
     args.rotary_interleaved = call.flag("rotary_interleaved");
     args.k_scale = cache_factors(call, "k_scale", a.k), args.v_scale = cache_factors(call, "v_scale", a.v);
     args.batch_invariant = call.flag("batch_invariant"), args.programmatic = call.flag("programmatic");
+    args.shared_prefix = call.flag("shared_prefix");
     args.num_splits = call.integer32("num_splits", 0);
     args.tree_keys = call.integer32("tree_keys", 0);
     if (const Tensor tree = call.tensor("tree_mask")) {
@@ -906,7 +907,7 @@ FA_EXPORT(backward,
 FA_EXPORT(kvcache,
           "Appends k_new and v_new to a cache, then out = attention of q over the cache. Needed: q k_cache v_cache out. Optional: "
           "lse k_new v_new cache_seqlens cache_batch_idx cache_leftpad block_table rotary_cos rotary_sin rotary_interleaved k_scale "
-          "v_scale batch_invariant num_splits programmatic tree_mask tree_keys " FA_OPTIONS)
+          "v_scale batch_invariant num_splits programmatic shared_prefix tree_mask tree_keys " FA_OPTIONS)
 FA_EXPORT(quantize_kvcache,
           "Rounds k and v to an 8-bit cache with a factor for each token and head. Needed: k v k_cache v_cache k_scale "
           "v_scale. Optional: num_threads workspace")

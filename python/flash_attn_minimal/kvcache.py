@@ -44,6 +44,7 @@ class CacheKeywordOptions(ScoreOptions, total=False):
     tree_keys: int
     batch_invariant: bool
     programmatic: bool
+    shared_prefix: bool
     out: AnyArray | None
 
 
@@ -182,6 +183,10 @@ def flash_attn_with_kvcache(
             in chunks and as a single token (docs/contract.md, section 7), which takes longer.
         programmatic: on a Hopper GPU the call may start while the kernels before it still run, and waits for them only
             after it has read the cache, lengths and tables. So no kernel since the last plain launch may write there.
+        shared_prefix: on a GPU a call of a few rows looks for sequences whose rows of block_table begin with the same
+            pages, and reads these pages once for all of them. The device finds them, also in a captured graph whose
+            tables and lengths change between replays. A hint: calls in which nothing is shared, and kernels that cannot
+            share, give the same result up to rounding. Needs a block_table; not with batch_invariant.
         kernel: force a kernel by name (see kernels()); None means $FLASH_ATTN_KERNEL, else the best one.
         out: array for the result, which is also returned.
         num_threads: for the CPU backend; 0 means $FLASH_ATTN_NUM_THREADS, else one per core.
@@ -414,6 +419,7 @@ def _prepare_step(step: _Step) -> tuple[KVCacheArgs, AttentionArgs, list[View], 
     _put_tree(call, args, views, step)
     call.batch_invariant = _flag("batch_invariant", step.batch_invariant)
     call.programmatic = _flag("programmatic", step.programmatic)
+    call.shared_prefix = _flag("shared_prefix", step.shared_prefix)
     call.num_splits = _integer("num_splits", step.num_splits, -(2**31), 2**31 - 1)
     return call, args, views, room
 

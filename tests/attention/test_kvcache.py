@@ -493,6 +493,7 @@ EMPTY = {  # options of a call whose sequences have no keys
     "splits": {"num_splits": 4},
     "invariant": {"batch_invariant": True},
     "programmatic": {"programmatic": True},
+    "shared prefix": {"shared_prefix": True, "block_table": np.zeros((2, 3), np.int32)},
     "int8": {"int8": "heads"},
     "int8 of tokens": {"int8": "tokens"},
     "no capacity": {"capacity": 0},
@@ -500,6 +501,7 @@ EMPTY = {  # options of a call whose sequences have no keys
 APART = [{"tree", other} for other in ("causal", "window", "chunk")] + [
     {"cache_batch_idx", "pages"}, {"cache_batch_idx", "a table without columns"}, {"pages", "no capacity"},
     {"a table without columns", "no capacity"}, {"pages", "a table without columns"}, {"int8", "int8 of tokens"},
+    *({"shared prefix", other} for other in ("cache_batch_idx", "no capacity", "invariant")),
 ]  # fmt: skip
 
 

@@ -283,6 +283,25 @@ def test_drafts_are_one_call():
         close(layer.step(table, [33, 2, 50, 9], counts, rng), 2e-5)
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_decodes_may_share_pages(monkeypatch, asked):
+    """Decodes ask for shared prefixes if the environment does; prompts do not."""
+    monkeypatch.setenv(adapter.SHARED_PREFIX, str(int(asked)))
+    layer, table = layer_of(4)
+    called, function = [], adapter.flash_attn_with_kvcache
+
+    def spy(q, *arrays, **options):
+        called.append((q.shape[1], options.get("shared_prefix", False)))
+        return function(q, *arrays, **options)
+
+    monkeypatch.setattr(adapter, "flash_attn_with_kvcache", spy)
+    rng = np.random.default_rng(SEED)
+    close(layer.step(table, [0] * 4, [33, 2, 50, 9], rng), 2e-5)
+    close(layer.step(table, [33, 2, 50, 0], [1, 1, 1, 60], rng), 2e-5)
+    assert [shared for rows, shared in called if rows > 1] == [False, False]
+    assert [shared for rows, shared in called if rows == 1] == [asked]
+
+
 def test_local_attention_in_chunks():
     """Llama 4: vLLM's wrapper makes a request of each chunk that a request's rows touch."""
     layer, table = layer_of(5)

@@ -339,6 +339,8 @@ inline void refusals(const Context& context) {
         {[](K& a) { a.cache_dtype = FA_INT8; }, "an 8-bit cache needs the factors"},
         {[](K& a) { a.batch_invariant = 2; }, "batch_invariant=2"},
         {[](K& a) { a.num_splits = 257; }, "num_splits=257"},
+        {[](K& a) { a.shared_prefix = 2; }, "shared_prefix=2"},
+        {[](K& a) { a.reserved = 1; }, "reserved=1"},
         {[](K& a) { a.tree_keys = 65; }, "tree_keys=65"},
         {[](K& a) { a.tree_keys = 8; }, "tree_mask.data is NULL"},
         {[](K& a) { a.tree_mask = reinterpret_cast<const uint64_t*>(a.k_new.data); }, "tree_mask is set with tree_keys=0"},

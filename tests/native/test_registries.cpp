@@ -246,6 +246,7 @@ void draw_cached(Random& random, fa_device device, Cached* c) {
     constexpr int32_t kSplits[] = {1, 2, 3, 4, 8, 16, 100};
     if (random.one_in(6)) a.num_splits = random.of(kSplits);
     a.programmatic = random.one_in(3);
+    a.shared_prefix = a.page_size && !a.batch_invariant && random.one_in(2);
     if (random.one_in(10)) {
         a.tree_keys = 5, a.tree_mask = reinterpret_cast<uint64_t*>(address(random, 40, 8)), a.tree_row_stride = 1;
         f.causal = f.has_window = 0, f.window_left = f.window_right = 0, f.attention_chunk = 0, f.alibi_slopes = nullptr;

@@ -32,6 +32,7 @@ const char* needs_feature(uint32_t feature) {
     switch (feature) {
         case kCache: return "serves a cache alone";
         case kTf32: return "allow_tf32=0: its products are rounded to tf32, which float32 inputs must allow";
+        case kSharedPrefix: return "shared_prefix=0: it looks for pages that sequences share, which the call must ask for";
         case kFastAccum: return "fast_accum=0: the tensor cores keep 14 bits of its sums, which the call must allow";
     }
     return "the call lacks what it is for";

@@ -37,10 +37,11 @@ enum Feature : uint32_t {
     kNoKeys = 1 << 19,
     kIntervals = 1 << 20,
     kBlockMask = 1 << 21,
-    kAllFeatures = (1 << 22) - 1
+    kSharedPrefix = 1 << 22,
+    kAllFeatures = (1 << 23) - 1
 };
 constexpr uint32_t kOnlyOfCaches = kPages | k8BitCache | kTree | kLeftpad;
-constexpr uint32_t kHints = kTf32 | kFastAccum;  // permissions, which a kernel need not use
+constexpr uint32_t kHints = kTf32 | kFastAccum | kSharedPrefix;  // permissions, which a kernel need not use
 constexpr uint32_t kScoresOfTiles = kLeftEdge | kSoftcap | kAlibi | kBias | kMask | kSinks | kDropout;  // wgmma kernels, the backward pass
 constexpr uint32_t kScoresOfDecode = kLeftEdge | kSoftcap | kAlibi | kSinks;
 
@@ -55,7 +56,7 @@ inline uint32_t features_of(const AttentionParams& p) {
            when(p.alibi_slopes, kAlibi) | when(p.bias.data, kBias) | when(p.mask.data, kMask) | when(p.sinks, kSinks) |
            when(p.dropout_threshold, kDropout) | when(p.tree.rows, kTree) | when(p.chunk.divisor, kChunk) |
            when(p.cache.leftpad, kLeftpad) | when(!(p.scale > 0), kAnyScale) | when(has_no_keys(p), kNoKeys) |
-           when(p.intervals.data, kIntervals) | when(p.blocks.data, kBlockMask);
+           when(p.intervals.data, kIntervals) | when(p.blocks.data, kBlockMask) | when(p.cache.shared_prefix, kSharedPrefix);
 }
 inline uint32_t features_of(const BackwardParams& b) { return features_of(b.forward); }
 
@@ -84,8 +85,9 @@ constexpr FeatureText kFeatureTexts[] = {{"max_score", "gives no max_score"},
                                          {"softmax_scale <= 0", ""},  // the reason quotes it
                                          {"calls without keys", "there are no keys to load"},
                                          {"startend_row_indices", "takes no startend_row_indices"},
-                                         {"block_mask", "takes no block_mask"}};
-static_assert(sizeof kFeatureTexts / sizeof kFeatureTexts[0] == 22 && kAllFeatures == (1 << 22) - 1, "a text for every feature");
+                                         {"block_mask", "takes no block_mask"},
+                                         {"shared_prefix", ""}};
+static_assert(sizeof kFeatureTexts / sizeof kFeatureTexts[0] == 23 && kAllFeatures == (1 << 23) - 1, "a text for every feature");
 
 // Head dims: multiples of `step`, q and k from `least` to `most`, v from `least_v` to `most_v`.
 struct HeadDims {

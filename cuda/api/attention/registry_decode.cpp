@@ -64,6 +64,20 @@ cudaError_t run(const AttentionParams& p, const DeviceInfo& device, cudaStream_t
     return decode(kernel, p, nullptr, device, stream);
 }
 
+// ---- decode_prefix_sm80 ----
+
+const char* prefix_refuses(const AttentionParams& p, const DeviceInfo&, char* text, size_t size) {
+    if (const char* reason = takes_rows(p, 64, text, size)) return reason;
+    if (has_8bit_cache(p) && decode_bucket(p) > 128)
+        return say(text, size, "headdim=%d, headdim_v=%d: up to 128 with an 8-bit cache", p.headdim, p.headdim_v);
+    return nullptr;
+}
+const char* prefix_yields(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
+    if (decode_prefix_sm80_wins(p, device)) return nullptr;
+    return say(text, size, "batch=%d with %d rows of a key head, seqlen_k=%d: reading shared keys once would save too little", p.batch,
+               int(rows_of_key_head(p)), p.seqlen_k);
+}
+
 #if FA_WITH_WGMMA_SM90
 const char* takes_16_rows(const AttentionParams& p, const DeviceInfo&, char* text, size_t size) { return takes_rows(p, 16, text, size); }
 const char* cluster_refuses(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
@@ -93,6 +107,20 @@ constexpr uint32_t kOfDecode = kHints | kKeySums | kCache | kPages | kScoresOfDe
 constexpr char kLanesCluster[] = "decode_lanes_cluster_sm90";
 
 constexpr Kernel kKernels[] = {
+    {.name = "decode_prefix_sm80",
+     .summary = "shared_prefix: sequences that begin with the same pages share one read of them; up to 64 rows",
+     .device = FA_CUDA,
+     .limits = {.dtypes = k16Bits,
+                .gpus = kFromSm80,
+                .head_dims = head_dims(1, 256),
+                .takes = kHints | kKeySums | kCache | kPages | k8BitCache | kSoftcap | kSinks | kAnyScale,
+                .needs = kSharedPrefix,
+                .memory = Memory::kWideRows},
+     .refuses = FA_SM80(prefix_refuses),
+     .fits = FA_SM80(decode_prefix_sm80_fits),
+     .yields = FA_SM80(prefix_yields),
+     .workspace = FA_SM80(decode_prefix_sm80_workspace),
+     .launch = FA_SM80(decode_prefix_sm80)},
     {.name = kLanesCluster,
      .summary = "short caches, up to 32 rows: CUDA cores, clusters of blocks; appends in the same launch",
      .device = FA_CUDA,

@@ -220,7 +220,7 @@ fa_status check_tree(const fa_kvcache_args& a, const fa_attention_args& f, bool 
 
 fa_status validate(const fa_kvcache_args* args, Pointers pointers, fa_attention_args* forward, AppendParams* params) {
     fa_kvcache_args a;
-    FA_RETURN_IF_ERROR(copy_args(args, "fa_kvcache_args", sizeof(fa_kvcache_args), &a));
+    FA_RETURN_IF_ERROR(copy_args(args, "fa_kvcache_args", offsetof(fa_kvcache_args, shared_prefix), &a));
     AppendParams& append = *params;
     append = {};
     AttentionParams& p = append.attention;
@@ -301,6 +301,12 @@ fa_status validate(const fa_kvcache_args* args, Pointers pointers, fa_attention_
         }
     FA_RETURN_IF_ERROR(check_bool("batch_invariant", a.batch_invariant));
     FA_RETURN_IF_ERROR(check_bool("programmatic", a.programmatic));
+    FA_RETURN_IF_ERROR(check_bool("shared_prefix", a.shared_prefix));
+    if (a.reserved) return fail(FA_BAD_ARGUMENT, "reserved=%d is not 0", a.reserved);
+    if (a.shared_prefix && !a.page_size)
+        return fail(FA_BAD_ARGUMENT, "shared_prefix=1 without a block_table: it tells which sequences begin with the same keys");
+    if (a.shared_prefix && a.batch_invariant)
+        return fail(FA_UNSUPPORTED, "shared_prefix=1 with batch_invariant=1: which keys are read together depends on the batch");
     if (a.num_splits < 0 || a.num_splits > kMaxSplits)
         return fail(FA_BAD_ARGUMENT, "num_splits=%d is outside 0 .. %d", a.num_splits, kMaxSplits);
     if (need && !a.cache_seqlens) FA_RETURN_IF_ERROR(check_positions(a, f, 0, f.seqlen_k - a.seqlen_new));  // known on every device
@@ -312,6 +318,7 @@ fa_status validate(const fa_kvcache_args* args, Pointers pointers, fa_attention_
     c.block_table = a.block_table, c.table_row = a.block_table_stride, c.page_size = a.page_size;
     c.dtype = DType(cache_dtype), c.k_scale = view(a.k_scale), c.v_scale = view(a.v_scale);
     c.batch_invariant = a.batch_invariant, c.num_splits = a.num_splits, c.programmatic = a.programmatic;
+    c.shared_prefix = a.shared_prefix;
     if (a.tree_keys) {
         // A query may have no addresses; the kernels must still see that there is a tree.
         static const uint64_t kSomeTree = 0;

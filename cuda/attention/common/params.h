@@ -57,6 +57,7 @@ struct CacheView {
     bool batch_invariant;
     bool programmatic;   // earlier kernels may still run, but write neither to the cache nor to its lengths and tables; true only where the
                          // device has programmatic dependent launch (sm_90)
+    bool shared_prefix;  // kernels may read pages that several sequences begin with once for all of them
     int32_t num_splits;  // 0 = the kernel's choice
 };
 

@@ -46,7 +46,8 @@ class Cached(Function):
         "sinks": False, "softmax_scale": None, "rotary_dim": 0, "rotary_interleaved": True, "rotary_float32": False,
         "rotary_rows": 0, "num_splits": 0, "tree": 0, "trees": 1, "batch_invariant": False, "programmatic": False,
         "out": False, "return_softmax_lse": True, "layouts": {}, "num_threads": 0, "spread": 1.0, "repeats": 0,
-        "kernel": None, "attention_chunk": 0, "leftpad": False, "whole_table": False,
+        "kernel": None, "attention_chunk": 0, "leftpad": False, "whole_table": False, "shared_prefix": False,
+        "common_pages": 0,
     }  # fmt: skip
     LEAST = {"nheads_k": 1, "group": 1, "headdim": 1, "headdim_v": 1, "rows": 1, "batch": 1, "trees": 1}
     REQUIRED = ("q", "k_cache", "v_cache")
@@ -57,6 +58,7 @@ class Cached(Function):
         "tree_keys": (-1, 65, 1.5),
         "batch_invariant": (2, "x"),
         "programmatic": (3,),
+        "shared_prefix": (2, "x"),
         "return_softmax_lse": ("no",),
         "cache_leftpad": (0,),
     }
@@ -166,6 +168,9 @@ class Cached(Function):
                 rank = 1 if spec["scales"] == "heads" else 3
                 spec["layouts"][name] = {"pad": [draw.below(3) for _ in range(rank)], "step": 1 + draw.below(3)}
         spec["layouts"] = {name: layout for name, layout in spec["layouts"].items() if layout}
+        if spec.get("pages") and not spec["leftpad"]:  # padding is NaN, which is not to be another sequence's keys
+            spec["common_pages"] = draw.below(spec["pages"] + 1) if draw.chance(0.4) else 0
+            spec["shared_prefix"] = not spec["batch_invariant"] and draw.chance(0.7 if spec["common_pages"] else 0.1)
         return spec
 
     @staticmethod
@@ -297,6 +302,9 @@ class Cached(Function):
             used = [pages] * batch if get("whole_table") else used
             nonsense = np.where(rng.random((batch, pages)) < 0.5, 2**31 - 1, -(2**31))
             table = order[: batch * pages].reshape(batch, pages)
+            for b in range(1, batch):  # with the first sequence, as far as neither appends there
+                common = max(min(get("common_pages"), before[0] // get("rows"), before[b] // get("rows")), 0)
+                table[b, :common] = table[0, :common]
             values["block_table"] = np.where(np.arange(pages) < np.array(used)[:, None], table, nonsense).astype(
                 np.int32
             )
@@ -360,7 +368,7 @@ class Cached(Function):
         options = {}
         for name in (
             "causal", "softcap", "softmax_scale", "num_splits", "batch_invariant", "programmatic", "num_threads",
-            "attention_chunk",
+            "attention_chunk", "shared_prefix",
         ):  # fmt: skip
             if get(name) != self.DEFAULTS[name]:
                 options[name] = get(name)

@@ -12,7 +12,7 @@ from typing import Any
 
 _FLAGS = "|".join(
     ("causal", "top_left", "deterministic", "allow_tf32", "fast_accum", "hadamard", "programmatic", "batch_invariant")
-    + ("rotary_interleaved", "pair")
+    + ("rotary_interleaved", "pair", "shared_prefix")
 )
 
 # In this order. Names that stand for something else in C and in Python are translated by struct: see _RENAMED.

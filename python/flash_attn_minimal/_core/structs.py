@@ -196,6 +196,8 @@ class KVCacheArgs(ct.Structure):
         ("batch_invariant", ct.c_int32),
         ("num_splits", ct.c_int32),
         ("programmatic", ct.c_int32),
+        ("shared_prefix", ct.c_int32),
+        ("reserved", ct.c_int32),
     ]
 
 

@@ -33,6 +33,7 @@ from ..kvcache import flash_attn_with_kvcache
 
 NAME = "FLASH_ATTN_MINIMAL"
 OVERRIDE = "FLASH_ATTN_VLLM_OVERRIDE"  # names of vLLM's backends that this one replaces
+SHARED_PREFIX = "FLASH_ATTN_VLLM_SHARED_PREFIX"  # 1: decodes of requests with the same first pages read these once
 TILE_ROWS = 128  # a multiple of the tiles of the GPU's and the CPU's kernels
 _8_BIT = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
 _8_BIT_TOKENS = {"fp8_per_token_head": torch.float8_e4m3fn, "int8_per_token_head": torch.int8}
@@ -224,6 +225,7 @@ class Impl(base.AttentionImpl[Metadata]):
         self._options: dict[str, Any] = {"softmax_scale": self.scale, "window_size": (side, side)}
         self._options["softcap"] = logits_soft_cap or 0.0
         self._invariant = bool(envs.VLLM_BATCH_INVARIANT)
+        self._shares = os.environ.get(SHARED_PREFIX) == "1"
         # The cache that was seen last, and its views. vLLM clears the attribute of this name when it frees the cache.
         self._k_scale_cache: tuple | None = None
 
@@ -263,8 +265,11 @@ class Impl(base.AttentionImpl[Metadata]):
             q, out = query[call.first : call.end], output[call.first : call.end]
             if call.gather is None:
                 out = out.unflatten(0, call.shape)
+                few = call.shape[1] * self.num_heads <= 16 * self.num_kv_heads  # rows of a key head: decodes, drafts
+                options["shared_prefix"] = self._shares and few and not self._invariant
                 flash_attn_with_kvcache(q.unflatten(0, call.shape), k_cache, v_cache, out=out, **keys, **options)
             else:
+                options["shared_prefix"] = False
                 q = q.index_select(0, call.gather).unflatten(0, call.shape)
                 tiles = flash_attn_with_kvcache(q, k_cache, v_cache, **keys, **options)
                 torch.index_select(tiles.flatten(0, 1), 0, call.scatter, out=out)

@@ -8,11 +8,17 @@
 //              uncut, where whole units fill the GPU.
 //   uniform    Every unit is cut by itself, into pieces that depend only on its own length: num_splits and batch_invariant.
 // A unit in several pieces leaves a partial result of each piece in the workspace, and combine.cu merges them.
+// With a plan of shared prefixes (prefix.h) a sequence's tiles begin after its prefix.
 #pragma once
 
 #include "attention/common/mask.h"
+#include "attention/decode/common/prefix.h"
 #include "attention/kernels.h"
 #include "common/divisor.h"
+
+#if defined(__CUDACC__)
+#include "device/ptx.cuh"
+#endif
 
 namespace fa {
 
@@ -58,6 +64,10 @@ struct DecodeParams {
     bool after_append;           // the launch is programmatic: the previous kernel may still write q and append to the cache
     bool scaled_by_key;          // 8-bit caches: the factors may differ between the keys of a head
     Balance balance;             // unless uniform
+    // decode_prefix_sm80: the keys of `prefix` are another kernel's work, and the units of the sequences that have some leave partial
+    // results even in one piece: unit u of sequence b in slot whole_slots + b * heads() + u.
+    PrefixPlan prefix;
+    int whole_slots;
 
     FA_HOST_DEVICE int heads() const { return attention.nheads_k * shape.row_tiles; }  // units of a sequence
 };
@@ -90,6 +100,7 @@ __device__ __forceinline__ SequenceKeys sequence_keys(const DecodeParams& d, int
     SequenceKeys k;
     const int rows = p.cache.entries ? cached_rows(p, b) : p.seqlen_k;
     static_cast<VisibleKeys&>(k) = visible_keys(p, rows, padded_rows(p.cache, b, rows));
+    if (d.prefix.keys) k.begin = max(k.begin, d.prefix.keys[b]);  // at most k.end
     k.first_tile = k.begin >> d.shape.tile_shift;
     k.tiles = max(((k.end - 1) >> d.shape.tile_shift) + 1 - k.first_tile, 1);
     return k;
@@ -180,6 +191,7 @@ class SegmentsOf {
 public:
     SegmentsOf() = default;  // none
     __device__ __forceinline__ explicit SegmentsOf(const DecodeParams& d) {
+        if (d.prefix.keys) grid_dependency_wait();  // for the plan, which the lengths below depend on
         if (d.shape.uniform) {
             at_ = blockIdx.x, end_ = d.attention.batch * d.heads() * d.shape.pieces;
             return;
@@ -201,6 +213,14 @@ public:
 
     // Sets the next segment; returns false when there is none left.
     __device__ __forceinline__ bool next(const DecodeParams& d, Segment& segment) {
+        if (!next_of_line(d, segment)) return false;
+        if (d.prefix.keys && segment.slot < 0 && d.prefix.keys[segment.b] > 0)
+            segment.slot = d.whole_slots + segment.b * d.heads() + segment.unit;
+        return true;
+    }
+
+private:
+    __device__ __forceinline__ bool next_of_line(const DecodeParams& d, Segment& segment) {
         if (equal_) {
             if (at_ >= end_) return false;
             const Divisor& most = d.balance.of_unit;
@@ -246,7 +266,6 @@ public:
         return false;
     }
 
-private:
     unsigned at_ = 0, end_ = 0;  // tiles of the line; uniform: slots; equal units: units, or pieces of units
     unsigned equal_ = 0;         // equal units: tiles of each
     int first_ = -32;            // first of the 32 sequences that the warp looks at
