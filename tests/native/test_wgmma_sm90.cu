@@ -301,8 +301,31 @@ void test_choice() {
     general("dropout and softcap", [](P& p, auto*, auto*) { p.dropout_threshold = 9, p.softcap = 50; });
     general("dropout and mask of pairs", [](P& p, auto*, auto* mask) { p.dropout_threshold = 9, p.mask = {mask, 7, 0, 1}; });
     general("dropout and scale below zero", [](P& p, auto*, auto*) { p.dropout_threshold = 9, p.scale = -1; });
-    general("mask by intervals and window",
-            [](P& p, auto*, auto* mask) { p.intervals.data = reinterpret_cast<const int32_t*>(mask), p.window_left = 5; });
+    const auto intervals = [&](const char* what, const auto& change) {
+        each(Id::kD64Intervals, Id::kD128Intervals, Id::kD192General, what, [&](P& p, auto* slopes, auto* mask) {
+            p.intervals.data = reinterpret_cast<const int32_t*>(mask);
+            change(p, slopes, mask);
+        });
+    };
+    intervals("mask by intervals", [](P&, auto*, auto*) {});
+    intervals("mask by intervals and window", [](P& p, auto*, auto*) { p.window_left = 5; });
+    without_tiles("bias and mask by blocks", [](P& p, auto*, auto* mask) { p.blocks.data = mask; });
+    general("dropout and mask by blocks", [](P& p, auto*, auto* mask) { p.dropout_threshold = 9, p.blocks.data = mask; });
+    // What else a plan for intervals does not serve, the registry refuses by this function.
+    const auto refused = [](const char* what, const auto& change) {
+        static const int32_t numbers[1] = {};
+        P p{};
+        p.headdim = p.headdim_v = 64, p.scale = 0.125f, p.window_left = p.window_right = -1, p.intervals.data = numbers;
+        EXPECT(backward_serves_intervals(p), "mask by intervals");
+        change(p);
+        EXPECT(!backward_serves_intervals(p) && !backward_serves_bias(p) && !backward_serves_dropout(p), "mask by intervals and %s", what);
+    };
+    refused("bias",
+            [](P& p) { p.dtype = p.bias_dtype = DType::kFloat16, p.bias = {reinterpret_cast<const void*>(uintptr_t(4096)), 0, 64, 8}; });
+    refused("dropout", [](P& p) { p.dropout_threshold = 9; });
+    refused("softcap", [](P& p) { p.softcap = 50; });
+    refused("scale below zero", [](P& p) { p.scale = -1; });
+    refused("head dim 192", [](P& p) { p.headdim = 192; });
     general("scale below zero", [](P& p, auto*, auto*) { p.scale = -1, p.window_left = 5; });
     general("scale of zero", [](P& p, auto* slopes, auto*) { p.scale = 0, p.alibi_slopes = slopes; });
     general("tiny scale and alibi", [](P& p, auto* slopes, auto*) { p.scale = 1e-7f, p.alibi_slopes = slopes; });
