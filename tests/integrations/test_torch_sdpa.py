@@ -273,7 +273,7 @@ def test_opcheck_of_the_operator_with_a_seed():
     from flash_attn_minimal.torch import _operators
 
     inputs = [normal("cpu", BATCH, ROWS, HEADS, DIM) for _ in range(3)]
-    rest = (*[None] * 7, 0, 0, *_operators.packed(Options(dropout_p=0.5)))
+    rest = (*[None] * 8, 0, 0, *_operators.packed(Options(dropout_p=0.5)))
     torch.library.opcheck(torch.ops.flash_attn_minimal.attention_seeded.default, (torch.tensor([3]), *inputs, *rest))
 
 

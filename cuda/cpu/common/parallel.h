@@ -8,11 +8,11 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <list>
 #include <mutex>
 #include <new>
 #include <system_error>
 #include <thread>
-#include <vector>
 
 #include "cpu/common/float_mode.h"
 #include "cpu/common/openmp.h"
@@ -44,7 +44,8 @@ public:
     int count() const { return int(threads_.size()); }
 
 private:
-    std::vector<std::thread> threads_;
+    // A list: a vector that grows may ask for a function of libstdc++ that wheels cannot have (tests/package/test_packaging.py).
+    std::list<std::thread> threads_;
 };
 
 // Threads that serve the loops of the thread that made the team. A loop waits only for helpers that have begun to work on it: a thread that
