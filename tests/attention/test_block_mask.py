@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hidden_keys
 import numpy as np
 import pytest
 from accuracy import Case
@@ -88,19 +89,12 @@ def test_varlen_gradients(backward_kernel, blocks, heads):
         backward_kernel.check(Case(130, 199, 64, **case, **VARLEN))
 
 
-def poisoned(seed, seqlen_q, seqlen_k, blocks, heads, nheads=4, nheads_k=2):
-    """q, k, v, dout and options with NaN in the keys and values that no row sees; and which keys those are."""
-    rng = np.random.default_rng(seed)
-    q, dout = rng.standard_normal((2, 2, seqlen_q, nheads, 64), np.float32)
-    k, v = rng.standard_normal((2, 2, seqlen_k, nheads_k, 64), np.float32)
-    mask = rng.random((2, heads, *(-(-n // size) for n, size in zip((seqlen_q, seqlen_k), blocks, strict=True)))) < 0.3
-    options = {"block_mask": mask, "causal": seed % 2 == 0}
-    seen = np.zeros((2, nheads_k, seqlen_k), bool)
-    for b, h, head in reference.heads(q, k, v, **options):
-        seen[b, h * nheads_k // nheads] |= head.visible(slice(None), slice(None)).any(0)
-    for x in (k, v):
-        x.swapaxes(1, 2)[~seen] = np.nan
-    return q, k, v, dout, options, seen
+def poisoned(seed, seqlen_q, seqlen_k, blocks, heads):
+    counts = [-(-n // size) for n, size in zip((seqlen_q, seqlen_k), blocks, strict=True)]
+    return hidden_keys.poisoned(
+        np.random.default_rng(seed), seqlen_q, seqlen_k,
+        lambda rng: {"block_mask": rng.random((2, heads, *counts)) < 0.3, "causal": seed % 2 == 0},
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("heads", [1, 4])
@@ -108,11 +102,7 @@ def poisoned(seed, seqlen_q, seqlen_k, blocks, heads, nheads=4, nheads_k=2):
 def test_hidden_keys_do_not_leak(kernel, blocks, heads):
     for seed, (seqlen_q, seqlen_k) in enumerate([(1, 200), (5, 130), (300, 300), (140, 400)]):
         q, k, v, _, options, _ = poisoned(seed, seqlen_q, seqlen_k, blocks, heads)
-        exact = reference.standard_attention(q, np.nan_to_num(k), np.nan_to_num(v), **options)
-        out, lse = kernel(q, k, v, **options | ({"allow_tf32": True} if "tf32" in kernel.name else {}))
-        atol = 5e-3 if "tf32" in kernel.name else 2e-5
-        np.testing.assert_allclose(out, exact[0], atol=atol)
-        np.testing.assert_allclose(lse, exact[1], atol=atol)
+        hidden_keys.check_forward(kernel, q, k, v, options)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -120,31 +110,13 @@ def test_hidden_keys_do_not_leak(kernel, blocks, heads):
 @pytest.mark.parametrize("blocks", BLOCKS, ids=str)
 def test_hidden_keys_have_no_gradient(backward_kernel, blocks, heads, dtype):
     for deterministic in (False, True):
-        q, k, v, dout, options, seen = poisoned(int(deterministic), 300, 290, blocks, heads)
-        if dtype == "float16":
-            q, k, v, dout = (x.astype(np.float16).astype(np.float32) for x in (q, k, v, dout))
-        arrays = q, np.nan_to_num(k), np.nan_to_num(v)
-        out, lse = reference.standard_attention(*arrays, **options)
-        exact = reference.standard_attention_backward(dout, *arrays, **options)
-        given = dout, q, k, v, out.astype(np.float32), lse.astype(np.float32)
-        got = backward_kernel(*given, dtype, deterministic=deterministic, **options)
-        for x, want in zip(got, exact[:3], strict=True):
-            np.testing.assert_allclose(x, want, atol=3e-5 if dtype == "float32" else 2e-2)
-        for x in got[1:]:
-            assert not x.swapaxes(1, 2)[~seen].any()
+        made = poisoned(int(deterministic), 300, 290, blocks, heads)
+        hidden_keys.check_gradients(backward_kernel, dtype, deterministic, *made)
 
 
 def test_statistics(kernel):
     q, k, v, _, options, _ = poisoned(0, 150, 290, (64, 64), 2)
-    k, v = np.nan_to_num(k), np.nan_to_num(v)
-    exact = reference.max_score(q, k, v, **options), reference.key_sums(q, k, v, **options)
-    arrays, options = kernel.arguments(q, k, v, "float32", None, options)
-    if fa.query(*arrays, return_max_score=True, return_key_sums=True, **options).status == "FA_UNSUPPORTED":
-        assert not kernel.general
-        pytest.skip("not served")
-    _, *got = fa.flash_attn_func(*arrays, return_max_score=True, return_key_sums=True, **options)
-    for x, want in zip(got, exact, strict=True):
-        np.testing.assert_allclose(kernel.device.numpy(x), want, rtol=1e-5, atol=1e-4)
+    hidden_keys.check_statistics(kernel, q, k, v, options)
 
 
 @pytest.mark.parametrize("view", [np.s_[:1], np.s_[:, ::2], np.s_[:, :, ::-1], np.s_[:, 1:2, 1:4]], ids=str)

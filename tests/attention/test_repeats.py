@@ -151,6 +151,7 @@ def other_values(kind):
         "return_key_sums": True,
         "bias": make(kind, rng.random((5, 7), f32)),
         "mask": make(kind, rng.random((5, 7)) < 0.5),
+        "block_mask": make(kind, np.zeros((1, 1, 1, 1), bool)),
         "startend_row_indices": make(kind, rng.integers(1, 5, (1, 1, 7, 1), np.int32)),
         "sinks": make(kind, rng.random(4, f32)),
         "top_left": True,
@@ -500,7 +501,7 @@ def test_scratch_lives_until_the_launch_is_over(way, monkeypatch):
     (
         kvcache._repeats,
         [structs.AttentionArgs, structs.KVCacheArgs],
-        "parts|kernel|descale|max_score|key_sums|cu_|bias|^mask|startend",
+        "parts|kernel|descale|max_score|key_sums|cu_|bias|^mask|^block_mask|startend",
     ),
 ], ids=["forward", "backward", "kvcache"])  # fmt: skip
 def test_every_address_is_filled_in(table, kinds, constant):

@@ -3,6 +3,7 @@ as a dense one."""
 
 from __future__ import annotations
 
+import hidden_keys
 import numpy as np
 import pytest
 from accuracy import Case
@@ -93,21 +94,15 @@ def test_varlen_gradients(backward_kernel, form, heads):
         backward_kernel.check(Case(130, 199, 64, causal=form[0], intervals=(heads, form[1]), dtype=dtype, **VARLEN))
 
 
-def poisoned(rng, seqlen_q, seqlen_k, form, heads, nheads=4, nheads_k=2):
-    """q, k, v, dout and options with NaN in the keys and values that no row sees; and which keys those are."""
-    q, dout = rng.standard_normal((2, 2, seqlen_q, nheads, 64), np.float32)
-    k, v = rng.standard_normal((2, 2, seqlen_k, nheads_k, 64), np.float32)
-    indices = random_intervals(rng, (2, heads, seqlen_k, form[1]), seqlen_q)
-    indices[:, :, seqlen_k // 3 : seqlen_k // 2] = {
-        (True, 1): [0], (True, 2): [0, seqlen_q], (False, 2): [0, 0], (False, 4): [0, 9, 9, seqlen_q],
-    }[form]  # fmt: skip
-    options = {"startend_row_indices": indices, "causal": form[0]}
-    seen = np.zeros((2, nheads_k, seqlen_k), bool)
-    for b, h, head in reference.heads(q, k, v, **options):
-        seen[b, h * nheads_k // nheads] |= head.visible(slice(None), slice(None)).any(0)
-    for x in (k, v):
-        x.swapaxes(1, 2)[~seen] = np.nan
-    return q, k, v, dout, options, seen
+def poisoned(rng, seqlen_q, seqlen_k, form, heads):
+    def options(rng):
+        indices = random_intervals(rng, (2, heads, seqlen_k, form[1]), seqlen_q)
+        indices[:, :, seqlen_k // 3 : seqlen_k // 2] = {
+            (True, 1): [0], (True, 2): [0, seqlen_q], (False, 2): [0, 0], (False, 4): [0, 9, 9, seqlen_q],
+        }[form]  # fmt: skip
+        return {"startend_row_indices": indices, "causal": form[0]}
+
+    return hidden_keys.poisoned(rng, seqlen_q, seqlen_k, options)
 
 
 @pytest.mark.parametrize("heads", [1, 4])
@@ -115,11 +110,7 @@ def poisoned(rng, seqlen_q, seqlen_k, form, heads, nheads=4, nheads_k=2):
 def test_hidden_keys_do_not_leak(kernel, form, heads):
     for seed, (seqlen_q, seqlen_k) in enumerate([(1, 200), (5, 130), (300, 300), (140, 400)]):
         q, k, v, _, options, _ = poisoned(np.random.default_rng(seed), seqlen_q, seqlen_k, form, heads)
-        exact = reference.standard_attention(q, np.nan_to_num(k), np.nan_to_num(v), **options)
-        out, lse = kernel(q, k, v, **options | ({"allow_tf32": True} if "tf32" in kernel.name else {}))
-        atol = 5e-3 if "tf32" in kernel.name else 2e-5
-        np.testing.assert_allclose(out, exact[0], atol=atol)
-        np.testing.assert_allclose(lse, exact[1], atol=atol)
+        hidden_keys.check_forward(kernel, q, k, v, options)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -127,33 +118,14 @@ def test_hidden_keys_do_not_leak(kernel, form, heads):
 @pytest.mark.parametrize("form", FORMS, **ids)
 def test_hidden_keys_have_no_gradient(backward_kernel, form, heads, dtype):
     for deterministic in (False, True):
-        q, k, v, dout, options, seen = poisoned(np.random.default_rng(1), 300, 290, form, heads)
-        if dtype == "float16":
-            q, k, v, dout = (x.astype(np.float16).astype(np.float32) for x in (q, k, v, dout))
-        arrays = q, np.nan_to_num(k), np.nan_to_num(v)
-        out, lse = reference.standard_attention(*arrays, **options)
-        exact = reference.standard_attention_backward(dout, *arrays, **options)
-        given = dout, q, k, v, out.astype(np.float32), lse.astype(np.float32)
-        got = backward_kernel(*given, dtype, deterministic=deterministic, **options)
-        for x, want in zip(got, exact[:3], strict=True):
-            np.testing.assert_allclose(x, want, atol=3e-5 if dtype == "float32" else 2e-2)
-        for x in got[1:]:
-            assert not x.swapaxes(1, 2)[~seen].any()
+        made = poisoned(np.random.default_rng(1), 300, 290, form, heads)
+        hidden_keys.check_gradients(backward_kernel, dtype, deterministic, *made)
 
 
 @pytest.mark.parametrize("form", FORMS, **ids)
 def test_statistics(kernel, form):
-    rng = np.random.default_rng(0)
-    q, k, v, _, options, _ = poisoned(rng, 150, 290, form, 2)
-    arrays, options = kernel.arguments(q, np.nan_to_num(k), np.nan_to_num(v), "float32", None, options)
-    if fa.query(*arrays, return_max_score=True, return_key_sums=True, **options).status == "FA_UNSUPPORTED":
-        assert not kernel.general
-        pytest.skip("not served")
-    _, greatest, sums = fa.flash_attn_func(*arrays, return_max_score=True, return_key_sums=True, **options)
-    options = {"causal": form[0], "startend_row_indices": kernel.device.numpy(options["startend_row_indices"])}
-    arrays = q, np.nan_to_num(k), np.nan_to_num(v)
-    np.testing.assert_allclose(kernel.device.numpy(greatest), reference.max_score(*arrays, **options), rtol=1e-5)
-    np.testing.assert_allclose(kernel.device.numpy(sums), reference.key_sums(*arrays, **options), atol=1e-4)
+    q, k, v, _, options, _ = poisoned(np.random.default_rng(0), 150, 290, form, 2)
+    hidden_keys.check_statistics(kernel, q, k, v, options)
 
 
 @pytest.mark.parametrize(

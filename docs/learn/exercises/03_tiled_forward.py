@@ -45,10 +45,13 @@ def judge(attention):
         sums = weight.sum(1, keepdims=True)
         exact, exact_lse = weight @ v / sums, (top + np.log(sums))[:, 0]
         del scores, weight
-        tracemalloc.start()
-        out, lse = attention(q, k, v, 0.5, **tiles)
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
+        peak = np.inf
+        for _ in range(2):  # what another thread of the process takes meanwhile is not in both
+            given = q.copy(), k.copy(), v.copy()
+            tracemalloc.start()
+            out, lse = attention(*given, 0.5, **tiles)
+            peak = min(peak, tracemalloc.get_traced_memory()[1])
+            tracemalloc.stop()
         close(f"out of {call}", out, exact)
         close(f"lse of {call}", lse, exact_lse)
         require(peak < 2e6, f"{call} took {peak / 1e6:.1f} MB: more than the tiles and out need")

@@ -20,7 +20,14 @@ from ..report import STYLE
 
 CALLS = 3  # recorded calls; only the last one counts, because the profiler starts its work in the first
 # of cuda/distributed/rows.cu
-BETWEEN = ("copies_kernel", "store_kernel", "negative_delta_kernel", "sum_kernel", "merge_parts_kernel")
+BETWEEN = (
+    "copies_kernel",
+    "store_kernel",
+    "negative_delta_kernel",
+    "sum_kernel",
+    "merge_parts_kernel",
+    "subtract_kernel",
+)
 KINDS = {"attention": "#D55E00", "copy engine": "#0072B2", "copy kernel": "#56B4E9", "other kernel": "#7F7F7F"}
 
 

@@ -230,7 +230,8 @@ struct ForwardWarp {
     __device__ __forceinline__ void find_seen(int tile) const {
         SeenTiles& seen = places.seen;
         seen.from = tile - 31;
-        const int own = seen.from + opaque(lane), row0 = work.query_tile * kBlockM;
+        // opaque: not kept in a register from one search to the next, which would spill at head dim 512.
+        const int own = seen.from + opaque(lane), row0 = opaque(work.query_tile) * kBlockM;
         const int last_row = min(row0 + kBlockM, s.seqlen_q) - 1, end = min((own + 1) * kBlockN, s.seqlen_k);
         bool sees = own >= first_tile;
         if (sees && p.intervals.data) {
