@@ -216,7 +216,7 @@ inline bool wgmma_options_serve(const AttentionParams& p) {
     const bool rest = p.cache.entries || p.max_score || p.bias.data || p.tree.rows || p.hides_tiles() || p.dropout_threshold;
     const bool pairs = p.mask.data && p.mask.row != 0 && p.seqlen_q > 1;
     constexpr float kLeastUnit = 1e-6f;
-    return !rest && !pairs && p.scale > kLeastUnit;
+    return !rest && !pairs && p.scale > kLeastUnit && (p.softcap == 0 || p.softcap > kLeastUnit);
 }
 
 // Whether a plan with dropout serves the call. To head dim 64 or 128.
