@@ -440,6 +440,8 @@ void plans_by_options() {
         p.softcap = 30;
         p.dropout_threshold = 1;
         expect(p, "softcap and dropout", small, !small);
+        p.softcap = 0;
+        expect(p, "dropout", headdim <= 64, headdim > 64);
         p = bare, p.mask.data = floats;
         expect(p, "mask of keys", true, false);
         p.mask.row = 4096;
