@@ -3,6 +3,8 @@
 // so that each option is tested once per tile.
 #pragma once
 
+#include <type_traits>
+
 #include "attention/common/dropout.h"
 #include "attention/common/mask.h"
 #include "common/element.cuh"
@@ -20,15 +22,19 @@ struct FragmentPlace {
     int shift;  // i_aligned = i + shift
 };
 
-// S = softcap(scale S) + alibi, natural units.
-template <int kCount>
+// S = softcap(scale S) + alibi, natural units. Of float32 scores (T) tanh is exact: softcap times the error of tanh_fast is many times what
+// float32 sums lose.
+template <typename T, int kCount>
 __device__ __forceinline__ void transform_products(const AttentionParams& p, const FragmentPlace& at, float (&S)[kCount]) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) S[i] = __fmul_rn(S[i], p.scale);  // never fused: every kernel needs the same bits, large_rows.cuh
     if (p.softcap != 0) {
         const float inverse = 1.0f / p.softcap;
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) S[i] = p.softcap * tanh_fast(S[i] * inverse);
+        for (int i = 0; i < kCount; ++i) {
+            const float x = S[i] * inverse;
+            S[i] = p.softcap * (std::is_same_v<T, float> ? tanhf(x) : tanh_fast(x));
+        }
     }
     if (p.alibi_slopes) {
         const float slope = p.alibi_slopes[at.batch * p.alibi_batch + at.head];
@@ -41,7 +47,7 @@ __device__ __forceinline__ void transform_products(const AttentionParams& p, con
 // S = bias + alibi + softcap(scale S), natural units; -inf where the boolean mask or a bias of -inf hides the pair.
 template <typename T, int kCount>
 __device__ __forceinline__ void transform_fragment(const AttentionParams& p, const FragmentPlace& at, float (&S)[kCount]) {
-    transform_products(p, at, S);
+    transform_products<T>(p, at, S);
     // Row by row, eight keys at a time. The opaque pointer keeps the compiler from issuing all loads of a fragment at once, which takes
     // registers.
     const auto walk = [&](const auto* data, int64_t batch, int64_t head, int64_t row, const auto& element) {

@@ -288,7 +288,7 @@ __device__ __forceinline__ void compute_scores(const AttentionParams& p, WideSme
         // Turns S of tile t into P and hands it to the output warpgroups.
         const auto softmax = [&](int t) {
             const int n = w.last_tile - t, key = n * kKeys + 2 * quad;
-            if (natural) transform_products(p, FragmentPlace{w.batch, w.head, row, key, w.seqlen_q, w.seqlen_k, w.shift}, S);
+            if (natural) transform_products<T>(p, FragmentPlace{w.batch, w.head, row, key, w.seqlen_q, w.seqlen_k, w.shift}, S);
             if (n >= right_tile) mask_right(S, min(row + w.right, w.seqlen_k - 1) - key, min(row + 8 + w.right, w.seqlen_k - 1) - key);
             if (n < left_tile) mask_left(S, row + w.left - key, row + 8 + w.left - key);
             float tile_max[2], sum[2], o_scale[2] = {1.0f, 1.0f};
