@@ -280,7 +280,7 @@ struct MainWarpgroup {
                 hide_rows<kBlockM>(p, s, w, smem.options.tile[slot].entry, first_key(w, ln), place / w.width * kBlockM, ln % 4 * 2);
             }
         } else if constexpr (kMasks) {
-            if (cut) hide_pairs(s, seen);
+            hide_pairs(s, seen);
         } else if (!kSoftcap && !kBias && p.alibi_slopes) {
             const int ln = opaque(lane);
             add_alibi(s, smem.options.alibi[slot], first_key(w, ln), ln % 4 * 2);
@@ -288,7 +288,7 @@ struct MainWarpgroup {
     }
     // The bits of the thread's scores of the tile in a slot.
     __device__ __forceinline__ void read_seen(SeenPairs& seen, uint32_t slot, bool cut) const {
-        if (cut) read_seen_pairs<kBlockM>(seen, schedule.masks, smem.options.tile[slot], opaque(int(threadIdx.x)) - 128);
+        read_seen_pairs<kBlockM>(seen, schedule.masks, smem.options.tile[slot], cut, opaque(int(threadIdx.x)) - 128);
     }
     // The tile of Q in a slot. walked: its number in the walk.
     __device__ __forceinline__ Visited visited_at(const BackwardWork& w, uint32_t slot, uint32_t walked) const {

@@ -57,22 +57,26 @@ __device__ __forceinline__ MaskedTile describe_tile(const AttentionParams& p, co
     return tile;
 }
 
-// The bits of a thread's scores of a tile that is cut: 1 where the query sees the key. `thread`: of both main warpgroups.
+// The bits of a thread's scores: 1 where the query sees the key. `thread`: of both main warpgroups.
 template <int kBlockM>
-__device__ __forceinline__ void read_seen_pairs(uint32_t (&seen)[kBlockM / 64], const MaskedTiles& all, const MaskedTile& tile, int thread) {
+__device__ __forceinline__ void read_seen_pairs(uint32_t (&seen)[kBlockM / 64], const MaskedTiles& all, const MaskedTile& tile, bool cut,
+                                                int thread) {
     constexpr int kWords = kBlockM / 64;
-    if (all.words) {
+    if (cut && all.words) {
         const uint32_t* const own = all.words + (int64_t(tile.tile) * kMaskedThreads + thread) * kWords;
         if constexpr (kWords == 2) reinterpret_cast<uint2&>(seen) = *reinterpret_cast<const uint2*>(own);
         else seen[0] = *own;
     } else {
 #pragma unroll
-        for (int u = 0; u < kWords; ++u) seen[u] = tile.hidden >> (2 * u + thread / 128) & 1 ? 0u : ~0u;
+        for (int u = 0; u < kWords; ++u) seen[u] = cut && tile.hidden >> (2 * u + thread / 128) & 1 ? 0u : ~0u;
     }
 }
-// Sets the scores without a bit to -inf.
+// Sets the scores without a bit to -inf. Called by a whole warp.
 template <int kCount>
 __device__ __forceinline__ void hide_pairs(float (&S)[kCount], const uint32_t (&seen)[kCount / 32]) {
+    uint32_t all = seen[0];
+    for (const uint32_t word : seen) all &= word;
+    if (__all_sync(~0u, all == ~0u)) return;
 #pragma unroll
     for (int i = 0; i < kCount; ++i)
         if (!(seen[i / 32] >> i % 32 & 1)) S[i] = -INFINITY;
