@@ -94,4 +94,45 @@ FA_HOST_DEVICE uint64_t bits_of_range(int32_t begin, int32_t end, int32_t first)
     return up_to(clamp_to(end - first, 0, kBits)) & ~up_to(clamp_to(begin - first, 0, kBits));
 }
 
+// A tile of kRows x kKeys blocks, of the forward pass: a bit for each of its blocks, row by row. Blocks without rows or without keys count
+// as whole.
+struct BlocksOfTile {
+    uint32_t seen, cut;
+    bool some;  // whether any row sees any key
+
+    template <int kRows, int kKeys>
+    FA_INLINED bool is_whole() const {
+        return seen == (1u << kRows * kKeys) - 1 && cut == 0;
+    }
+};
+// words: of the tile's first row block, each row block has words_of_row. The tile's first key block is `first`, a multiple of kKeys; there
+// are `rows` row blocks from the tile's first on, and key_blocks in all.
+template <int kRows, int kKeys>
+FA_INLINED BlocksOfTile blocks_of_tile(const SeenWord* words, int32_t words_of_row, int32_t first, int32_t rows, int32_t key_blocks) {
+    static_assert(32 % kKeys == 0, "a tile's bits lie in one word");
+    constexpr uint32_t kAll = (1u << kKeys) - 1;
+    BlocksOfTile tile{0, 0, false};
+    const uint32_t exist = uint32_t(bits_of_range<kKeys>(0, key_blocks, first));
+    for (int r = 0; r < kRows; ++r) {
+        uint32_t seen = kAll, cut = 0;
+        if (r < rows && exist) {
+            const SeenWord word = words[r * words_of_row + first / 32];
+            seen = word.seen >> first % 32 & exist, cut = word.cut >> first % 32 & exist;
+            tile.some |= seen != 0;
+            seen |= kAll & ~exist;
+        }
+        tile.seen |= seen << r * kKeys, tile.cut |= cut << r * kKeys;
+    }
+    return tile;
+}
+// Whether no row of such a tile sees key `c` of column `column` of blocks. first, last: the rows of the tile that causal and windows leave
+// to the key, none with first > last. keys(block): the keys of a block that its rows see.
+template <int kRows, int kKeys, typename Keys>
+FA_INLINED bool hides_key(int column, int c, int32_t first, int32_t last, const Keys& keys) {
+    bool hidden = true;
+    for (int r = 0; r < kRows; ++r)
+        hidden &= !(first < (r + 1) * kSeenBlock && last >= r * kSeenBlock && first <= last && keys(r * kKeys + column) >> c & 1);
+    return hidden;
+}
+
 }  // namespace fa
