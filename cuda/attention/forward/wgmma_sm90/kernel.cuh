@@ -25,12 +25,14 @@
 // The parts: wgmma_sm90/plan.h: the shapes; work_list.h: the items; wgmma_sm90/block.cuh: shared memory and barriers;
 // wgmma_sm90/produce.cuh: the copies; wgmma_sm90/consume.cuh: the steps of the loop below. Plans with options have loops of their own, of
 // the producer in wgmma_sm90/key_tiles.cuh and of the consumers in wgmma_sm90/options.cuh. Some of them also have a bias (bias.cuh) or
-// dropout (dropout.cuh); others have masks by intervals (intervals.cuh) in place of the options.
+// dropout (dropout.cuh); others have masks by intervals (intervals.cuh), or by blocks and of pairs (seen_blocks.cuh), in place of the
+// options.
 #pragma once
 
 #include <numeric>
 #include <type_traits>
 
+#include "attention/common/seen_blocks.cuh"
 #include "attention/forward/wgmma_sm90/block.cuh"
 #include "attention/forward/wgmma_sm90/consume.cuh"
 #include "attention/forward/wgmma_sm90/key_tiles.cuh"
@@ -250,9 +252,10 @@ __global__ void __launch_bounds__(128 * (kWgmmaPlan<kId>.warpgroups + 1), 1)
         if constexpr (kPlan.options) {
             if (threadIdx.x < 32) {
                 const ThreadTiles<T, kId> tiles(map_k, map_v, p, schedule, smem);
-                if constexpr (kPlan.intervals) produce_with_intervals(map_q, p, schedule, smem, tiles);
+                if constexpr (kPlan.intervals) produce_seen_tiles(map_q, p, schedule, schedule.bounds, smem, tiles);
+                else if constexpr (kPlan.blocks) produce_seen_tiles(map_q, p, schedule, schedule.blocks, smem, tiles);
                 else produce_with_options(map_q, p, schedule, smem, tiles);
-            } else if (kPlan.intervals || p.mask.data) zero_hidden_values(p, smem);
+            } else if (kPlan.skips() || p.mask.data) zero_hidden_values(p, smem);
             return;
         }
         if constexpr (kLoads == KeyLoads::kPageBoxes) {
@@ -348,6 +351,10 @@ cudaError_t launch_wgmma(const AttentionParams& p, const ForwardWorkList& list, 
     if constexpr (kPlan.intervals) {
         void* const bounds = static_cast<char*>(p.workspace) + kWorkListBytes;
         if (cudaError_t error = launch_interval_bounds(p, kPlan.block_n, bounds, &schedule.bounds, stream)) return error;
+    }
+    if constexpr (kPlan.blocks) {
+        void* const blocks = static_cast<char*>(p.workspace) + kWorkListBytes;
+        if (cudaError_t error = launch_seen_blocks(p, PairWords::kOfRows, blocks, &schedule.blocks, stream)) return error;
     }
     if constexpr (kPlan.page_boxes())
         if (boxes) kernel = forward_wgmma_kernel<T, kId, KeyLoads::kPageBoxes>;

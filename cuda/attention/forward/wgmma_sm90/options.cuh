@@ -18,6 +18,7 @@
 #include "attention/forward/wgmma_sm90/consume.cuh"
 #include "attention/forward/wgmma_sm90/dropout.cuh"
 #include "attention/forward/wgmma_sm90/intervals.cuh"
+#include "attention/forward/wgmma_sm90/seen_blocks.cuh"
 #include "common/constants.h"
 #include "device/approximate.cuh"
 #include "device/ring.cuh"
@@ -198,6 +199,7 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
     float S[kBlockN / 2], O[kPlan.headdim_v / 2];
     uint32_t P[kBlockN / 4], no_fragment[1];
     RowStatistics rows;
+    typename TileBlocks<kId>::Words words;  // plans for blocks
     Ring<1> q(smem.q_full, smem.q_empty);
     Ring<kPlan.stages> k(smem.k_full, smem.k_empty), v(smem.v_full, smem.v_empty);
     Ring<WgmmaSmem<T, kId>::kWorkSlots> work(smem.work_full, smem.work_empty);
@@ -205,7 +207,7 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
     const uint64_t desc_q = wgmma_descriptor(slab, 16), desc_k = wgmma_descriptor(shared_address(smem.k), 16),
                    desc_v = wgmma_descriptor(shared_address(smem.v), kBlockN * kChunkRowBytes);
     const Exponent exponent =
-        kPlan.bias ? exponent_of_natural() : exponent_of_products((!kPlan.intervals && p.softcap != 0 ? p.softcap : p.scale) * kLog2e);
+        kPlan.bias ? exponent_of_natural() : exponent_of_products((!kPlan.skips() && p.softcap != 0 ? p.softcap : p.scale) * kLog2e);
 
     uint32_t entry = 0;  // of the next tile
     const auto next_tile = [&] { return &smem.keys.tiles[entry++ % WgmmaKeyTiles<kId>::kEntries]; };
@@ -225,6 +227,8 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
         const auto options = [&] {
             const MaskedTiles masked = masked_tiles<kId>(w, me.wg);
             if constexpr (kWgmmaPlan<kId>.intervals) return TileIntervals<kId>{p, w, me, masked};
+            else if constexpr (kWgmmaPlan<kId>.blocks)
+                return TileBlocks<kId>{p, w, me, schedule.blocks, smem.keys.seen.pairs[work.slot], words, masked};
             else return TileOptions<T, kId>{p, w, schedule, smem, entry, smem.keys.slope[work.slot], me, masked};
         }();
 
@@ -236,8 +240,10 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
         const KeyTileOf<kId>* tile = next_tile();
         int place = tile->place;
         multiply_qk<T, kId>(S, no_fragment, desc_q, desc_k + k.slot * k_step);
+        if constexpr (kPlan.blocks) options.fetch(*tile, index_of(place));
         wgmma_wait<0>(S);
         k.release(me.lane);
+        if constexpr (kPlan.blocks) options.align(*tile);
         options.apply(S, *tile, index_of(place));
         if constexpr (kPlan.bias) options.release_bias();
         softmax_first<kId>(S, exponent, rows);
@@ -258,8 +264,10 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
             if (options.has_edge(before)) zero_values_outside<kBlockN>(p, w, before, smem.v, v, me.wg);
             multiply_pv<T>(O, P, desc_v + v.slot * v_step);  // O += P(before) V(before)
             give_turn<kPlan.ping_pong, kWarpgroups>(me.wg);
+            if constexpr (kPlan.blocks) options.fetch(*tile, n);
             wgmma_wait<1>(S);
             if (!kSpeculative) k.release(me.lane);
+            if constexpr (kPlan.blocks) options.align(*tile);
             if constexpr (kPlan.dropout) tile = &smem.keys.tiles[(opaque(entry) - 1) % WgmmaKeyTiles<kId>::kEntries];
             bool done = false, moved = false;
             if (!kSpeculative || (!plain && options.is_exact(*tile, n, before, rows))) {
