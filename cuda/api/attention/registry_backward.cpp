@@ -69,8 +69,8 @@ const char* wgmma_refuses(const BackwardParams& b, const DeviceInfo& device, cha
     if (b.forward.intervals.data && !backward_serves_intervals(b.forward))
         return "takes no startend_row_indices beside softcap, ALiBi, bias, mask or dropout, or with softmax_scale <= 0";
     if (b.forward.blocks.data && !backward_serves_masks(b.forward))
-        return "takes no block_mask beside softcap, ALiBi, bias, dropout or startend_row_indices, with softmax_scale <= 0, or with more than "
-               "2^22 rows or keys";
+        return "takes no block_mask beside softcap, ALiBi, bias, dropout or startend_row_indices, beside mask in a varlen call, with "
+               "softmax_scale <= 0, or with more than 2^22 rows or keys";
     return needs_queries(b, device, text, size);
 }
 const char* pair_refuses(const BackwardParams& b, const DeviceInfo& device, char* text, size_t size) {

@@ -131,8 +131,8 @@ __device__ __forceinline__ void change_products(const AttentionParams& p, const 
     }
 }
 
-// Called by a whole warp. Calls store(i, base) for each large row i among row0 .. row0 + 15 of a head, in one lane each. kBlocks: scores that
-// are products may have a mask by blocks.
+// Called by a whole warp. Calls store(i, base) for each large row i among row0 .. row0 + 15 of a head, in one lane each. kBlocks: scores
+// that are products may have a mask by blocks.
 template <typename T, bool kBlocks = false, typename Store>
 __device__ __forceinline__ void find_large_rows_inline(const AttentionParams& p, const Sequence& s, int b, int head, int row0, bool natural,
                                                        LseCovers covers, const Store& store) {

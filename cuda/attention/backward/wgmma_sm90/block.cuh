@@ -59,9 +59,9 @@ struct alignas(1024) BackwardSmem {
     uint64_t ds_full[2], ds_empty[2];
     DqTurns turns;
     WorkListOf<BackwardWorkOf<kId>> list;
-    std::conditional_t<kPlan.intervals, SkipsSmem<IntervalTile, kStages>,
-                       std::conditional_t<kPlan.masks, SkipsSmem<MaskedTile, kStages>,
-                                          std::conditional_t<kPlan.options, OptionsSmem<kStages>, char>>>
+    std::conditional_t<
+        kPlan.intervals, SkipsSmem<IntervalTile, kStages>,
+        std::conditional_t<kPlan.masks, SkipsSmem<MaskedTile, kStages>, std::conditional_t<kPlan.options, OptionsSmem<kStages>, char>>>
         options;
     std::conditional_t<kPlan.dropout, KeepBytes<kBlockM>, char> kept;
     std::conditional_t<kPlan.bias(), BiasBarriers<kPlan.bias() ? kPlan.bias_stages : 1>, char> bias_barriers;

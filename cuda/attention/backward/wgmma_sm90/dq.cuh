@@ -48,7 +48,8 @@ __device__ __forceinline__ void send_dq(const BackwardParams& b, const QueryTile
         wait(it);
         __syncwarp();
         uint32_t tile;
-        if constexpr (kPlan.masks) tile = tile0 + (w.in_order ? step * tiles.tiles : 0) + SeenTile::from(w.tiles[w.in_order ? round : step]).m;
+        if constexpr (kPlan.masks)
+            tile = tile0 + (w.in_order ? step * tiles.tiles : 0) + SeenTile::from(w.tiles[w.in_order ? round : step]).m;
         else tile = tile0 + (w.in_order ? step * tiles.tiles : tile_of_step(w, step));
         float* sums = tiles.dq + int64_t(tile) * (kBlockM * kPlan.columns()) + kFirst * kDqPiece + opaque(int(threadIdx.x)) % 128 * 4;
         bool writes = false;

@@ -123,7 +123,7 @@ __device__ __forceinline__ void load_queries(const CUtensorMap& map_q, const CUt
                 smem.options.tile[it % kStages] = describe_tile<kBackwardPlan<kId>.block_m>(p, w, at);
             } else if constexpr (kBackwardPlan<kId>.masks) {
                 constexpr int kStages = kBackwardPlan<kId>.stages;
-                const MaskedTile seen = describe_tile<kBackwardPlan<kId>.block_m>(p, schedule.masks, w, at);
+                const MaskedTile seen = describe_tile<kBackwardPlan<kId>.block_m, kBackwardPlan<kId>.block_n>(schedule.masks, w, at);
                 mbarrier_wait(shared_address(&smem.q_empty[it % kStages]), it / kStages & 1 ^ 1);
                 smem.options.tile[it % kStages] = seen;
             } else if constexpr (kBackwardPlan<kId>.options)

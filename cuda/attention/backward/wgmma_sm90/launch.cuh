@@ -57,9 +57,7 @@ cudaError_t launch_backward_block(Kernel function, int shared_bytes, const Backw
     }
     if constexpr (kPlan.masks) {
         void* const memory = static_cast<char*>(align_up(p.workspace, 128)) + query_tiles_bytes(schedule.tiles);
-        schedule.masks = masked_tiles(p, kPlan);
-        place_masked_tiles(p, &schedule.masks, align_up(memory, 128));
-        if (cudaError_t error = launch_masked_tiles(p, schedule.masks, stream)) return error;
+        if (cudaError_t error = launch_masked_tiles(p, kPlan, memory, &schedule.masks, stream)) return error;
     }
     if (cudaError_t error = backward_rows_before(b, schedule.tiles, stream)) return error;
     if (cudaError_t error = launch_kernel(function, unsigned(grid), kBackwardThreads, size_t(shared_bytes), stream, LaunchOptions{}, map_q,

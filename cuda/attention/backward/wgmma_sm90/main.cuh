@@ -24,10 +24,10 @@ struct MainWarpgroup {
     static constexpr bool kSkips = kIntervals || kMasks;  // tiles without a visible pair
     static constexpr int kStages = kPlan.stages, kKeyStages = kPlan.key_stages();
     static constexpr uint32_t kTileBytes = kBlockM * kD * 2, kKeysBytes = kBlockN * kD * 2, kDsBytes = kBlockN * kBlockM * 2;
-    using Scores = float[kBlockM / 2];       // rows are keys, columns queries
-    using Fragment = uint32_t[kBlockM / 4];  // P as A operand; general: P d(score) / d(scaled product)
-    using Gradient = float[kD / 2];          // row g + 8 r of the warp's 16 keys: elements with i / 2 % 2 = r
-    using Statistics = float4[2];            // the first values of lse
+    using Scores = float[kBlockM / 2];         // rows are keys, columns queries
+    using Fragment = uint32_t[kBlockM / 4];    // P as A operand; general: P d(score) / d(scaled product)
+    using Gradient = float[kD / 2];            // row g + 8 r of the warp's 16 keys: elements with i / 2 % 2 = r
+    using Statistics = float4[2];              // the first values of lse
     using SeenPairs = uint32_t[kBlockM / 64];  // masks: read_seen_pairs
     // What dS needs beside P, dP and delta. softcap: the first values of lse; options: own_hidden.
     struct OptionInputs {
@@ -169,7 +169,8 @@ struct MainWarpgroup {
             if constexpr (kMasks) read_seen(seen, next_slot, code & 1);
             if constexpr (kOptions) {  // while dK is multiplied
                 wgmma_wait<kDropout ? 2 : 1>(s);
-                if (it + 1 < it0 + tiles) change_scores(w, s, seen, next_slot, next, code & 1, mask_place, left_place, it + 1, it + 1 - it0);
+                if (it + 1 < it0 + tiles)
+                    change_scores(w, s, seen, next_slot, next, code & 1, mask_place, left_place, it + 1, it + 1 - it0);
             }
             if constexpr (kDropout) wgmma_wait<0>(dk, dv), release(dout_empty, slot), read_lse(lse, next_slot);
             else wgmma_wait<0>(dk, s);
@@ -288,7 +289,7 @@ struct MainWarpgroup {
     }
     // The bits of the thread's scores of the tile in a slot.
     __device__ __forceinline__ void read_seen(SeenPairs& seen, uint32_t slot, bool cut) const {
-        read_seen_pairs<kBlockM>(seen, schedule.masks, smem.options.tile[slot], cut, opaque(int(threadIdx.x)) - 128);
+        read_seen_pairs<kBlockM>(seen, schedule.masks.seen, smem.options.tile[slot], cut, opaque(int(threadIdx.x)) - 128);
     }
     // The tile of Q in a slot. walked: its number in the walk.
     __device__ __forceinline__ Visited visited_at(const BackwardWork& w, uint32_t slot, uint32_t walked) const {

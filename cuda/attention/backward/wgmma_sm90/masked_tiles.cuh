@@ -7,7 +7,7 @@
 
 namespace fa {
 
-// Fills the arrays of `to` for a call with a mask by blocks or of pairs.
-cudaError_t launch_masked_tiles(const AttentionParams& p, const MaskedTiles& to, cudaStream_t stream);
+// Writes the walks of a call with a mask by blocks or of pairs to `workspace`, which has masked_tiles_bytes, and sets *to.
+cudaError_t launch_masked_tiles(const AttentionParams& p, const BackwardPlan& plan, void* workspace, MaskedTiles* to, cudaStream_t stream);
 
 }  // namespace fa

@@ -3,6 +3,7 @@
 
 #include "attention/common/bias_tiles.h"
 #include "attention/common/params.h"
+#include "attention/common/seen_blocks.h"
 
 namespace fa {
 
@@ -136,13 +137,13 @@ inline bool backward_serves_options(const AttentionParams& p) {
 inline bool backward_serves_intervals(const AttentionParams& p) {
     return p.headdim <= 128 && p.headdim_v <= 128 && !p.changes_scores() && p.scale > 0;
 }
-// Whether the plans for masks serve the call: a mask by blocks, or one with rows. No other plan takes a mask by blocks.
+// Whether the plans for masks serve the call: a mask by blocks, or a mask of pairs. No other plan takes a mask by blocks.
 inline bool backward_serves_masks(const AttentionParams& p) {
     constexpr int kMost = 1 << 22;  // rows, keys: SeenTile has 16 bits for tiles of 64 rows and 15 for blocks of 128 keys
     AttentionParams rest = p;
     rest.mask.data = nullptr;
-    return (p.blocks.data || (p.mask.data && !backward_masks_keys(p))) && p.headdim <= 128 && p.headdim_v <= 128 && !p.intervals.data &&
-           !rest.changes_scores() && p.scale > 0 && p.seqlen_q <= kMost && p.seqlen_k <= kMost;
+    return has_seen_blocks(p) && p.headdim <= 128 && p.headdim_v <= 128 && !rest.changes_scores() && p.scale > 0 && p.seqlen_q <= kMost &&
+           p.seqlen_k <= kMost;
 }
 // Whether the plans with dropout serve the call.
 inline bool backward_serves_dropout(const AttentionParams& p) {

@@ -89,8 +89,7 @@ __device__ __forceinline__ void take_turns(const BackwardParams& b, const QueryT
         if (it >= ahead) mbarrier_wait(shared_address(&turns.turn_empty[turn_slot(it - ahead)]), turn_phase(it - ahead));
         int* counter = tiles.turn + int64_t(tile) * kBlocks;
         if (in_order || kBlocks == 1) {
-            turns.turn[slot] =
-                in_order ? Turn{wait_in_order<kBlockM, kBlockN>(tiles, w, counter + rank, at), true} : claim(tiles, counter);
+            turns.turn[slot] = in_order ? Turn{wait_in_order<kBlockM, kBlockN>(tiles, w, counter + rank, at), true} : claim(tiles, counter);
             mbarrier_arrive(full);
         } else {
             const Turn turn = claim(tiles, counter);

@@ -49,8 +49,8 @@ struct BackwardIntervalWork : BackwardWork {
 // are those of the tiles themselves.
 struct BackwardMaskedWork : BackwardWork {
     const uint32_t* tiles;   // SeenTile
-    const uint8_t* blocks;   // masks by blocks: the element of row 0 and the first key, for the group's first head
-    uint32_t first_word;     // masks of pairs: of tile 0 of that head, in MaskedTiles::words
+    const SeenWord* words;   // of the first row, in the group's first head
+    uint32_t first_block;    // of that row and the first key, in SeenBlocks::pairs
     const uint16_t* unseen;  // a bit for each key that no query sees, of sixteen keys each
 };
 template <BackwardPlanId kId>
