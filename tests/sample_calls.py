@@ -116,11 +116,11 @@ def _cache(
 
 
 def _shared(
-    groups: int, members: int, keys: int, own: int, nheads: int, nheads_k: int, headdim: int, splits=1
+    name: str, groups: int, members: int, keys: int, own: int, nheads: int, nheads_k: int, headdim: int, splits=1
 ) -> Sample:
     """Groups of sequences that share `keys` keys in pages of 16, each with `own` keys after them. With num_splits a
     GPU shares any number of keys."""
-    name, dtype, page, batch = "decode_prefix_sm80", "bfloat16", 16, groups * members
+    dtype, page, batch = "bfloat16", 16, groups * members
     common, rest = keys // page, -(-own // page)
     q, k, v = _qkv(batch, 1, page, nheads, nheads_k, headdim)
     pages = groups * common + batch * rest
@@ -274,7 +274,7 @@ def cuda_items(names: list[str] | None = None) -> Makers:
         partial(_cache, "decode_ring_sm90", half, MANY, 400, 8, 4, 128, cache="int8"),
         partial(_cache, "decode_split_sm80", half, MANY, 400, 8, 4, 128),
         partial(_cache, "decode_split_sm80", half, MANY, 400, 8, 4, 128, cache="int8"),
-        partial(_shared, 200, 2, 128, 20, 4, 4, 64),
+        partial(_shared, "decode_prefix_sm80", 200, 2, 128, 20, 4, 4, 64),
         partial(_cache, "decode_lanes_sm80", "float32", MANY, 400, 8, 4, 64),
         partial(_cache, "decode_mla_sm90", half, MANY, 400, 64, 1, 576, 512),
         *(
@@ -367,7 +367,7 @@ def _cuda_makers() -> Makers:
         partial(_cache, "decode_split_sm80", half, LONG, 400, 8, 4, 256),
         partial(_cache, "decode_split_sm80", half, LONG, 400, 8, 4, 128, new=2),
         partial(_cache, "decode_split_sm80", half, LONG, 400, 8, 4, 128, cache="int8"),
-        partial(_shared, 2, 9, 400, 40, 8, 2, 128, splits=3),
+        partial(_shared, "decode_prefix_sm80", 2, 9, 400, 40, 8, 2, 128, splits=3),
         partial(_cache, "decode_lanes_sm80", "float32", LONG, 400, 8, 4, 64),
         *(
             partial(_backward, name, dtype, (3, 200, 260, 4, 2, headdim), deterministic)

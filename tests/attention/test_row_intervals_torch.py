@@ -158,11 +158,3 @@ def test_a_numpy_array_is_refused_by_name():
             match="startend_row_indices is a (numpy.ndarray|NumPy array), but q is a PyTorch",
         ):
             fa.flash_attn_func(q, *arrays[1:], causal=True, startend_row_indices=indices.numpy())
-
-
-def test_ranks_refuse():
-    from flash_attn_minimal import distributed
-
-    arrays, indices, _ = inputs("cpu", (True, 1, 1))
-    with pytest.raises(fa.Unsupported, match="startend_row_indices is given, but attention across ranks"):
-        distributed.plan((0, 1), *arrays, causal=True, startend_row_indices=indices)

@@ -199,7 +199,8 @@ def test_without_check_vma(mode):
 
 @pytest.mark.parametrize("mode", ["gather", "ulysses"])
 def test_bfloat16(mode):
-    """The error is at most twice that of one device: contributions to dk and dv are rounded once more."""
+    """The error is at most 2.4 times that of one device: dk and dv are sums of four rounded contributions, rounded once
+    more (the square root of 1 + 4)."""
     x = inputs_of(seqlen=128, nheads_k=1)
     given = {name: array if name == "dlse" else array.astype(ml_dtypes.bfloat16) for name, array in x.items()}
     exact = on_one_device({name: array.astype(np.float32) for name, array in given.items()}, {}, {"causal": True})
@@ -211,7 +212,7 @@ def test_bfloat16(mode):
         def error(found, name=name, want=want):
             return np.sqrt(np.mean((found[name].astype(np.float32) - want) ** 2))
 
-        assert error(got) <= 2 * error(plain) + 1e-6, (name, error(got), error(plain))
+        assert error(got) <= 2.4 * error(plain) + 1e-6, (name, error(got), error(plain))
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])

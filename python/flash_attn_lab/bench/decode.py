@@ -238,6 +238,11 @@ def peers_on(machine) -> tuple[str, ...]:
     return ("cudnn", "fa2") if machine.device == "cuda" else ("torch",)
 
 
+def readers_on(machine) -> tuple[str, ...]:
+    """The reader is a CUDA kernel: beside CuPy it would start on a machine's GPU with addresses of the CPU."""
+    return ("read",) if machine.device == "cuda" else ()
+
+
 def others(caches: Caches, names: Iterable[str], outcome: Outcome) -> Iterator[tuple[str, Callable[[int], Any]]]:
     """Yields (name, launch) of peers and of the reader ("read"). Those that refuse are left out."""
     for name in names:
@@ -286,7 +291,7 @@ def _one(machine, point: Point, dtype: str, options, protocol, meter, outcome: O
             notes.append(f"{name} is WRONG: {note}")
         else:
             timed.append((name, launch, row, point.bytes(cache_dtype)))
-    for name, launch in others(caches, (*peers_on(machine), "read"), outcome):
+    for name, launch in others(caches, (*peers_on(machine), *readers_on(machine)), outcome):
         timed.append((name, launch, base | {"system": name}, point.bytes(dtype)))
     timings = interleave(machine, [launch for _, launch, *_ in timed], protocol, meter, seed=seed)
     parts = []

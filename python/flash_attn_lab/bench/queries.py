@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..report import table as markdown_table
-from .decode import Caches, Point, base_row, check, leave_out, one_kernel, others, ours, peers_on
+from .decode import Caches, Point, base_row, check, leave_out, one_kernel, others, ours, peers_on, readers_on
 from .figure import LINES, figure_of, plain_log, set_title
 from .machine import load_average, open_machine
 from .rows import label, number, unit
@@ -92,7 +92,9 @@ def _one(
                 notes.append(f"{name} is WRONG at {point.queries}: {note}")
             else:
                 timed.append((launch, row, point))
-        names = (peers_on(machine) if point.queries in BESIDE else ()) + (("read",) if caches is asked[0] else ())
+        names = (peers_on(machine) if point.queries in BESIDE else ()) + (
+            readers_on(machine) if caches is asked[0] else ()
+        )
         for name, launch in others(caches, names, outcome):
             timed.append((launch, base | {"system": name, "causal": False}, point))
     # All run in graphs, so that no step between two numbers of queries is one from a graph to plain launches.

@@ -180,9 +180,10 @@ struct MainWarp : MainShares<kD, kDv, kSm> {
         __syncthreads();
         const int column = opaque(threadIdx.x) % kBlockN, j = work.key0 + column;
         const bool own = (p.intervals.data && p.intervals.heads_of_entry < p.group) || (p.blocks.data && p.blocks.heads_of_entry < p.group);
-        const int heads_seen = p.mask.head || p.bias.head || own ? p.group : 1;  // own: each query head has its own intervals or blocks
+        // own: each query head has its own intervals or blocks. Heads before step.head see nothing of this tile.
+        const int end = p.mask.head || p.bias.head || own ? end_head : step.head + 1;
         bool seen = j >= s.seqlen_k;
-        for (int head = step.head; head < step.head + heads_seen; ++head)
+        for (int head = step.head; head < end; ++head)
             for (int i = rows.begin + opaque(threadIdx.x) / kBlockN; !seen && i < rows.end; i += kThreads / kBlockN) {
                 const KeyRange range = window_range(p, s, i);
                 seen = j >= range.begin && j < range.end;

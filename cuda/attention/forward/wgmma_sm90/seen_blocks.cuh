@@ -117,7 +117,7 @@ struct TileBlocks {
             for (int r = 0; r < 2; ++r) {
                 words[r][2 * x] = words[r][2 * x + 1] = all;
                 if (reads) {
-                    const uint2 word = *reinterpret_cast<const uint2*>(of_row + x * kSeenBlock + 8 * r);
+                    const uint2 word = __ldg(reinterpret_cast<const uint2*>(of_row + x * kSeenBlock + 8 * r));
                     words[r][2 * x] = word.x, words[r][2 * x + 1] = word.y;
                 }
             }
