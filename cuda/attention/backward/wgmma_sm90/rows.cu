@@ -71,12 +71,12 @@ __device__ __noinline__ void prepare_large_rows(const RowsParams& params) {
     if (threadIdx.x == 0) *params.tiles.some_large() = QueryTiles::kSomeLarge;
     const int first = threadIdx.x / 32 * 16;
     if (first >= kBlockM || at.row0 + first >= at.s.seqlen_q) return;
-    find_large_rows<T>(params.b.forward, at.s, at.batch, at.head, at.row0 + first, params.tiles.natural, LseCovers::kPerhapsMore,
-                       [&](int i, const RowBase& base) {
-                           const int64_t place = at.tile * kBlockM + quad_order(i - at.row0);
-                           params.tiles.lse[place] = kLargeRow;
-                           reinterpret_cast<float2*>(params.tiles.large)[place] = make_float2(base.max, base.rest);
-                       });
+    find_large_rows<T, true>(params.b.forward, at.s, at.batch, at.head, at.row0 + first, params.tiles.natural, LseCovers::kPerhapsMore,
+                             [&](int i, const RowBase& base) {
+                                 const int64_t place = at.tile * kBlockM + quad_order(i - at.row0);
+                                 params.tiles.lse[place] = kLargeRow;
+                                 reinterpret_cast<float2*>(params.tiles.large)[place] = make_float2(base.max, base.rest);
+                             });
 }
 
 constexpr int kBeforeBlocks = 2048 / kThreads;  // fill a multiprocessor, even if the rare large rows could use more registers
