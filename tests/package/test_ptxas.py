@@ -39,7 +39,7 @@ MAY_SPILL = {
     r"gradient_kernelILi256E\w+GradientParams": 40,
     # Masks by intervals, head dims 64 and 128: the producer has 32 registers and stores one.
     r"forward_wgmma_kernelI\w+WgmmaPlanIdE2[01]E": 4,
-    # Masks by blocks and of pairs, backward: the thread that takes the keys has 32 registers and stores some between walks.
+    # Masks by blocks and of pairs, backward: the thread that takes keys has 32 registers and stores some between walks.
     r"backward_wgmma_kernelI\w+BackwardPlanIdE2[01]E": 28,
     # Softcap backward. Head dim 64: two registers in a step of 2300 instructions; 128, float16: after the loop.
     r"backward_wgmma_kernelI\w+BackwardPlanIdE12E": 8,
