@@ -162,6 +162,8 @@ def test_which_plan(headdim, plan):
     for options in (blocks, pairs, blocks | pairs, blocks | {"causal": True}, blocks | {"window_size": (100, 3)}):
         found = fa.query(x, x, x, **options)
         assert (found.kernel, found.variant) == (NAME, plan)
+    blocks = {"block_mask": torch.ones(1, 1, 16, 32, device="cuda", dtype=torch.bool)}
+    assert fa.query(x, x, x, **blocks).variant == (plan if headdim > 128 else plan + "64")
     others = {"softcap": 9.0}, {"alibi_slopes": torch.ones(2, device="cuda")}, {"dropout_p": 0.1, "dropout_seed": 1}
     for more in (*others, {"return_max_score": True}):
         assert fa.query(x, x, x, **blocks, **more).kernel == "mma_sm80"

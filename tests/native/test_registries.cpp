@@ -463,7 +463,8 @@ void plans_for_blocks() {
     static float floats[1];
     const auto expect = [](const fa::AttentionParams& p, const char* what, bool serves) {
         const fa::WgmmaPlan plan = fa::wgmma_plan(fa::wgmma_choose(p, 132));
-        if (plan.blocks != serves || fa::wgmma_blocks_serve(p) != serves)
+        const bool whole = plan.block_m() % fa::kSeenBlock == 0 && plan.block_n % fa::kSeenBlock == 0 && !plan.ping_pong;
+        if (plan.blocks != serves || fa::wgmma_blocks_serve(p) != serves || (serves && !whole))
             complain("headdim=%d, %s: %s", p.headdim, what, plan.blocks ? "a plan for blocks" : "no plan for blocks");
     };
     for (const int headdim : {8, 64, 96, 128, 192, 256}) {
@@ -482,6 +483,10 @@ void plans_for_blocks() {
         expect(p, "mask of one row and block_mask", true);
         p = bare, p.blocks = {bytes, 0, 0, 32, 16, 7, 7};
         expect(p, "block_mask", true);
+        p.blocks.key_shift = 6;
+        expect(p, "block_mask of 64 keys", true);
+        const int block_n = headdim <= 128 ? 64 : fa::wgmma_plan(fa::WgmmaPlanId::kD256Blocks).block_n;
+        if (fa::wgmma_plan(fa::wgmma_choose(p, 132)).block_n != block_n) complain("headdim=%d: tiles are not of 64 keys", headdim);
         p.window_left = 100, p.window_right = 0, p.sinks = floats;
         expect(p, "block_mask, window and sinks", true);
         p.mask.data = bytes;
