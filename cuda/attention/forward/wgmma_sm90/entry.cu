@@ -45,6 +45,8 @@ cudaError_t forward_wgmma_sm90(const AttentionParams& p, const DeviceInfo& devic
         FA_WGMMA_CASE(kD64Blocks)
         FA_WGMMA_CASE(kD128Blocks)
         FA_WGMMA_CASE(kD256Blocks)
+        FA_WGMMA_CASE(kD64Blocks64)
+        FA_WGMMA_CASE(kD128Blocks64)
 #undef FA_WGMMA_CASE
     }
     return cudaErrorInvalidValue;

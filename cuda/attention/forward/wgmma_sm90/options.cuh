@@ -249,6 +249,8 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
         softmax_first<kId>(S, exponent, rows);
         if constexpr (kPlan.dropout) drop_probabilities<kId>(S, p, w, index_of(place), me);
         pack_probabilities<T>(P, S);
+        bool pending = true;  // plans for blocks: whether P of tile `before` waits for its product. A warpgroup passes over tiles that it
+                              // does not see, and multiplies P before it does
 #pragma unroll 1
         while (place >= 0) {
             const int before = place;
@@ -257,20 +259,39 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
             tile = next_tile();
             place = tile->place;
             const int n = index_of(place);
+            if constexpr (kPlan.blocks) {
+                if (!options.sees(*tile)) {
+                    v.wait_full();
+                    k.release(me.lane);
+                    if (pending) {
+                        if (options.has_edge(before)) zero_values_outside<kBlockN>(p, w, before, smem.v, v, me.wg);
+                        multiply_pv<T>(O, P, desc_v + v.slot * v_step);
+                        wgmma_wait<0>(O);
+                    }
+                    v.release(me.lane);
+                    pending = false;
+                    continue;
+                }
+            }
             const bool plain = options.is_plain(tile->cut, n);
             take_turn<kPlan.ping_pong>(me.wg);
             multiply_qk<T, kId>(S, no_fragment, desc_q, desc_k + k.slot * k_step);  // S(n)
             v.wait_full();
-            if (options.has_edge(before)) zero_values_outside<kBlockN>(p, w, before, smem.v, v, me.wg);
-            multiply_pv<T>(O, P, desc_v + v.slot * v_step);  // O += P(before) V(before)
+            if (!kPlan.blocks || pending) {
+                if (options.has_edge(before)) zero_values_outside<kBlockN>(p, w, before, smem.v, v, me.wg);
+                multiply_pv<T>(O, P, desc_v + v.slot * v_step);  // O += P(before) V(before)
+            } else {
+                wgmma_fence(), wgmma_commit();  // nothing, so that the products count alike
+            }
             give_turn<kPlan.ping_pong, kWarpgroups>(me.wg);
-            if constexpr (kPlan.blocks) options.fetch(*tile, n);
+            if constexpr (kPlan.blocks) options.fetch(*tile, n), pending = true;
             wgmma_wait<1>(S);
             if (!kSpeculative) k.release(me.lane);
             if constexpr (kPlan.blocks) options.align(*tile);
             if constexpr (kPlan.dropout) tile = &smem.keys.tiles[(opaque(entry) - 1) % WgmmaKeyTiles<kId>::kEntries];
             bool done = false, moved = false;
-            if (!kSpeculative || (!plain && options.is_exact(*tile, n, before, rows))) {
+            // Plans for blocks: the first tile of the item may be one that the warpgroup does not see.
+            if (!kSpeculative || ((kPlan.blocks || !plain) && options.is_exact(*tile, n, before, rows))) {
                 if (kAppliesTwice) options.apply(S, *tile, opaque(n));
             } else {
                 const InExponent option = plain ? InExponent::kNothing : options.prepare(S, *tile, opaque(n));
@@ -306,9 +327,11 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
         q.release(me.lane);  // the next Q arrives during the last product and the epilogue
         find_stages();
         v.wait_full();
-        if (options.has_edge(~place)) zero_values_outside<kBlockN>(p, w, ~place, smem.v, v, me.wg);
-        multiply_pv<T>(O, P, desc_v + v.slot * v_step);
-        wgmma_wait<0>(O);
+        if (!kPlan.blocks || pending) {
+            if (options.has_edge(~place)) zero_values_outside<kBlockN>(p, w, ~place, smem.v, v, me.wg);
+            multiply_pv<T>(O, P, desc_v + v.slot * v_step);
+            wgmma_wait<0>(O);
+        }
         v.release(me.lane);
         finish_rows<T, kId>(p, w, O, rows, me);
         __syncwarp();

@@ -43,7 +43,9 @@ enum class WgmmaPlanId {
     kD128Dropout,
     kD64Blocks,
     kD128Blocks,
-    kD256Blocks
+    kD256Blocks,
+    kD64Blocks64,
+    kD128Blocks64
 };
 
 // How the running row maximum is kept. P = 2^(S - m) gives the right answer for any m as long as nothing overflows, so m need not be the
@@ -114,7 +116,7 @@ FA_HOST_DEVICE constexpr WgmmaPlan with_intervals(WgmmaPlan plan) {
     return plan;
 }
 FA_HOST_DEVICE constexpr WgmmaPlan with_blocks(WgmmaPlan plan) {
-    plan = with_options(plan), plan.blocks = true;
+    plan = with_options(plan), plan.blocks = true, plan.ping_pong = false;
     return plan;
 }
 
@@ -175,13 +177,16 @@ FA_HOST_DEVICE constexpr WgmmaPlan wgmma_plan(WgmmaPlanId id) {
         case WgmmaPlanId::kD64Dropout: plan = with_options(wgmma_plan(WgmmaPlanId::kD64Long)), plan.dropout = true; break;
         case WgmmaPlanId::kD128Dropout: plan = with_options(wgmma_plan(WgmmaPlanId::kD128Long)), plan.dropout = true; break;
         case WgmmaPlanId::kD128Bias: plan = with_options(wgmma_plan(WgmmaPlanId::kD128Middle)), plan.stages = 2, plan.bias = true; break;
-        // Two row blocks, because a tile is multiplied for all rows of the item if one row block sees it.
+        // Two row blocks, because a tile is loaded for all rows of the item if one row block sees it. No turns, because a warpgroup passes
+        // over tiles that its own row block does not see.
         case WgmmaPlanId::kD64Blocks:
-            plan = with_blocks(wgmma_plan(WgmmaPlanId::kD64Short));
-            plan.maximum = RowMaximum::kSpeculative, plan.ping_pong = true;
+            plan = with_blocks(wgmma_plan(WgmmaPlanId::kD64Short)), plan.maximum = RowMaximum::kSpeculative;
             break;
         case WgmmaPlanId::kD128Blocks: return with_blocks(wgmma_plan(WgmmaPlanId::kD128Middle));
         case WgmmaPlanId::kD256Blocks: return with_blocks(wgmma_plan(WgmmaPlanId::kD256));
+        // For blocks of 64 keys: a tile of 128 would be loaded and multiplied for the sake of either half.
+        case WgmmaPlanId::kD64Blocks64: plan = wgmma_plan(WgmmaPlanId::kD64Blocks), plan.block_n = 64, plan.stages = 5; break;
+        case WgmmaPlanId::kD128Blocks64: plan = wgmma_plan(WgmmaPlanId::kD128Blocks), plan.block_n = 64, plan.stages = 5; break;
     }
     return plan;
 }
@@ -218,6 +223,8 @@ constexpr const char* wgmma_plan_name(WgmmaPlanId id) {
         case WgmmaPlanId::kD64Blocks: return "d64_blocks";
         case WgmmaPlanId::kD128Blocks: return "d128_blocks";
         case WgmmaPlanId::kD256Blocks: return "d256_blocks";
+        case WgmmaPlanId::kD64Blocks64: return "d64_blocks64";
+        case WgmmaPlanId::kD128Blocks64: return "d128_blocks64";
     }
     return "";
 }
@@ -286,7 +293,12 @@ inline WgmmaPlanId wgmma_choose(const AttentionParams& p, int multiprocessors) {
     const bool options = general && wgmma_options_serve(p);
     if (p.intervals.data)
         return d <= 64 ? WgmmaPlanId::kD64Intervals : d <= 128 ? WgmmaPlanId::kD128Intervals : WgmmaPlanId::kD256Intervals;
-    if (wgmma_blocks_serve(p)) return d <= 64 ? WgmmaPlanId::kD64Blocks : d <= 128 ? WgmmaPlanId::kD128Blocks : WgmmaPlanId::kD256Blocks;
+    if (wgmma_blocks_serve(p)) {
+        const bool of_64 = p.blocks.data && p.blocks.key_shift == 6;
+        if (d <= 64) return of_64 ? WgmmaPlanId::kD64Blocks64 : WgmmaPlanId::kD64Blocks;
+        if (d <= 128) return of_64 ? WgmmaPlanId::kD128Blocks64 : WgmmaPlanId::kD128Blocks;
+        return WgmmaPlanId::kD256Blocks;
+    }
     if (d <= 128 && wgmma_bias_serves(p)) return d <= 64 ? WgmmaPlanId::kD64Bias : WgmmaPlanId::kD128Bias;
     if (d <= 128 && wgmma_dropout_serves(p)) return d <= 64 ? WgmmaPlanId::kD64Dropout : WgmmaPlanId::kD128Dropout;
     if (d <= 64) {

@@ -3,8 +3,9 @@
 //
 //     hidden  no row of the item sees any of its keys: the tile is not loaded, and the consumers never hear of it
 //     whole   every row sees every key: the consumers treat it as in a call without a mask
-//     cut     a consumer thread has a word of 64 bits for each of its two rows and each 64 keys of the tile. A warpgroup's rows are one
-//             block: where the block is hidden or whole, all bits are 0 or 1, and only where it is cut are they read from memory
+//     cut     a warpgroup of which no row sees any of the keys passes over the tile. In the others a thread has a word of 64 bits for
+//             each of its two rows and each 64 keys of the tile. A warpgroup's rows are one block: where the block is hidden or whole,
+//             all bits are 0 or 1, and only where it is cut are they read from memory
 //
 // Keys that no row of the item sees have their V zeroed, as under a mask of keys. A window or causal hides what lies outside it, as in all
 // plans with options.
@@ -103,6 +104,10 @@ struct TileBlocks {
     __device__ __forceinline__ bool is_cut(const BlockKeyTile& tile) const {
         constexpr uint32_t kAll = (1u << kKeys) - 1;
         return tile.cut && ((tile.seen >> me.wg * kKeys & kAll) != kAll || (tile.pairs >> me.wg * kKeys & kAll) != 0);
+    }
+    // Whether a row of this warpgroup may see a key of the tile.
+    __device__ __forceinline__ bool sees(const BlockKeyTile& tile) const {
+        return !tile.cut || (tile.seen >> me.wg * kKeys & ((1u << kKeys) - 1));
     }
     // Begins to read the words of tile n.
     __device__ __forceinline__ void fetch(const BlockKeyTile& tile, int n) const {
