@@ -179,14 +179,17 @@ FA_HOST_DEVICE constexpr WgmmaPlan wgmma_plan(WgmmaPlanId id) {
         case WgmmaPlanId::kD128Bias: plan = with_options(wgmma_plan(WgmmaPlanId::kD128Middle)), plan.stages = 2, plan.bias = true; break;
         // Two row blocks, because a tile is loaded for all rows of the item if one row block sees it. No turns, because a warpgroup passes
         // over tiles that its own row block does not see.
+        // Blocks of 64 keys have tiles of 64: one of 128 would be loaded and multiplied for the sake of either half.
         case WgmmaPlanId::kD64Blocks:
+        case WgmmaPlanId::kD64Blocks64:
             plan = with_blocks(wgmma_plan(WgmmaPlanId::kD64Short)), plan.maximum = RowMaximum::kSpeculative;
+            if (id == WgmmaPlanId::kD64Blocks64) plan.block_n = 64, plan.stages = 5;
             break;
         case WgmmaPlanId::kD128Blocks: return with_blocks(wgmma_plan(WgmmaPlanId::kD128Middle));
+        case WgmmaPlanId::kD128Blocks64:
+            plan = with_blocks(wgmma_plan(WgmmaPlanId::kD128Middle)), plan.block_n = 64, plan.stages = 5;
+            break;
         case WgmmaPlanId::kD256Blocks: return with_blocks(wgmma_plan(WgmmaPlanId::kD256));
-        // For blocks of 64 keys: a tile of 128 would be loaded and multiplied for the sake of either half.
-        case WgmmaPlanId::kD64Blocks64: plan = wgmma_plan(WgmmaPlanId::kD64Blocks), plan.block_n = 64, plan.stages = 5; break;
-        case WgmmaPlanId::kD128Blocks64: plan = wgmma_plan(WgmmaPlanId::kD128Blocks), plan.block_n = 64, plan.stages = 5; break;
     }
     return plan;
 }
