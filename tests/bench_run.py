@@ -21,7 +21,16 @@ ROW_TYPES = dict.fromkeys(
 ROW_TYPES |= dict.fromkeys("option best".split(), str)
 ROW_TYPES |= dict.fromkeys("commit against date row family reason".split(), str)  # of the ledger
 ROW_TYPES |= {"number": int, "rounds": int, "peers": dict, "not_captured": list, "peers_wrong": list}
-ROW_TYPES |= {"language": str, "part": str, "peer": bool, "lines": int, "page_size": int, "compile_s": float}
+ROW_TYPES |= {
+    "language": str,
+    "part": str,
+    "peer": bool,
+    "lines": int,
+    "shared": int,
+    "shared_prefix": bool,
+    "page_size": int,
+    "compile_s": float,
+}
 ROW_TYPES |= dict.fromkeys("forced causal wrong tf32 deterministic fast_accum".split(), bool)
 ROW_TYPES |= dict.fromkeys(
     "headdim headdim_v seqlen_q seqlen_k batch nheads nheads_k m n k input_sets tokens position bytes".split(), int

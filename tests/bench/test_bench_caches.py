@@ -29,6 +29,17 @@ def test_decode_suite(tmp_path, small):
 
 
 @needs_torch
+def test_shared_pages_are_timed_with_and_without_the_option(tmp_path, monkeypatch):
+    monkeypatch.setitem(decode.QUICK, "cpu", [decode.Point(3, 192, 4, 2, 32, shared=128)])
+    rows = run(tmp_path, "--suite", "decode", *CPU)["rows"]
+    assert [(row["page_size"], row["shared_prefix"]) for row in rows] == [
+        (16, False), (16, True), (64, False), (64, True),
+    ]  # fmt: skip
+    assert {row["system"] for row in rows} == {"ours"} and {row["shared"] for row in rows} == {128}
+    assert (tmp_path / "decode.md").read_text().count("| 3 | 192 | 128 | 4/2 | 32 |") == 2
+
+
+@needs_torch
 def test_queries_suite(tmp_path, small, monkeypatch):
     monkeypatch.setattr(queries, "COUNTS", (1, 3, 4, 17))
     data = run(tmp_path, "--suite", "queries", "--device", "cpu", "--rounds", "1")

@@ -186,10 +186,10 @@ def test_a_suite_that_nobody_serves(tmp_path, capsys):
 
 
 @needs_torch
-def test_float32_suite_lets_tf32_in(tmp_path, monkeypatch):
+def test_tf32_suite_lets_tf32_in(tmp_path, monkeypatch):
     monkeypatch.setitem(systems.PEERS["cpu"], "standard_tf32", systems.standard)
     options = ["--device", "cpu", "--quick", "--rounds", "1", "--tokens", "66", "--seqlen", "33", "--headdim", "16"]
-    data = run(tmp_path, "--suite", "float32", *options, "--heads", "2", "--kernel", "cpu_portable,best")
+    data = run(tmp_path, "--suite", "tf32", *options, "--heads", "2", "--kernel", "cpu_portable,best")
     rows = attention_rows(data)
     assert {series(row) for row in rows} == {"cpu_portable", "ours", "standard", "standard_tf32"}
     assert all(("tf32" in row) == (row["system"] == "standard_tf32") for row in rows)

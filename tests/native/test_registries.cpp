@@ -435,8 +435,13 @@ void plans_by_options() {
         const bool small = headdim <= 128;  // these have plans with a bias and plans with dropout, too
         p = bare, p.softcap = 30;
         expect(p, "softcap", true, false);
+        p.softcap = 1e-7f;
+        expect(p, "softcap too small to divide by", false, true);
+        p.softcap = 30;
         p.dropout_threshold = 1;
         expect(p, "softcap and dropout", small, !small);
+        p.softcap = 0;
+        expect(p, "dropout", headdim <= 64, headdim > 64);
         p = bare, p.mask.data = floats;
         expect(p, "mask of keys", true, false);
         p.mask.row = 4096;

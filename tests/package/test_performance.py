@@ -66,7 +66,7 @@ CLAIMS = [  # page, table, what the row begins with, shapes, peers, which rows a
     ("docs/performance.md", "h200/shapes", "`mma_wide_sm80`", 6, PEERS, {"kernel": "mma_wide_sm80"}, 1),
     ("docs/performance.md", "h200/shapes", "`wgmma_split_sm90`", 8, PEERS, {"kernel": "wgmma_split_sm90"}, 1),
     ("docs/performance.md", "h200/shapes", "head dim 192", 6, PEERS, {"headdim": 192, "pass": "fwd"}, 2),
-    ("docs/performance.md", "h200/float32", "", 18, PEERS, {"kernel": "mma_tf32_sm80"}, 2),
+    ("docs/performance.md", "h200/tf32", "", 18, PEERS, {"kernel": "mma_tf32_sm80"}, 2),
     ("docs/performance.md", "h200/varlen", "", 8, PEERS, {}, 2),
     ("docs/performance.md", "h200/short", "", 80, PEERS, {}, 2),
     ("docs/performance.md", "h200/decode", "", 16, PEERS, BF16, 2),

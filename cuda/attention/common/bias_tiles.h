@@ -6,11 +6,11 @@
 namespace fa {
 
 // For a call of dtype float16 or bfloat16. The copy engine takes strides of 16 bytes and their multiples; on an axis whose stride is 0 it
-// sees one element.
+// sees one element. A packed call may say max_seqlen_q=0: no tile has 0 rows.
 inline bool bias_has_tiles(const AttentionParams& p) {
     const auto fits = [](int64_t stride) { return stride >= 0 && stride % 8 == 0; };
-    return p.bias.data && p.bias_dtype == p.dtype && reinterpret_cast<uintptr_t>(p.bias.data) % 16 == 0 && fits(p.bias.batch) &&
-           fits(p.bias.head) && fits(p.bias.row);
+    return p.bias.data && p.seqlen_q > 0 && p.bias_dtype == p.dtype && reinterpret_cast<uintptr_t>(p.bias.data) % 16 == 0 &&
+           fits(p.bias.batch) && fits(p.bias.head) && fits(p.bias.row);
 }
 
 }  // namespace fa

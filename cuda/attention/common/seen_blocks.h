@@ -126,12 +126,15 @@ FA_INLINED BlocksOfTile blocks_of_tile(const SeenWord* words, int32_t words_of_r
     return tile;
 }
 // Whether no row of such a tile sees key `c` of column `column` of blocks. first, last: the rows of the tile that causal and windows leave
-// to the key, none with first > last. keys(block): the keys of a block that its rows see.
+// to the key, none with first > last. keys(block): the keys of a block that its rows see; called for every row block, because on a GPU the
+// lanes of a warp exchange them.
 template <int kRows, int kKeys, typename Keys>
 FA_INLINED bool hides_key(int column, int c, int32_t first, int32_t last, const Keys& keys) {
     bool hidden = true;
-    for (int r = 0; r < kRows; ++r)
-        hidden &= !(first < (r + 1) * kSeenBlock && last >= r * kSeenBlock && first <= last && keys(r * kKeys + column) >> c & 1);
+    for (int r = 0; r < kRows; ++r) {
+        const uint64_t seen = keys(r * kKeys + column);  // always: the lanes of a warp may exchange them
+        hidden &= !(first < (r + 1) * kSeenBlock && last >= r * kSeenBlock && first <= last && (seen >> c & 1));
+    }
     return hidden;
 }
 

@@ -79,7 +79,7 @@ def forward_shapes(options, machine, grouped: bool = False) -> list[Shape]:
 
 
 def float32_shapes(options, machine) -> list[Shape]:
-    options.seqlen = options.seqlen or ([1024] if options.quick else [512, 2048, 8192])
+    options.seqlen = options.seqlen or ([1024] if options.quick else [512, 2048, 8192, 16384])
     return forward_shapes(options, machine)
 
 
@@ -398,6 +398,25 @@ _register(
 )
 _register(
     "float32",
+    "float32, seqlen 512 to 16384, the kernel that a call gets and the one on CUDA cores, beside PyTorch",
+    float32_shapes,
+    PROTOCOL,
+    kernels=("best", "minimal"),
+    peers="efficient,standard",
+    dtype="float32",
+)
+_register(
+    "float32_backward",
+    "dq, dk, dv in float32 on the same shapes, plain and deterministic",
+    float32_shapes,
+    PROTOCOL,
+    peers="efficient,standard",
+    dtype="float32",
+    mode="deterministic",
+    backward=True,
+)
+_register(
+    "tf32",
     "float32 with tf32 allowed, the tensor-core and the CUDA-core kernel, beside PyTorch in float32 and tf32",
     float32_shapes,
     PROTOCOL,

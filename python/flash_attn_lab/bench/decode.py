@@ -32,11 +32,13 @@ class Point:
     nheads_k: int
     headdim: int
     queries: int = 1  # query tokens of every sequence
+    shared: int = 0  # keys that all sequences have in the same pages
 
     def __str__(self) -> str:
         queries = "" if self.queries == 1 else f"{self.queries} queries, "
         heads = f"heads {self.nheads}/{self.nheads_k}, headdim {self.headdim}"
-        return f"batch {self.batch}, {queries}{self.seqlen} keys, {heads}"
+        shared = f", {self.shared} of them shared" if self.shared else ""
+        return f"batch {self.batch}, {queries}{self.seqlen} keys{shared}, {heads}"
 
     def bytes(self, dtype: str) -> int:
         return 2 * self.batch * self.seqlen * self.nheads_k * self.headdim * DTYPES.get(dtype, 1)
@@ -51,7 +53,11 @@ LARGE = [
     )
 ]  # fmt: skip
 FEW_KEYS = [Point(1, seqlen, 12, 12, 64) for seqlen in (128, 512, 1024)] + [Point(1, 256, 32, 8, 128)]
-CPU = [Point(1, 1024, 8, 8, 64), Point(4, 1024, 16, 4, 64)]
+SHARED = [
+    Point(batch, shared + 512, nheads, 8, 128, shared=shared)
+    for batch, shared, nheads in ((64, 8192, 32), (64, 8192, 64), (16, 4096, 32), (4, 32768, 32), (64, 1024, 32))
+]
+CPU = [Point(1, 1024, 8, 8, 64), Point(4, 1024, 16, 4, 64), Point(4, 1024, 16, 4, 64, shared=768)]
 QUICK = {"cuda": [LARGE[0], LARGE[6]], "cpu": CPU[:1]}
 PAGES = (16, 64)
 EIGHT_BIT = ("float8_e4m3fn", "int8")
@@ -88,7 +94,8 @@ class Caches:
         generator = torch.Generator().manual_seed(seed)
         for page in PAGES:
             pages = torch.randperm(point.batch * point.seqlen // page, generator=generator).to(self.q.device)
-            self.order[page] = pages.to(torch.int32).view(point.batch, -1)
+            self.order[page] = table = pages.to(torch.int32).view(point.batch, -1)
+            table[:, : point.shared // page] = table[:1, : point.shared // page].clone()
 
     def ask(self, point: Point, seed: int) -> None:
         """Makes q and out for a point."""
@@ -212,6 +219,7 @@ def base_row(suite: str, caches: Caches) -> dict[str, Any]:
     point = caches.point
     row = {"suite": suite, "pass": "decode", "dtype": caches.dtype, "headdim": point.headdim}
     row |= {"headdim_v": point.headdim, "batch": point.batch, "nheads": point.nheads, "nheads_k": point.nheads_k}
+    row |= {"shared": point.shared} if point.shared else {}
     return row | {"input_sets": caches.sets, "seqlen_q": point.queries, "seqlen_k": point.seqlen}
 
 
@@ -260,7 +268,7 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
     machine = open_machine(options.device, "torch", "decode")
     gpu = machine.device == "cuda"
     dtype = options.dtype or ("bfloat16" if gpu else "float32")
-    points = QUICK[machine.device] if options.quick else LARGE + FEW_KEYS if gpu else CPU
+    points = QUICK[machine.device] if options.quick else LARGE + FEW_KEYS + SHARED if gpu else CPU
     outcome = Outcome(load=load_average())
     print(f"{machine.title}, {dtype}, {machine.framework} arrays", flush=True)
     with measuring(outcome, machine, len(points), "decode") as (meter, progress):
@@ -277,30 +285,39 @@ def _one(machine, point: Point, dtype: str, options, protocol, meter, outcome: O
     timed, notes = [], []
     kernel = one_kernel(options)
     variants = [(0, dtype), *((page, dtype) for page in PAGES), *((0, name) for name in EIGHT_BIT)]
-    for page, cache_dtype in variants:
+    if point.shared:
+        variants = [(page, dtype) for page in PAGES]
+    asked = [(*variant, more) for variant in variants for more in ((False, True) if point.shared else (False,))]
+    for page, cache_dtype, shared in asked:
         name = "ours" + (f" paged {page}" if page else "") + ("" if cache_dtype == dtype else f" {cache_dtype}")
+        name += " shared" * shared
         try:
-            found, launch, seen = ours(caches, kernel, page, cache_dtype)
+            found, launch, seen = ours(caches, kernel, page, cache_dtype, **{"shared_prefix": True} if shared else {})
         except Refused as refusal:
             leave_out(outcome, name, point, str(refusal))
             continue
         row = base | {"system": "ours", "kernel": found, "cache_dtype": cache_dtype, "page_size": page}
+        row |= {"shared_prefix": shared} if point.shared else {}
         note = check(caches, launch, seen, row, outcome)
         del seen
         if note:
             notes.append(f"{name} is WRONG: {note}")
         else:
             timed.append((name, launch, row, point.bytes(cache_dtype)))
-    for name, launch in others(caches, (*peers_on(machine), *readers_on(machine)), outcome):
+    names = () if point.shared else (*peers_on(machine), *readers_on(machine))
+    for name, launch in others(caches, names, outcome):
         timed.append((name, launch, base | {"system": name}, point.bytes(dtype)))
     timings = interleave(machine, [launch for _, launch, *_ in timed], protocol, meter, seed=seed)
     parts = []
     for (name, _, row, read), timing in zip(timed, timings, strict=True):
         measured = timing.row(0.0)
         del measured["tflops"]
-        measured["tbps"] = read / measured["us"] * 1e-6
+        speed = ""
+        if not point.shared:  # else nobody needs to read every key of every sequence
+            measured["tbps"] = read / measured["us"] * 1e-6
+            speed = f" ({measured['tbps']:.2f} TB/s)"
         outcome.rows.append(rounded(row | measured))
-        parts.append(f"{name} {measured['us']:.1f} us ({measured['tbps']:.2f} TB/s)")
+        parts.append(f"{name} {measured['us']:.1f} us{speed}")
     machine.release()
     return "; ".join(parts + notes)
 
@@ -318,6 +335,8 @@ def table(data: dict, rows: list[dict]) -> list[str]:
         page = f"paged {row['page_size']}" * bool(row["page_size"])
         return " ".join(filter(None, ["ours", page, SHORT.get(row["cache_dtype"], row["cache_dtype"])]))
 
+    shared = [row for row in rows if row.get("shared")]
+    rows = [row for row in rows if not row.get("shared")]
     names = list(dict.fromkeys(map(name, rows)))
     points: dict[tuple, dict[str, dict]] = {}
     for row in rows:
@@ -333,11 +352,31 @@ def table(data: dict, rows: list[dict]) -> list[str]:
         body.append([str(batch), str(keys), f"{nheads}/{nheads_k}", str(headdim), *cells, over, share])
     labels = [LABELS.get(n, n) for n in names]
     head = ["batch", "keys", "heads", "headdim", *labels, "**speed over the best peer**", "**share of the read**"]
-    return ["## Microseconds of a call (TB/s of keys and values)", "", *markdown_table(head, body)]
+    lines = ["## Microseconds of a call (TB/s of keys and values)", "", *markdown_table(head, body)]
+    return lines + (shared_table(shared) if shared else [])
+
+
+def shared_table(rows: list[dict]) -> list[str]:
+    """Calls over sequences that begin with the same pages, without and with shared_prefix."""
+    points: dict[tuple, dict[bool, dict]] = {}
+    for row in rows:
+        key = tuple(row[x] for x in ("batch", "seqlen_k", "shared", "nheads", "nheads_k", "headdim", "page_size"))
+        points.setdefault(key, {})[row["shared_prefix"]] = row
+    body = []
+    for (batch, keys, shared, nheads, nheads_k, headdim, page), found in points.items():
+        us = [found[x]["us"] if x in found else None for x in (False, True)]
+        cells = ["" if x is None else f"{x:.1f}" for x in us]
+        ratio = f"{us[0] / us[1]:.2f}" if us[0] and us[1] else ""
+        body.append(
+            [str(batch), str(keys), str(shared), f"{nheads}/{nheads_k}", str(headdim), str(page), *cells, ratio]
+        )
+    head = ["batch", "keys", "of them shared", "heads", "headdim", "page", "plain, us", "shared_prefix, us"]
+    return ["", "## Sequences that begin with the same pages", "", *markdown_table([*head, "**speed**"], body)]
 
 
 def picture(data: dict, rows: list[dict]):
     """TB/s of keys and values at every point, a bar for each system, on the contiguous cache in the inputs' dtype."""
+    rows = [row for row in rows if not row.get("shared")]
     rows = [
         row for row in rows if row["system"] != "ours" or (row["cache_dtype"] == row["dtype"] and not row["page_size"])
     ]

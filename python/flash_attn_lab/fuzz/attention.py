@@ -522,7 +522,8 @@ class Forward(Function):
         scale = self.get(spec, "softmax_scale")
         floor = score_floor(q, k, scale)
         one_head, epsilon = functools.partial(judge.plain_head, dtype=dtype), dtype
-        if self.get(spec, "allow_tf32"):  # 10 bits of fraction, as float16 has, in the scores, in P and in v
+        tf32 = dtype == "float32" and self.get(spec, "allow_tf32")
+        if tf32:  # 10 bits of fraction, as float16 has, in the scores, in P and in v
             one_head, epsilon = plain_tf32_head, "float16"
             floor = 1e-5 + (floor - 1e-5) * 2**11
         plain = functools.cache(lambda: self.attend(spec, values, one_head))
@@ -530,7 +531,7 @@ class Forward(Function):
             judge.check("lse", results["lse"], exact_lse, lambda: plain()[1], "float32", floor=floor)
         if "max_score" in results:
             greatest, room = self._statistic("max_score", spec, values), 2 * floor
-            if self.get(spec, "allow_tf32"):  # the products of one score may all be off to the same side
+            if tf32:  # the products of one score may all be off to the same side
                 room += 2.0**-10 * largest_score(q, k, scale)
             judge.check("max_score", results["max_score"], greatest, greatest, "float32", floor=room)
         if "key_sums" in results:

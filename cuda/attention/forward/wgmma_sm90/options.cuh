@@ -249,8 +249,7 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
         softmax_first<kId>(S, exponent, rows);
         if constexpr (kPlan.dropout) drop_probabilities<kId>(S, p, w, index_of(place), me);
         pack_probabilities<T>(P, S);
-        bool pending = true;  // plans for blocks: whether P of tile `before` waits for its product. A warpgroup passes over tiles that it
-                              // does not see, and multiplies P before it does
+        bool pending = true;  // whether P of tile `before` waits for its product
 #pragma unroll 1
         while (place >= 0) {
             const int before = place;
@@ -259,8 +258,8 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
             tile = next_tile();
             place = tile->place;
             const int n = index_of(place);
-            if constexpr (kPlan.blocks) {
-                if (!options.sees(*tile)) {
+            if constexpr (kPlan.blocks)
+                if (!options.sees(*tile)) {  // the warpgroup passes over the tile, and multiplies P before it does
                     v.wait_full();
                     k.release(me.lane);
                     if (pending) {
@@ -272,7 +271,6 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
                     pending = false;
                     continue;
                 }
-            }
             const bool plain = options.is_plain(tile->cut, n);
             take_turn<kPlan.ping_pong>(me.wg);
             multiply_qk<T, kId>(S, no_fragment, desc_q, desc_k + k.slot * k_step);  // S(n)
