@@ -22,7 +22,6 @@ struct WgmmaSchedule {
     bool page_copies;               // the same without a common divisor of 8 rows or more: rows are copied one by one
     float cap_inverse;              // plans with options: softmax_scale / softcap
     IntervalBounds bounds;          // plans for intervals: of each tile of keys
-    SeenBlocks blocks;              // plans for blocks
 };
 
 // The work item that consumers read. wgmma_split_sm90 specialises it for its ids, where an item has only some of a row's keys.

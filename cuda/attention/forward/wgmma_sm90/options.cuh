@@ -187,7 +187,7 @@ struct TileOptions {
 
 template <typename T, WgmmaPlanId kId>
 __device__ __forceinline__ void consume_with_options(const AttentionParams& p, const WgmmaSchedule& schedule, WgmmaSmem<T, kId>& smem,
-                                                     const Consumer& me) {
+                                                     const Consumer& me, const SeenBlocks* blocks = nullptr) {
     constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
     constexpr int kBlockN = kPlan.block_n, kWarpgroups = kPlan.warpgroups;
     constexpr bool kSpeculative = kPlan.speculative(), kEarlyPack = kPlan.early_pack;
@@ -228,7 +228,7 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
             const MaskedTiles masked = masked_tiles<kId>(w, me.wg);
             if constexpr (kWgmmaPlan<kId>.intervals) return TileIntervals<kId>{p, w, me, masked};
             else if constexpr (kWgmmaPlan<kId>.blocks)
-                return TileBlocks<kId>{p, w, me, schedule.blocks, smem.keys.seen.pairs[work.slot], words, masked};
+                return TileBlocks<kId>{p, w, me, *blocks, smem.keys.seen.pairs[work.slot], words, masked};
             else return TileOptions<T, kId>{p, w, schedule, smem, entry, smem.keys.slope[work.slot], me, masked};
         }();
 
