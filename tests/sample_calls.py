@@ -81,6 +81,21 @@ def _forward(name: str, dtype: str, shape: tuple, tolerance: str = "", statistic
     )
 
 
+def _hidden(name: str, dtype: str, shape: tuple, **masks: float) -> Sample:
+    """A forward call with masks by blocks or of pairs, of which these shares are seen."""
+    q, k, v = _qkv(*shape)
+    batch, rows, keys, heads, heads_k, _ = shape
+    sizes = {"block_mask": (batch, heads_k, -(-rows // 64), -(-keys // 64)), "mask": (batch, heads, rows, keys)}
+    arrays = {x: np.random.default_rng(9).random(sizes[x]) < share for x, share in masks.items()}
+    return Sample(
+        name,
+        {"q": (q, dtype), "k": (k, dtype), "v": (v, dtype), **{x: (a, "bool") for x, a in arrays.items()}},
+        lambda q, k, v, **on: list(fa.flash_attn_func(q, k, v, **on, causal=True, return_lse=True, kernel=name)),
+        list(reference.standard_attention(q, k, v, **arrays, causal=True)),
+        TOLERANCE[dtype],
+    )
+
+
 def _cache(
     name: str, dtype: str, lengths, rows, nheads, nheads_k, headdim, headdim_v=None, new=0, cache=None, splits=0
 ) -> Sample:
@@ -266,6 +281,8 @@ def cuda_items(names: list[str] | None = None) -> Makers:
     half, sums = "bfloat16", ("key_sums",)
     makers = [
         *(partial(_forward, "wgmma_sm90", half, (52, 200, 230, 4, 2, headdim)) for headdim in (64, 128, 256)),
+        *(partial(_hidden, "wgmma_sm90", half, (52, 200, 330, 4, 2, d), block_mask=0.5) for d in (64, 128, 256)),
+        *(partial(_hidden, "wgmma_sm90", half, (52, 200, 330, 4, 2, d), mask=0.5) for d in (64, 128, 256)),
         *(partial(_forward, "wgmma_wide_sm90", half, (18, 200, 230, 6, 2, wide), "", sums) for wide in (320, 512)),
         partial(_forward, "wgmma_split_sm90", half, (210, 100, 130, 4, 2, 128), "", sums),
         partial(_cache, "wgmma_split_sm90", half, MANY, 400, 8, 4, 128, new=3),
@@ -346,6 +363,7 @@ def _cuda_makers() -> Makers:
         partial(_forward, "mma_float32_sm80", "float32", (3, 300, 330, 4, 2, 64)),
         partial(_forward, "wgmma_sm90", half, (20, 300, 330, 4, 2, 128)),
         partial(_forward, "wgmma_sm90", half, (1, 300, 2100, 4, 2, 64)),  # a speculative maximum
+        partial(_hidden, "wgmma_sm90", half, (2, 300, 330, 4, 2, 128), block_mask=0.5, mask=0.8),
         partial(_forward, "mma_sm80", half, (3, 150, 180, 4, 2, 512)),
         partial(_forward, "wgmma_wide_sm90", half, (10, 300, 330, 6, 2, 512), "", ("key_sums",)),
         partial(_forward, "wgmma_wide_sm90", half, (10, 300, 330, 6, 2, 320), "", ("key_sums",)),

@@ -445,7 +445,7 @@ void plans_by_options() {
         p = bare, p.mask.data = floats;
         expect(p, "mask of keys", true, false);
         p.mask.row = 4096;
-        expect(p, "mask of pairs", false, true);
+        expect(p, "mask of pairs", true, false);
         p.dropout_threshold = 1;
         expect(p, "mask of pairs and dropout", false, true);
         p = bare, p.dtype = p.bias_dtype = fa::DType::kBFloat16, p.bias.data = reinterpret_cast<const void*>(uintptr_t(4096)),
@@ -462,6 +462,63 @@ void plans_by_options() {
     }
 }
 
+// Masks by blocks and masks of pairs have plans of their own, which take windows and sinks beside them.
+void plans_for_blocks() {
+    static uint8_t bytes[1];
+    static float floats[1];
+    const auto expect = [](const fa::AttentionParams& p, const char* what, bool serves) {
+        const fa::WgmmaPlan plan = fa::wgmma_plan(fa::wgmma_choose(p, 132));
+        const bool whole = plan.block_m() % fa::kSeenBlock == 0 && plan.block_n % fa::kSeenBlock == 0 && !plan.ping_pong;
+        if (plan.blocks != serves || fa::wgmma_blocks_serve(p) != serves || (serves && !whole))
+            complain("headdim=%d, %s: %s", p.headdim, what, plan.blocks ? "a plan for blocks" : "no plan for blocks");
+    };
+    for (const int headdim : {8, 64, 96, 128, 192, 256}) {
+        fa::AttentionParams bare{};
+        bare.batch = 1, bare.nheads = bare.nheads_k = 16, bare.group = 1, bare.headdim = bare.headdim_v = headdim;
+        bare.seqlen_q = bare.seqlen_k = 4096, bare.scale = 1, bare.window_left = bare.window_right = -1;
+        expect(bare, "bare", false);
+        fa::AttentionParams p = bare;
+        p.mask.data = bytes;
+        expect(p, "mask of keys", false);
+        p.mask.row = 4096;
+        expect(p, "mask of pairs", true);
+        p.seqlen_q = 1;
+        expect(p, "mask of one row", false);
+        p.blocks.data = bytes, p.blocks.heads_of_entry = 16, p.blocks.row_shift = p.blocks.key_shift = 6;
+        expect(p, "mask of one row and block_mask", true);
+        p = bare, p.blocks = {bytes, 0, 0, 32, 16, 7, 7};
+        expect(p, "block_mask", true);
+        p.blocks.key_shift = 6;
+        expect(p, "block_mask of 64 keys", true);
+        const int block_n = headdim <= 128 ? 64 : fa::wgmma_plan(fa::WgmmaPlanId::kD256Blocks).block_n;
+        if (fa::wgmma_plan(fa::wgmma_choose(p, 132)).block_n != block_n) complain("headdim=%d: tiles are not of 64 keys", headdim);
+        p.window_left = 100, p.window_right = 0, p.sinks = floats;
+        expect(p, "block_mask, window and sinks", true);
+        p.mask.data = bytes;
+        expect(p, "block_mask and mask of keys", true);
+        const int32_t lengths[] = {0, 4096};
+        p.cu_seqlens_q = p.cu_seqlens_k = lengths, p.total_q = p.total_k = 4096;
+        expect(p, "block_mask and mask in packed sequences", false);
+        p.mask.data = nullptr;
+        expect(p, "block_mask in packed sequences", true);
+        const fa::AttentionParams blocks = p;
+        p.softcap = 30;
+        expect(p, "block_mask and softcap", false);
+        p = blocks, p.alibi_slopes = floats;
+        expect(p, "block_mask and ALiBi", false);
+        p = blocks, p.bias.data = floats;
+        expect(p, "block_mask and bias", false);
+        p = blocks, p.dropout_threshold = 1;
+        expect(p, "block_mask and dropout", false);
+        p = blocks, p.max_score = floats;
+        expect(p, "block_mask and max_score", false);
+        p = blocks, p.scale = 0;
+        expect(p, "block_mask and a scale of zero", false);
+        p = blocks, p.intervals.data = lengths;
+        expect(p, "block_mask and intervals", false);
+    }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -475,6 +532,7 @@ int main(int argc, char** argv) {
     walk<Chain>("chain", count / 4, kChain, fa_w4_linear_chain_query);
     plans_give_max_score();
     plans_by_options();
+    plans_for_blocks();
     if (failures) std::printf("%d failures\n", failures);
     return failures ? 1 : 0;
 }

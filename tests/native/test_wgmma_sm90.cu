@@ -233,7 +233,7 @@ void test_choice() {
         const uint8_t mask[] = {1};
         AttentionParams p{};
         p.batch = 2, p.nheads = 4, p.nheads_k = 2, p.group = 2, p.headdim = headdim, p.headdim_v = headdim_v, p.scale = 0.125f;
-        p.window_left = p.window_right = -1;
+        p.window_left = p.window_right = -1, p.seqlen_q = p.seqlen_k = 100;
         change(p, slopes, mask);
         const int chosen = int(backward_choose(p));
         EXPECT(chosen == int(want), "%s, head dims %d and %d: plan %d, not %d", what, headdim, headdim_v, chosen, int(want));
@@ -266,7 +266,21 @@ void test_choice() {
     softcap("softcap, window and mask", [](P& p, auto*, auto* mask) { p.softcap = 30, p.window_left = 5, p.mask = {mask, 7, 0, 0}; });
     general("softcap too small", [](P& p, auto*, auto*) { p.softcap = 5; });
     general("softcap and alibi", [](P& p, auto* slopes, auto*) { p.softcap = 50, p.alibi_slopes = slopes; });
-    general("mask of pairs", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 0, 1}; });
+    const auto masks = [&](const char* what, const auto& change) { each(Id::kD64Masks, Id::kD128Masks, Id::kD192General, what, change); };
+    masks("mask of pairs", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 0, 1}; });
+    masks("mask of pairs, window", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 9, 1}, p.window_left = 5; });
+    masks("mask by blocks, causal", [](P& p, auto*, auto* mask) { p.blocks.data = mask, p.window_right = 0; });
+    masks("masks by blocks and of pairs", [](P& p, auto*, auto* mask) { p.blocks.data = mask, p.mask = {mask, 7, 9, 1}; });
+    masks("masks by blocks and of keys", [](P& p, auto*, auto* mask) { p.blocks.data = mask, p.mask = {mask, 7, 0, 0}; });
+    static const int32_t ends[] = {0, 1, 2};
+    masks("mask by blocks, packed sequences",
+          [](P& p, auto*, auto* mask) { p.blocks.data = mask, p.cu_seqlens_q = p.cu_seqlens_k = ends; });
+    general("mask of pairs, packed sequences",
+            [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 0, 1}, p.cu_seqlens_q = p.cu_seqlens_k = ends; });
+    general("mask of pairs and scale below zero", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 0, 1}, p.scale = -1; });
+    general("mask of pairs and softcap", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 0, 1}, p.softcap = 50; });
+    general("mask of pairs and alibi", [](P& p, auto* slopes, auto* mask) { p.mask = {mask, 7, 0, 1}, p.alibi_slopes = slopes; });
+    general("mask of one row", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 0, 1}, p.seqlen_q = 1; });
     general("mask of keys of query heads", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 9, 0}; });
     const auto with_bias = [&](const char* what, const auto& change) {
         each(Id::kD64Bias, Id::kD128Bias, Id::kD192General, what, [&](P& p, auto* slopes, auto* mask) {
@@ -311,6 +325,23 @@ void test_choice() {
     intervals("mask by intervals and window", [](P& p, auto*, auto*) { p.window_left = 5; });
     without_tiles("bias and mask by blocks", [](P& p, auto*, auto* mask) { p.blocks.data = mask; });
     general("dropout and mask by blocks", [](P& p, auto*, auto* mask) { p.dropout_threshold = 9, p.blocks.data = mask; });
+    // What else a plan for masks does not serve of masks by blocks, the registry refuses by this function.
+    const auto refused_blocks = [](const char* what, const auto& change) {
+        static const uint8_t mask[1] = {};
+        P p{};
+        p.headdim = p.headdim_v = 64, p.scale = 0.125f, p.window_left = p.window_right = -1, p.blocks.data = mask;
+        EXPECT(backward_serves_masks(p), "mask by blocks");
+        change(p);
+        EXPECT(!backward_serves_masks(p), "mask by blocks and %s", what);
+    };
+    refused_blocks("bias", [](P& p) { p.bias.data = ends; });
+    refused_blocks("dropout", [](P& p) { p.dropout_threshold = 9; });
+    refused_blocks("softcap", [](P& p) { p.softcap = 50; });
+    refused_blocks("intervals", [](P& p) { p.intervals.data = ends; });
+    refused_blocks("scale below zero", [](P& p) { p.scale = -1; });
+    refused_blocks("head dim 192", [](P& p) { p.headdim_v = 192; });
+    refused_blocks("a mask of packed sequences", [](P& p) { p.mask.data = ends, p.cu_seqlens_q = p.cu_seqlens_k = ends; });
+    refused_blocks("too many rows", [](P& p) { p.seqlen_q = (1 << 22) + 1; });
     // What else a plan for intervals does not serve, the registry refuses by this function.
     const auto refused = [](const char* what, const auto& change) {
         static const int32_t numbers[1] = {};

@@ -68,6 +68,9 @@ const char* needs_queries(const BackwardParams& b, const DeviceInfo&, char*, siz
 const char* wgmma_refuses(const BackwardParams& b, const DeviceInfo& device, char* text, size_t size) {
     if (b.forward.intervals.data && !backward_serves_intervals(b.forward))
         return "takes no startend_row_indices beside softcap, ALiBi, bias, mask or dropout, or with softmax_scale <= 0";
+    if (b.forward.blocks.data && !backward_serves_masks(b.forward))
+        return "takes no block_mask beside softcap, ALiBi, bias, dropout or startend_row_indices, beside mask in a varlen call, with "
+               "softmax_scale <= 0, or with more than 2^22 rows or keys";
     return needs_queries(b, device, text, size);
 }
 const char* pair_refuses(const BackwardParams& b, const DeviceInfo& device, char* text, size_t size) {
@@ -108,7 +111,7 @@ constexpr BackwardKernel kKernels[] = {
      .limits = {.dtypes = k16Bits,
                 .gpus = kHopper,
                 .head_dims = head_dims(8, 128),
-                .takes = kOfTiles | kIntervals,
+                .takes = kOfTiles | kIntervals | kBlockMask,
                 .memory = Memory::kTensorMaps},
      .refuses = FA_SM90(wgmma_refuses),
      .fits = FA_SM90(wgmma_fits),

@@ -93,8 +93,13 @@ const char* wgmma_yields(const AttentionParams& p, const DeviceInfo& device, cha
     return nullptr;
 }
 const char* wgmma_refuses(const AttentionParams& p, const DeviceInfo&, char*, size_t) {
-    if (!p.intervals.data || wgmma_intervals_serve(p)) return nullptr;
-    return "takes no startend_row_indices beside softcap, ALiBi, bias, mask or dropout, with return_max_score or softmax_scale <= 0";
+    if (p.intervals.data && (p.blocks.data || !wgmma_intervals_serve(p)))
+        return "takes no startend_row_indices beside softcap, ALiBi, bias, mask, block_mask or dropout, with return_max_score or "
+               "softmax_scale <= 0";
+    if (p.blocks.data && !wgmma_blocks_serve(p))
+        return "takes no block_mask beside softcap, ALiBi, bias or dropout, beside mask in packed sequences, with return_max_score or "
+               "softmax_scale <= 0";
+    return nullptr;
 }
 const char* wgmma_variant(const AttentionParams& p, const DeviceInfo& device) {
     return wgmma_plan_name(wgmma_choose(p, device.multiprocessors));
@@ -163,7 +168,7 @@ constexpr Kernel kKernels[] = {
      .limits = {.dtypes = k16Bits,
                 .gpus = kHopper,
                 .head_dims = head_dims(8, kWgmmaMaxHeadDim),
-                .takes = kHints | kResults | kVarlen | kCache | kPages | kScoresOfTiles | kAnyScale | kIntervals,
+                .takes = kHints | kResults | kVarlen | kCache | kPages | kScoresOfTiles | kAnyScale | kIntervals | kBlockMask,
                 .memory = Memory::kTensorMaps},
      .refuses = FA_SM90(wgmma_refuses),
      .fits = FA_SM90(has_items_for_tiles_of_64),

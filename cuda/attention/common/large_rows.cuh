@@ -131,8 +131,9 @@ __device__ __forceinline__ void change_products(const AttentionParams& p, const 
     }
 }
 
-// Called by a whole warp. Calls store(i, base) for each large row i among row0 .. row0 + 15 of a head, in one lane each.
-template <typename T, typename Store>
+// Called by a whole warp. Calls store(i, base) for each large row i among row0 .. row0 + 15 of a head, in one lane each. kBlocks: scores
+// that are products may have a mask by blocks.
+template <typename T, bool kBlocks = false, typename Store>
 __device__ __forceinline__ void find_large_rows_inline(const AttentionParams& p, const Sequence& s, int b, int head, int row0, bool natural,
                                                        LseCovers covers, const Store& store) {
     const int lane = threadIdx.x % 32, g = lane / 4, quad = lane % 4;
@@ -180,9 +181,10 @@ __device__ __forceinline__ void find_large_rows_inline(const AttentionParams& p,
             transform_fragment<T>(p, at, S);
             if (p.intervals.data) hide_by_intervals(p, at, S);
             if (p.blocks.data) hide_by_blocks(p, at, S);
-        } else if (p.alibi_slopes || p.mask.data || p.intervals.data) {
+        } else if (p.alibi_slopes || p.mask.data || p.intervals.data || (kBlocks && p.blocks.data)) {
             change_products(p, at, S);
             if (p.intervals.data) hide_by_intervals(p, at, S);
+            if (kBlocks && p.blocks.data) hide_by_blocks(p, at, S);
         }
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
@@ -209,10 +211,10 @@ __device__ __forceinline__ void find_large_rows_inline(const AttentionParams& p,
 }
 
 // A function call instead, for kernels with few registers left: large rows are rare.
-template <typename T, typename Store>
+template <typename T, bool kBlocks = false, typename Store>
 __device__ __noinline__ void find_large_rows(const AttentionParams& p, const Sequence& s, int b, int head, int row0, bool natural,
                                              LseCovers covers, const Store& store) {
-    find_large_rows_inline<T>(p, s, b, head, row0, natural, covers, store);
+    find_large_rows_inline<T, kBlocks>(p, s, b, head, row0, natural, covers, store);
 }
 
 // Statistics of all rows of a call, laid out like lse.

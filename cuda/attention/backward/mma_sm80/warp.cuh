@@ -210,19 +210,23 @@ struct MainWarp : MainShares<kD, kDv, kSm> {
         if constexpr (kGeneral) to = seen_from(to);
         return to;
     }
-    // The step, or the next one of which masks by intervals and by blocks leave some pair.
+    // The step, or the next one of which masks by intervals and by blocks leave some pair. Called by whole warps: each lane looks at
+    // another tile, because a read of the mask takes as long as a part of a step.
     __device__ __forceinline__ MainStep seen_from(MainStep to) const {
         if (!p.hides_tiles()) return to;
         while (to.head < end_head) {
-            const int row0 = to.tile * kBlockM, last = min(row0 + kBlockM, smem.seqlen_q) - 1;
-            bool seen = !p.intervals.data || smem.bounds.seen_by(row0, last) != Seen::kNothing;
+            const int tile = to.tile + opaque(int(threadIdx.x)) % 32, row0 = tile * kBlockM, last = min(row0 + kBlockM, smem.seqlen_q) - 1;
+            bool seen = tile <= smem.last_tile && (!p.intervals.data || smem.bounds.seen_by(row0, last) != Seen::kNothing);
             if (seen && p.blocks.data) {
                 const int key0 = smem.work.key0;
                 const BlockRows rows{p, smem.work.b, to.head, row0, last};
                 seen = rows.of_keys(key0, min(key0 + kBlockN, smem.seqlen_k)) != Seen::kNothing;
             }
-            if (seen) break;
-            if (++to.tile > smem.last_tile) ++to.head, to.tile = smem.first_tile;
+            __syncwarp();
+            const uint32_t lanes = __ballot_sync(~0u, seen);
+            to.tile += lanes ? __ffs(int(lanes)) - 1 : 32;
+            if (lanes) break;
+            if (to.tile > smem.last_tile) ++to.head, to.tile = smem.first_tile;
         }
         return to;
     }

@@ -3,6 +3,7 @@
 
 #include "attention/backward/wgmma_sm90/dq.cuh"
 #include "attention/backward/wgmma_sm90/intervals.cuh"
+#include "attention/backward/wgmma_sm90/masks.cuh"
 #include "attention/backward/wgmma_sm90/options.cuh"
 #include "attention/backward/wgmma_sm90/plan.h"
 #include "attention/backward/wgmma_sm90/turns.cuh"
@@ -31,11 +32,11 @@ struct BiasBarriers {
     uint64_t full[kStages], empty[kStages];
 };
 
-// The same in plans for intervals.
-template <int kStages>
-struct IntervalsSmem {
+// The same in plans for intervals and for masks, with IntervalTile or MaskedTile.
+template <typename Tile, int kStages>
+struct SkipsSmem {
     uint32_t hidden[kMainWarps];  // which of a warp's 16 keys no query sees
-    IntervalTile tile[kStages];   // of the tile of Q in the slot
+    Tile tile[kStages];           // of the tile of Q in the slot
 };
 
 template <typename T, BackwardPlanId kId>
@@ -58,7 +59,10 @@ struct alignas(1024) BackwardSmem {
     uint64_t ds_full[2], ds_empty[2];
     DqTurns turns;
     WorkListOf<BackwardWorkOf<kId>> list;
-    std::conditional_t<kPlan.intervals, IntervalsSmem<kStages>, std::conditional_t<kPlan.options, OptionsSmem<kStages>, char>> options;
+    std::conditional_t<
+        kPlan.intervals, SkipsSmem<IntervalTile, kStages>,
+        std::conditional_t<kPlan.masks, SkipsSmem<MaskedTile, kStages>, std::conditional_t<kPlan.options, OptionsSmem<kStages>, char>>>
+        options;
     std::conditional_t<kPlan.dropout, KeepBytes<kBlockM>, char> kept;
     std::conditional_t<kPlan.bias(), BiasBarriers<kPlan.bias() ? kPlan.bias_stages : 1>, char> bias_barriers;
 };

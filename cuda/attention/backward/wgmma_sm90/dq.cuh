@@ -40,13 +40,17 @@ __device__ __forceinline__ void send_dq(const BackwardParams& b, const QueryTile
                               shared_address(keys) + swizzled_offset(kBlockN, key + 16 * i, threadIdx.x % 128 / 32 * 2 + lane / 8 % 2));
     }
     int step = w.start_step;
-    uint32_t tile0 = first_query_tile(b.forward, tiles, w) + (w.in_order ? w.end_m - 1 : 0);
+    int round = kPlan.masks ? w.end_m - 1 : 0;  // in order, of a list
+    uint32_t tile0 = first_query_tile(b.forward, tiles, w) + (w.in_order && !kPlan.masks ? w.end_m - 1 : 0);
 #pragma unroll 1
     for (uint32_t it = it0; it < it0 + uint32_t(count); ++it) {
         uint32_t columns = low_keys, rows = low_ds + (it & 1) * (kBlockM / 64 * kPiece);
         wait(it);
         __syncwarp();
-        const uint32_t tile = tile0 + (w.in_order ? step * tiles.tiles : tile_of_step(w, step));
+        uint32_t tile;
+        if constexpr (kPlan.masks)
+            tile = tile0 + (w.in_order ? step * tiles.tiles : 0) + SeenTile::from(w.tiles[w.in_order ? round : step]).m;
+        else tile = tile0 + (w.in_order ? step * tiles.tiles : tile_of_step(w, step));
         float* sums = tiles.dq + int64_t(tile) * (kBlockM * kPlan.columns()) + kFirst * kDqPiece + opaque(int(threadIdx.x)) % 128 * 4;
         bool writes = false;
         const auto take_turn = [&] {
@@ -90,7 +94,8 @@ __device__ __forceinline__ void send_dq(const BackwardParams& b, const QueryTile
             __syncwarp();
         }
         step = next_step(step, w.first_step, w.end_step);
-        if (step == w.start_step) tile0 += w.in_order ? -1 : tiles.tiles;
+        if (kPlan.masks && w.in_order) round -= step == w.start_step;
+        else if (step == w.start_step) tile0 += w.in_order ? -1 : tiles.tiles;
     }
 }
 
@@ -194,11 +199,11 @@ __device__ __forceinline__ void copy_dq_in_order(const BackwardParams& b, const 
     constexpr int kPieces = kPlan.columns() / 64;
     constexpr uint32_t kPieceBytes = kDqPiece * sizeof(float);
     static_assert(kStages == 2 * kPieces, "a tile of dQ for each of the two threads");
-    const auto visit = [&](uint32_t it, Visited at, uint32_t tile) {
+    const auto visit = [&](uint32_t it, auto at, uint32_t tile) {
         if (it % 2 != odd) return;
         int* counter = tiles.turn + tile;
         float* sums = tiles.dq + int64_t(tile) * (kPlan.block_m * kPlan.columns());
-        const bool writes = wait_in_order<kPlan.block_m, kPlan.block_n>(tiles, w, counter, at.m);
+        const bool writes = wait_in_order<kPlan.block_m, kPlan.block_n>(tiles, w, counter, at);
 #pragma unroll 1
         for (int piece = 0; piece < kPieces; ++piece, sums += kDqPiece) {
             const uint32_t stage = odd * kPieces + piece, from = shared_address(stages.piece[stage]);

@@ -1,5 +1,6 @@
 // wgmma_sm90/entry.cu: the entry point of the Hopper backward. It chooses the instantiation; wgmma_sm90/kernel.cuh is the kernel for head
 // dims up to 128, wgmma_pair_sm90/kernel.cuh the one above, and one small file per head dim compiles them.
+#include "attention/backward/wgmma_sm90/masked_tiles.h"
 #include "attention/backward/wgmma_sm90/tiles.h"
 #include "attention/common/interval_bounds.h"
 #include "attention/kernels.h"
@@ -17,6 +18,7 @@ cudaError_t backward_wgmma_sm90(const BackwardParams& b, const DeviceInfo& devic
         FA_BACKWARD_CASE(kD64Options)
         FA_BACKWARD_CASE(kD64Softcap)
         FA_BACKWARD_CASE(kD64Intervals)
+        FA_BACKWARD_CASE(kD64Masks)
         FA_BACKWARD_CASE(kD64Bias)
         FA_BACKWARD_CASE(kD64Dropout)
         FA_BACKWARD_CASE(kD64General)
@@ -24,6 +26,7 @@ cudaError_t backward_wgmma_sm90(const BackwardParams& b, const DeviceInfo& devic
         FA_BACKWARD_CASE(kD128Options)
         FA_BACKWARD_CASE(kD128Softcap)
         FA_BACKWARD_CASE(kD128Intervals)
+        FA_BACKWARD_CASE(kD128Masks)
         FA_BACKWARD_CASE(kD128Bias)
         FA_BACKWARD_CASE(kD128Dropout)
         FA_BACKWARD_CASE(kD128General)
@@ -41,7 +44,8 @@ cudaError_t backward_wgmma_sm90(const BackwardParams& b, const DeviceInfo& devic
 size_t backward_wgmma_sm90_workspace(const BackwardParams& b, const DeviceInfo&) {
     const BackwardPlan plan = backward_plan(backward_choose(b.forward));
     const size_t bounds = plan.intervals ? interval_bounds_bytes(b.forward, plan.block_n) : 0;
-    return query_tiles_bytes(query_tiles(b, plan)) + 128 + bounds;  // and room to align the first
+    const size_t masks = plan.masks ? masked_tiles_bytes(b.forward, plan) : 0;
+    return query_tiles_bytes(query_tiles(b, plan)) + 128 + bounds + masks;  // and room to align the first
 }
 
 }  // namespace fa

@@ -71,6 +71,8 @@ __device__ __forceinline__ void take_and_load_keys(const CUtensorMap& map_k, con
         w.valid = index < schedule.blocks, w.it0 = it0;
         if constexpr (kPlan.intervals) {
             if (w.valid) leave_out_hidden<kBlockM, kBlockN>(p, schedule.bounds, w);
+        } else if constexpr (kPlan.masks) {
+            if (w.valid) list_seen_tiles<kBlockN>(p, schedule.masks, w);
         } else if constexpr (kPlan.options)
             if (w.valid && schedule.tiles.skipped && all_hidden<kBlockN>(p, w)) w.rounds = 0;
         mbarrier_arrive(shared_address(&smem.list.full[n & 1]));
@@ -112,13 +114,18 @@ __device__ __forceinline__ void load_queries(const CUtensorMap& map_q, const CUt
                                              const BackwardSchedule& schedule, BackwardSmem<T, kId>& smem,
                                              const CUtensorMap* map_bias = nullptr) {
     for_each_work(smem.list, [&](const BackwardWorkOf<kId>& w, uint32_t n) {
-        const auto visit = [&](uint32_t it, Visited at, uint32_t tile) {
+        const auto visit = [&](uint32_t it, auto at, uint32_t tile) {
             const int row = w.q_row + at.m * kBackwardPlan<kId>.block_m, head = w.head_k * p.group + at.head;
             const int batch = p.cu_seqlens_q ? 0 : w.batch;
             if constexpr (kBackwardPlan<kId>.intervals) {
                 constexpr int kStages = kBackwardPlan<kId>.stages;
                 mbarrier_wait(shared_address(&smem.q_empty[it % kStages]), it / kStages & 1 ^ 1);
                 smem.options.tile[it % kStages] = describe_tile<kBackwardPlan<kId>.block_m>(p, w, at);
+            } else if constexpr (kBackwardPlan<kId>.masks) {
+                constexpr int kStages = kBackwardPlan<kId>.stages;
+                const MaskedTile seen = describe_tile<kBackwardPlan<kId>.block_m, kBackwardPlan<kId>.block_n>(schedule.masks, w, at);
+                mbarrier_wait(shared_address(&smem.q_empty[it % kStages]), it / kStages & 1 ^ 1);
+                smem.options.tile[it % kStages] = seen;
             } else if constexpr (kBackwardPlan<kId>.options)
                 if (p.alibi_slopes) describe_alibi<kId>(p, schedule.tiles, w, smem, it, at);
             if constexpr (kBackwardPlan<kId>.dropout) describe_dropout<kId>(p, w, smem, it, at);

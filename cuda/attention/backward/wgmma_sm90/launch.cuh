@@ -2,6 +2,7 @@
 // after.
 #pragma once
 
+#include "attention/backward/wgmma_sm90/masked_tiles.cuh"
 #include "attention/backward/wgmma_sm90/options.cuh"
 #include "attention/backward/wgmma_sm90/rows.h"
 #include "attention/backward/wgmma_sm90/work.cuh"
@@ -53,6 +54,10 @@ cudaError_t launch_backward_block(Kernel function, int shared_bytes, const Backw
     if constexpr (kPlan.intervals) {
         void* const bounds = static_cast<char*>(align_up(p.workspace, 128)) + query_tiles_bytes(schedule.tiles);
         if (cudaError_t error = launch_interval_bounds(p, kPlan.block_n, bounds, &schedule.bounds, stream)) return error;
+    }
+    if constexpr (kPlan.masks) {
+        void* const memory = static_cast<char*>(align_up(p.workspace, 128)) + query_tiles_bytes(schedule.tiles);
+        if (cudaError_t error = launch_masked_tiles(p, kPlan, memory, &schedule.masks, stream)) return error;
     }
     if (cudaError_t error = backward_rows_before(b, schedule.tiles, stream)) return error;
     if (cudaError_t error = launch_kernel(function, unsigned(grid), kBackwardThreads, size_t(shared_bytes), stream, LaunchOptions{}, map_q,

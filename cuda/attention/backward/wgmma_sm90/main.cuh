@@ -5,6 +5,7 @@
 #include "attention/backward/wgmma_sm90/fragments.cuh"
 #include "attention/backward/wgmma_sm90/hidden.cuh"
 #include "attention/backward/wgmma_sm90/intervals.cuh"
+#include "attention/backward/wgmma_sm90/masks.cuh"
 #include "attention/backward/wgmma_sm90/options.cuh"
 #include "attention/backward/wgmma_sm90/scores.cuh"
 #include "attention/backward/wgmma_sm90/store.cuh"
@@ -19,13 +20,15 @@ struct MainWarpgroup {
     static constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
     static constexpr int kD = kPlan.columns(), kBlockM = kPlan.block_m, kBlockN = kPlan.block_n;
     static constexpr bool kGeneral = kPlan.general, kOptions = kPlan.options, kSoftcap = kPlan.softcap, kIntervals = kPlan.intervals,
-                          kBias = kPlan.bias(), kDropout = kPlan.dropout;
+                          kMasks = kPlan.masks, kBias = kPlan.bias(), kDropout = kPlan.dropout;
+    static constexpr bool kSkips = kIntervals || kMasks;  // tiles without a visible pair
     static constexpr int kStages = kPlan.stages, kKeyStages = kPlan.key_stages();
     static constexpr uint32_t kTileBytes = kBlockM * kD * 2, kKeysBytes = kBlockN * kD * 2, kDsBytes = kBlockN * kBlockM * 2;
-    using Scores = float[kBlockM / 2];       // rows are keys, columns queries
-    using Fragment = uint32_t[kBlockM / 4];  // P as A operand; general: P d(score) / d(scaled product)
-    using Gradient = float[kD / 2];          // row g + 8 r of the warp's 16 keys: elements with i / 2 % 2 = r
-    using Statistics = float4[2];            // the first values of lse
+    using Scores = float[kBlockM / 2];         // rows are keys, columns queries
+    using Fragment = uint32_t[kBlockM / 4];    // P as A operand; general: P d(score) / d(scaled product)
+    using Gradient = float[kD / 2];            // row g + 8 r of the warp's 16 keys: elements with i / 2 % 2 = r
+    using Statistics = float4[2];              // the first values of lse
+    using SeenPairs = uint32_t[kBlockM / 64];  // masks: read_seen_pairs
     // What dS needs beside P, dP and delta. softcap: the first values of lse; options: own_hidden.
     struct OptionInputs {
         float4 lse;
@@ -101,6 +104,7 @@ struct MainWarpgroup {
         if constexpr (kOptions) {
             const int own = w.key0 + wg * 64 + warp * 16;
             if constexpr (kIntervals) hidden = unseen_keys(p, w, own);
+            else if constexpr (kMasks) hidden = static_cast<const BackwardMaskedWork&>(w).unseen[4 * wg + warp];
             else hidden = hidden_keys(p, w, own);
             smem.options.hidden[4 * wg + warp] = hidden;
             __syncwarp();
@@ -109,19 +113,21 @@ struct MainWarpgroup {
         zero_hidden_keys<kId>(p, w, smem.v[key_slot], wg * 64, hidden);
         const uint32_t slot0 = it0 % kStages;
         mbarrier_wait(q_full + 8 * slot0, it0 / kStages & 1);
-        int code = 0;  // IntervalTile::place_and_cut
-        if constexpr (kIntervals) code = smem.options.tile[slot0].place_and_cut, place = code >> 1;
+        int code = 0;  // IntervalTile::place_and_cut or MaskedTile::place_and_cut
+        SeenPairs seen{};
+        if constexpr (kSkips) code = smem.options.tile[slot0].place_and_cut, place = code >> 1;
         if (place >= ragged) zero_rows_past_end<kBlockM>(w, smem.q[slot0]);
         multiply_s(s, slot0, keys);
         if (!kGeneral) read_lse(lse, slot0);
+        if constexpr (kMasks) read_seen(seen, slot0, code & 1);
         wgmma_wait<0>(s);
-        if constexpr (kOptions) change_scores(w, s, slot0, place, code & 1, mask_place, left_place, it0, 0);
+        if constexpr (kOptions) change_scores(w, s, seen, slot0, place, code & 1, mask_place, left_place, it0, 0);
 #pragma unroll 1
         for (uint32_t it = it0; it < it0 + tiles; ++it) {  // S of this tile is complete, nothing is in flight
             const uint32_t slot = it % kStages, phase = it / kStages & 1, ds_slot = it & 1;
             // The last iteration multiplies its own tile again (see below): the next slot may already hold a tile of the next keys.
             const uint32_t next_slot = kGeneral || it + 1 < it0 + tiles ? (it + 1) % kStages : slot;
-            int next = kIntervals ? 0 : next_place(place, last, wrap);
+            int next = kSkips ? 0 : next_place(place, last, wrap);
             low_k = opaque(low_k), low_q = opaque(low_q);
             if (place >= ragged) {
                 mbarrier_wait(dout_full + 8 * slot, phase);
@@ -138,7 +144,7 @@ struct MainWarpgroup {
             OptionInputs first{};
             if constexpr (kSoftcap) first = {statistic(smem.lse[slot], quad, 0), own_hidden(opaque(int(threadIdx.x)) % 32)};
             mbarrier_wait(ds_empty + 8 * ds_slot, it >> 1 & 1 ^ 1);
-            if constexpr (kOptions && !kSoftcap && !kIntervals)
+            if constexpr (kOptions && !kSoftcap && !kSkips)
                 first.hidden = own_hidden(opaque(int(threadIdx.x)) % 32);  // earlier, registers spill
             if (kDropout) wgmma_wait<0>(dp);
             else if (kBlockM == 64) wgmma_wait<1>(dp);
@@ -149,9 +155,9 @@ struct MainWarpgroup {
             if constexpr (kDropout) drop(prob);
             if (it + 1 < it0 + tiles) {
                 mbarrier_wait(q_full + 8 * next_slot, (it + 1) / kStages & 1);
-                if constexpr (kIntervals) code = smem.options.tile[next_slot].place_and_cut, next = code >> 1;
-                // With intervals, only a varlen call waits for that read here.
-                if ((!kIntervals || p.cu_seqlens_q) && next >= ragged) zero_rows_past_end<kBlockM>(w, smem.q[next_slot]);
+                if constexpr (kSkips) code = smem.options.tile[next_slot].place_and_cut, next = code >> 1;
+                // With masks that skip tiles, only a varlen call waits for that read here.
+                if ((!kSkips || p.cu_seqlens_q) && next >= ragged) zero_rows_past_end<kBlockM>(w, smem.q[next_slot]);
             }
             announce_ds(ds_slot);
             if (!kDropout) wgmma_wait<0>(dv);
@@ -160,9 +166,11 @@ struct MainWarpgroup {
             else release(dout_empty, slot);
             multiply_dk(dk, slot, ds_slot, it == it0);
             if (!kGeneral && !kDropout) read_lse(lse, next_slot);
+            if constexpr (kMasks) read_seen(seen, next_slot, code & 1);
             if constexpr (kOptions) {  // while dK is multiplied
                 wgmma_wait<kDropout ? 2 : 1>(s);
-                if (it + 1 < it0 + tiles) change_scores(w, s, next_slot, next, code & 1, mask_place, left_place, it + 1, it + 1 - it0);
+                if (it + 1 < it0 + tiles)
+                    change_scores(w, s, seen, next_slot, next, code & 1, mask_place, left_place, it + 1, it + 1 - it0);
             }
             if constexpr (kDropout) wgmma_wait<0>(dk, dv), release(dout_empty, slot), read_lse(lse, next_slot);
             else wgmma_wait<0>(dk, s);
@@ -252,14 +260,14 @@ struct MainWarpgroup {
         const int ln = opaque(lane);
         mask_fragment(s, w, first_key(w, ln), place / w.width * kBlockM + ln % 4 * 2);
         if (!kSoftcap && some_large(schedule.tiles)) {
-            if constexpr (kOptions && !kIntervals)
+            if constexpr (kOptions && !kSkips)
                 if (!kBias && p.alibi_slopes) add_large_alibi(s, smem.options.alibi[slot], first_key(w, ln), ln % 4 * 2);
             adjust_products(s, smem.lse[slot], large_rows_of<kBlockM>(p, schedule.tiles, w, visited_at(w, slot, walked)), ln % 4);
         }
     }
-    // All options of a tile's scores that change S. cut: whether intervals cut the tile.
-    __device__ __forceinline__ void change_scores(const BackwardWork& w, Scores& s, uint32_t slot, int place, bool cut, int mask_place,
-                                                  int left_place, uint32_t it, uint32_t walked) const {
+    // All options of a tile's scores that change S. cut: whether intervals or a mask cut the tile.
+    __device__ __forceinline__ void change_scores(const BackwardWork& w, Scores& s, const SeenPairs& seen, uint32_t slot, int place,
+                                                  bool cut, int mask_place, int left_place, uint32_t it, uint32_t walked) const {
         if constexpr (kBias) add_tile_of_bias(s, it);
         if constexpr (kSoftcap) cap_scores(s, schedule.softcap);
         if (place < mask_place) mask_scores(w, s, slot, place, walked);
@@ -272,14 +280,20 @@ struct MainWarpgroup {
                 const int ln = opaque(lane);
                 hide_rows<kBlockM>(p, s, w, smem.options.tile[slot].entry, first_key(w, ln), place / w.width * kBlockM, ln % 4 * 2);
             }
+        } else if constexpr (kMasks) {
+            hide_pairs(s, seen);
         } else if (!kSoftcap && !kBias && p.alibi_slopes) {
             const int ln = opaque(lane);
             add_alibi(s, smem.options.alibi[slot], first_key(w, ln), ln % 4 * 2);
         }
     }
+    // The bits of the thread's scores of the tile in a slot.
+    __device__ __forceinline__ void read_seen(SeenPairs& seen, uint32_t slot, bool cut) const {
+        read_seen_pairs<kBlockM>(seen, schedule.masks.seen, smem.options.tile[slot], cut, opaque(int(threadIdx.x)) - 128);
+    }
     // The tile of Q in a slot. walked: its number in the walk.
     __device__ __forceinline__ Visited visited_at(const BackwardWork& w, uint32_t slot, uint32_t walked) const {
-        if constexpr (kIntervals) return {(smem.options.tile[slot].place_and_cut >> 1) / w.width, smem.options.tile[slot].head};
+        if constexpr (kSkips) return {(smem.options.tile[slot].place_and_cut >> 1) / w.width, smem.options.tile[slot].head};
         else return visited(w, int(walked));
     }
     __device__ __forceinline__ void add_tile_of_bias(Scores& s, uint32_t it) const {
@@ -325,7 +339,7 @@ struct MainWarpgroup {
             if constexpr (kSoftcap) capped_gradients<T>(ds, prob + 4 * i, dp + 8 * i, own, lse, schedule.softcap);
             else if constexpr (kDropout) dropped_gradients<T>(ds, prob + 4 * i, dp + 8 * i, own, p.dropout_scale, {kept(0, i), kept(1, i)});
             else score_gradients<T>(ds, prob + 4 * i, dp + 8 * i, own);
-            if constexpr (kOptions && !kIntervals) clear_hidden(ds, next.hidden);  // intervals: P of a hidden key is 0
+            if constexpr (kOptions && !kSkips) clear_hidden(ds, next.hidden);  // else P of a hidden key is 0
             if constexpr (kSoftcap)
                 if (i + 1 < kBlockM / 16)
                     delta = statistic(smem.delta[slot], quad, i + 1), next.lse = statistic(smem.lse[slot], quad, i + 1);

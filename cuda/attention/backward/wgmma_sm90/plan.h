@@ -3,12 +3,13 @@
 
 #include "attention/common/bias_tiles.h"
 #include "attention/common/params.h"
+#include "attention/common/seen_blocks.h"
 
 namespace fa {
 
 // Bare plans serve causal and full attention. To head dim 128, plans with options have the tiles and products of the bare plans, and serve
 // options that change S before the exponential (backward_serves_options), some of them also a 16-bit bias or dropout; plans for intervals
-// serve masks by intervals. General plans serve everything else.
+// and for masks serve masks that hide whole tiles. General plans serve everything else.
 enum class BackwardPlanId {
     kD64,
     kD64General,
@@ -29,7 +30,9 @@ enum class BackwardPlanId {
     kD64Bias,
     kD128Bias,
     kD64Dropout,
-    kD128Dropout
+    kD128Dropout,
+    kD64Masks,
+    kD128Masks
 };
 
 // The warpgroups of a block: one copies, two are the main warpgroups, which own 64 keys each, and one multiplies dQ.
@@ -48,6 +51,7 @@ struct BackwardPlan {
     bool options = false;    // windows with a left edge, masks of keys, and ALiBi or softcap
     bool softcap = false;    // with options: softcap, always, and no ALiBi
     bool intervals = false;  // with options: masks by intervals and a left edge, and no other option
+    bool masks = false;      // with options: a mask by blocks, a mask of pairs or both, a left edge, and no other option
     bool dropout = false;    // with options: dropout, always
     int bias_stages = 0;     // with options: a 16-bit bias, always, and no ALiBi: slots for its tiles. Scores are in natural units
 
@@ -84,6 +88,7 @@ FA_HOST_DEVICE constexpr BackwardPlan backward_plan(BackwardPlanId id) {
         case BackwardPlanId::kD64Bias: plan = backward_plan(BackwardPlanId::kD64Options), plan.bias_stages = 1; break;
         case BackwardPlanId::kD64General: plan.headdim = plan.headdim_v = 64, plan.general = true; break;
         case BackwardPlanId::kD64Intervals: plan = backward_plan(BackwardPlanId::kD64Options), plan.intervals = true; break;
+        case BackwardPlanId::kD64Masks: plan = backward_plan(BackwardPlanId::kD64Options), plan.masks = true; break;
         // 64 queries: dK and dV fill 128 registers, S and dP 32 each. Four pieces of dQ fill shared memory.
         case BackwardPlanId::kD128: plan.headdim = plan.headdim_v = 128, plan.dq_stages = 4; break;
         case BackwardPlanId::kD128Options: plan = backward_plan(BackwardPlanId::kD128), plan.options = true; break;
@@ -92,6 +97,7 @@ FA_HOST_DEVICE constexpr BackwardPlan backward_plan(BackwardPlanId id) {
         case BackwardPlanId::kD128Bias: plan = backward_plan(BackwardPlanId::kD128Options), plan.dq_stages = 0, plan.bias_stages = 2; break;
         case BackwardPlanId::kD128General: plan.headdim = plan.headdim_v = 128, plan.general = true; break;
         case BackwardPlanId::kD128Intervals: plan = backward_plan(BackwardPlanId::kD128Options), plan.intervals = true; break;
+        case BackwardPlanId::kD128Masks: plan = backward_plan(BackwardPlanId::kD128Options), plan.masks = true; break;
         // dK of 64 keys alone fills 96 or 128 registers, and K and Q fill shared memory: two blocks share the keys
         // (wgmma_pair_sm90/kernel.cuh).
         case BackwardPlanId::kD192V128: plan.headdim = 192, plan.headdim_v = 128; break;
@@ -131,6 +137,14 @@ inline bool backward_serves_options(const AttentionParams& p) {
 inline bool backward_serves_intervals(const AttentionParams& p) {
     return p.headdim <= 128 && p.headdim_v <= 128 && !p.changes_scores() && p.scale > 0;
 }
+// Whether the plans for masks serve the call: a mask by blocks, or a mask of pairs. No other plan takes a mask by blocks.
+inline bool backward_serves_masks(const AttentionParams& p) {
+    constexpr int kMost = 1 << 22;  // rows, keys: SeenTile has 16 bits for tiles of 64 rows and 15 for blocks of 128 keys
+    AttentionParams rest = p;
+    rest.mask.data = nullptr;
+    return has_seen_blocks(p) && p.headdim <= 128 && p.headdim_v <= 128 && !rest.changes_scores() && p.scale > 0 && p.seqlen_q <= kMost &&
+           p.seqlen_k <= kMost;
+}
 // Whether the plans with dropout serve the call.
 inline bool backward_serves_dropout(const AttentionParams& p) {
     AttentionParams rest = p;
@@ -149,6 +163,7 @@ inline BackwardPlanId backward_choose(const AttentionParams& p) {
     const bool general = backward_scores_are_natural(p) || p.window_left >= 0;
     const int d = p.headdim > p.headdim_v ? p.headdim : p.headdim_v;
     if (p.intervals.data && d <= 128) return d <= 64 ? BackwardPlanId::kD64Intervals : BackwardPlanId::kD128Intervals;
+    if (backward_serves_masks(p)) return d <= 64 ? BackwardPlanId::kD64Masks : BackwardPlanId::kD128Masks;
     if (d <= 128 && backward_serves_bias(p)) return d <= 64 ? BackwardPlanId::kD64Bias : BackwardPlanId::kD128Bias;
     if (d <= 128 && backward_serves_dropout(p)) return d <= 64 ? BackwardPlanId::kD64Dropout : BackwardPlanId::kD128Dropout;
     if (general && d <= 128 && backward_serves_options(p)) {

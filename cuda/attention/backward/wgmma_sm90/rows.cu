@@ -64,23 +64,24 @@ __device__ __noinline__ void find_order(const RowsParams& params) {
 }
 
 // Called by the whole block: finds the large rows of its tile (large_rows.cuh).
-template <typename T, int kBlockM>
+template <typename T, int kBlockM, bool kBlocks>
 __device__ __noinline__ void prepare_large_rows(const RowsParams& params) {
     TilePlace at;
     find_tile(params, blockIdx.x, at);
     if (threadIdx.x == 0) *params.tiles.some_large() = QueryTiles::kSomeLarge;
     const int first = threadIdx.x / 32 * 16;
     if (first >= kBlockM || at.row0 + first >= at.s.seqlen_q) return;
-    find_large_rows<T>(params.b.forward, at.s, at.batch, at.head, at.row0 + first, params.tiles.natural, LseCovers::kPerhapsMore,
-                       [&](int i, const RowBase& base) {
-                           const int64_t place = at.tile * kBlockM + quad_order(i - at.row0);
-                           params.tiles.lse[place] = kLargeRow;
-                           reinterpret_cast<float2*>(params.tiles.large)[place] = make_float2(base.max, base.rest);
-                       });
+    find_large_rows<T, kBlocks>(params.b.forward, at.s, at.batch, at.head, at.row0 + first, params.tiles.natural, LseCovers::kPerhapsMore,
+                                [&](int i, const RowBase& base) {
+                                    const int64_t place = at.tile * kBlockM + quad_order(i - at.row0);
+                                    params.tiles.lse[place] = kLargeRow;
+                                    reinterpret_cast<float2*>(params.tiles.large)[place] = make_float2(base.max, base.rest);
+                                });
 }
 
 constexpr int kBeforeBlocks = 2048 / kThreads;  // fill a multiprocessor, even if the rare large rows could use more registers
-template <typename T, int kColumns, int kBlockM>
+// kBlocks: the call may have a mask by blocks.
+template <typename T, int kColumns, int kBlockM, bool kBlocks>
 __global__ void __launch_bounds__(kThreads, kBeforeBlocks) before_kernel(const __grid_constant__ RowsParams params) {
     constexpr int kLanes = kColumns == 64 ? 8 : kColumns == 128 ? 16 : 32, kRows = kThreads / kLanes;  // lanes per row; rows at a time
     const AttentionParams& p = params.b.forward;
@@ -131,7 +132,7 @@ __global__ void __launch_bounds__(kThreads, kBeforeBlocks) before_kernel(const _
         for (int i = threadIdx.x; i < kBlockM * kColumns / 4; i += kThreads) dq[i] = make_float4(0, 0, 0, 0);
     }
     // Rare. Under softcap, in plans that are not natural, P of a large row is 0: backward_serves_options.
-    if (__syncthreads_or(large) && (params.tiles.natural || p.softcap == 0)) prepare_large_rows<T, kBlockM>(params);
+    if (__syncthreads_or(large) && (params.tiles.natural || p.softcap == 0)) prepare_large_rows<T, kBlockM, kBlocks>(params);
 }
 
 // Writes eight columns of dQ, scaled, to 16 bytes of a row; zeros where scale is 0.
@@ -220,7 +221,10 @@ cudaError_t launch(const BackwardParams& b, const QueryTiles& tiles, cudaStream_
     const RowsParams params{b, tiles};
     const auto start = [&](auto element, auto columns, auto block_m) {
         using T = decltype(element);
-        const auto kernel = kWhich == Rows::kBefore ? before_kernel<T, columns(), block_m()> : after_kernel<T, columns(), block_m()>;
+        constexpr bool kServesBlocks = columns() <= 128;
+        const auto kernel = kWhich == Rows::kAfter                   ? after_kernel<T, columns(), block_m()>
+                            : kServesBlocks && b.forward.blocks.data ? before_kernel<T, columns(), block_m(), kServesBlocks>
+                                                                     : before_kernel<T, columns(), block_m(), false>;
         constexpr int kPieces = block_m() / 64 * (columns() / 64);
         const int64_t blocks = tiles.count() * (kWhich == Rows::kBefore ? 1 : (kPieces + kPiecesOfBlock - 1) / kPiecesOfBlock);
         return launch_kernel(kernel, unsigned(blocks), kThreads, 0, stream, params);

@@ -77,8 +77,8 @@ inline QueryTiles query_tiles(const BackwardParams& b, const BackwardPlan& plan)
     // and loses up to 8 % at 16384. One block at head dim 128, causal: zeroing costs 2 % at 2048; waiting for claimed tiles costs 2 % at
     // 8192 and 7 % at 16384.
     t.zeroed = plan.blocks() > 1 ? p.seqlen_q > 2048 : plan.dq_stages && !b.deterministic && p.window_right >= 0 && p.seqlen_q >= 8192;
-    t.skipped =
-        plan.options && (p.mask.data || p.intervals.data) && !b.deterministic;  // in order, each block waits for all blocks before it
+    // In order, a block waits for all blocks before it, and only a list of a mask says which these are.
+    t.skipped = plan.masks || (plan.options && (p.mask.data || p.intervals.data) && !b.deterministic);
     t.tiles = p.cu_seqlens_q ? p.total_q / plan.block_m + p.batch : (p.seqlen_q + plan.block_m - 1) / plan.block_m;
     t.heads = p.cu_seqlens_q ? p.nheads : int64_t(p.batch) * p.nheads;
     return t;

@@ -52,11 +52,20 @@ __device__ __forceinline__ void wait_for_counter(const int* counter, int seen, i
     for (; seen < value; seen = load_acquire(counter)) __nanosleep(20);
     fence_proxy_async_global();
 }
-// In order: waits until all key blocks before this one have added to query tile m. True if there are none: the block writes its part.
+// Of the key blocks that add to a query tile, those before this one.
 template <int kBlockM, int kBlockN>
-__device__ __forceinline__ bool wait_in_order(const QueryTiles& tiles, const BackwardWork& w, const int* counter, int m) {
-    const Range blocks = key_blocks_of({w.left, w.right, w.seqlen_q, w.seqlen_k}, m * kBlockM, kBlockM, kBlockN);
-    const int before = w.key0 / kBlockN - blocks.begin;
+__device__ __forceinline__ int blocks_before(const BackwardWork& w, const Visited& at) {
+    const Range blocks = key_blocks_of({w.left, w.right, w.seqlen_q, w.seqlen_k}, at.m * kBlockM, kBlockM, kBlockN);
+    return w.key0 / kBlockN - blocks.begin;
+}
+template <int kBlockM, int kBlockN>
+__device__ __forceinline__ int blocks_before(const BackwardWork&, const VisitedSeen& at) {
+    return at.before;
+}
+// In order: waits until all key blocks before this one have added to the query tile. True if there are none: the block writes its part.
+template <int kBlockM, int kBlockN, typename Visit>
+__device__ __forceinline__ bool wait_in_order(const QueryTiles& tiles, const BackwardWork& w, const int* counter, const Visit& at) {
+    const int before = blocks_before<kBlockM, kBlockN>(w, at);
     if (before > 0 && w.waits) wait_for_counter(counter, load_acquire(counter), before);
     return before == 0 && !tiles.zeroed;
 }
@@ -75,13 +84,12 @@ __device__ __forceinline__ void take_turns(const BackwardParams& b, const QueryT
     const bool in_order = b.deterministic;
     // A claimed tile keeps others waiting until it is written, so only few are claimed ahead.
     const uint32_t ahead = in_order ? kTurnSlots : 2;
-    const auto visit = [&](uint32_t it, Visited at, uint32_t tile) {
+    const auto visit = [&](uint32_t it, auto at, uint32_t tile) {
         const uint32_t slot = turn_slot(it), full = shared_address(&turns.turn_full[slot]);
         if (it >= ahead) mbarrier_wait(shared_address(&turns.turn_empty[turn_slot(it - ahead)]), turn_phase(it - ahead));
         int* counter = tiles.turn + int64_t(tile) * kBlocks;
         if (in_order || kBlocks == 1) {
-            turns.turn[slot] =
-                in_order ? Turn{wait_in_order<kBlockM, kBlockN>(tiles, w, counter + rank, at.m), true} : claim(tiles, counter);
+            turns.turn[slot] = in_order ? Turn{wait_in_order<kBlockM, kBlockN>(tiles, w, counter + rank, at), true} : claim(tiles, counter);
             mbarrier_arrive(full);
         } else {
             const Turn turn = claim(tiles, counter);

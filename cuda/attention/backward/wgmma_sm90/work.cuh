@@ -4,6 +4,7 @@
 #include <climits>
 #include <type_traits>
 
+#include "attention/backward/wgmma_sm90/masked_tiles.h"
 #include "attention/backward/wgmma_sm90/tiles.h"
 #include "attention/common/interval_bounds.cuh"
 #include "attention/common/params.h"
@@ -44,8 +45,17 @@ struct BackwardIntervalWork : BackwardWork {
     TileGaps gaps;
     HiddenBounds bounds;  // of the keys, for all heads of the group
 };
+// The same with a mask by blocks or of pairs: a list of the tiles that the walk visits. Its steps, in order its rounds, count them. Places
+// are those of the tiles themselves.
+struct BackwardMaskedWork : BackwardWork {
+    const uint32_t* tiles;   // SeenTile
+    const SeenWord* words;   // of the first row, in the group's first head
+    uint32_t first_block;    // of that row and the first key, in SeenBlocks::pairs
+    const uint16_t* unseen;  // a bit for each key that no query sees, of sixteen keys each
+};
 template <BackwardPlanId kId>
-using BackwardWorkOf = std::conditional_t<kBackwardPlan<kId>.intervals, BackwardIntervalWork, BackwardWork>;
+using BackwardWorkOf = std::conditional_t<kBackwardPlan<kId>.masks, BackwardMaskedWork,
+                                          std::conditional_t<kBackwardPlan<kId>.intervals, BackwardIntervalWork, BackwardWork>>;
 FA_HOST_DEVICE int tile_of_step(const BackwardWork&, int step) { return step; }
 FA_HOST_DEVICE int tile_of_step(const BackwardIntervalWork& w, int step) { return w.gaps.tile_of(step); }
 
@@ -68,6 +78,7 @@ struct BackwardSchedule {
     int q_loads, k_loads, v_loads, dout_loads;  // boxes of a tile
     SoftcapFactors softcap;
     IntervalBounds bounds;  // plans for intervals: of each block of keys
+    MaskedTiles masks;      // plans for masks
 };
 
 // The first lane's value, in all lanes that still run. The shuffle tells the compiler that it is uniform.
@@ -89,6 +100,17 @@ FA_HOST_DEVICE int left_place_of(const AttentionParams& p, const BackwardWork& w
 struct Visited {
     int m, head;
 };
+// The same from the list of a mask.
+struct VisitedSeen : Visited {
+    int before;  // of the blocks that visit the tile, those of lower keys
+    bool cut;
+};
+FA_HOST_DEVICE Visited visit_of_step(const BackwardWork&, int step, int head) { return {step, head}; }
+FA_HOST_DEVICE Visited visit_of_step(const BackwardIntervalWork& w, int step, int head) { return {w.gaps.tile_of(step), head}; }
+FA_HOST_DEVICE VisitedSeen visit_of_step(const BackwardMaskedWork& w, int step, int head) {
+    const SeenTile tile = SeenTile::from(w.tiles[step]);
+    return {{tile.m, head}, tile.before, tile.cut};
+}
 // Iteration `it` of the walk.
 FA_HOST_DEVICE Visited visited(const BackwardWork& w, int it) {
     const int steps = w.end_step - w.first_step, step = w.first_step + (w.start_step - w.first_step + it) % steps;
@@ -209,8 +231,8 @@ __device__ __forceinline__ void for_each_query_tile(const AttentionParams& p, co
     int m = w.in_order ? w.end_m - 1 : start, head = 0;
 #pragma unroll 1
     for (int left = count_tiles(w); left > 0; --left) {
-        const int tile = tile_of_step(w, m);
-        visit(it++, Visited{tile, head}, tile0 + uint32_t(head * tiles.tiles + tile));
+        const auto at = visit_of_step(w, m, head);
+        visit(it++, at, tile0 + uint32_t(head * tiles.tiles + at.m));
         if (w.in_order) {
             head = next_step(head, first, end);
             if (head == start) --m;

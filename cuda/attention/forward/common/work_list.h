@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "attention/common/params.h"
+#include "attention/common/seen_blocks.h"
 
 namespace fa {
 
@@ -38,7 +39,8 @@ inline WorkOrder work_order(const AttentionParams& p, int64_t items, int multipr
     const double work = double(p.batch) * p.nheads * p.seqlen_q * p.seqlen_k * (p.headdim + p.headdim_v);
     if (items <= multiprocessors || (!p.cu_seqlens_q && work <= 1e10)) return WorkOrder::kStride;
     const bool padded = p.mask.data && p.mask.row == 0;  // a mask of keys may leave each sequence another number of tiles
-    const bool uneven = p.cu_seqlens_q || p.cache.seqlens || p.window_left >= 0 || p.window_right >= 0 || padded || p.intervals.data;
+    const bool skips = p.intervals.data || has_seen_blocks(p);
+    const bool uneven = p.cu_seqlens_q || p.cache.seqlens || p.window_left >= 0 || p.window_right >= 0 || padded || skips;
     return uneven ? WorkOrder::kCounter : WorkOrder::kStride;
 }
 

@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "attention/common/interval_bounds.cuh"
+#include "attention/common/seen_blocks.h"
 #include "attention/common/tile_intervals.h"
 #include "attention/forward/common/roles_sm90.cuh"
 #include "attention/forward/common/work_list.h"
@@ -50,8 +51,18 @@ struct IntervalKeyTile : KeyTile {
 
     __device__ __forceinline__ bool zeroes_values() const { return hides; }
 };
+// The same in plans for blocks.
+struct BlockKeyTile : KeyTile {
+    uint32_t seen, pairs;  // BlocksOfTile: seen, cut
+    int hides;
+
+    __device__ __forceinline__ bool zeroes_values() const { return hides; }
+};
 template <WgmmaPlanId kId>
-using KeyTileOf = std::conditional_t<kWgmmaPlan<kId>.intervals, IntervalKeyTile<kWgmmaPlan<kId>.block_n>, KeyTile>;
+using KeyTileOf = std::conditional_t<kWgmmaPlan<kId>.intervals, IntervalKeyTile<kWgmmaPlan<kId>.block_n>,
+                                     std::conditional_t<kWgmmaPlan<kId>.blocks, BlockKeyTile, KeyTile>>;
+
+constexpr int kWgmmaWorkSlots = 3;  // consumers keep an item until its last store, and the producer is one item ahead
 
 // What the producer of a plan for intervals knows of the item. For 32 tiles, `from` and those after it, it has a bit each.
 struct SeenKeyTiles {
@@ -61,9 +72,19 @@ struct SeenKeyTiles {
     uint32_t seen, cut;
     uint32_t first;  // the number of the item's first tile
 };
+// The same in plans for blocks. `words`, `keys`: of the item's first row block.
+struct SeenBlockTiles {
+    const uint64_t* pairs[kWgmmaWorkSlots];  // for the consumers of each item: SeenBlocks::pairs of its first row block
+    const SeenWord* words;
+    const uint64_t* keys;  // nullptr without pairs
+    int from;
+    uint32_t seen, cut;
+    uint32_t first;
+};
 struct NoSeenKeyTiles {};
-
-constexpr int kWgmmaWorkSlots = 3;  // consumers keep an item until its last store, and the producer is one item ahead
+template <WgmmaPlanId kId>
+using SeenKeyTilesOf =
+    std::conditional_t<kWgmmaPlan<kId>.intervals, SeenKeyTiles, std::conditional_t<kWgmmaPlan<kId>.blocks, SeenBlockTiles, NoSeenKeyTiles>>;
 
 // Plans with options have this in shared memory, too. Tiles count over all items.
 template <WgmmaPlanId kId, bool kOptions = kWgmmaPlan<kId>.options>
@@ -81,7 +102,7 @@ struct WgmmaKeyTiles<kId, true> {
     uint64_t v_landed[kStages];
     uint32_t cut[kStages], cuts;
     float slope[kWgmmaWorkSlots];  // of ALiBi, in the unit of the scores before they are scaled
-    std::conditional_t<kWgmmaPlan<kId>.intervals, SeenKeyTiles, NoSeenKeyTiles> seen;
+    SeenKeyTilesOf<kId> seen;
 };
 
 // Plans with a bias have this in shared memory, too: tiles of bias, which count as tiles of K do. The rows of the item, as chunks of 64

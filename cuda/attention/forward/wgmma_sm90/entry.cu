@@ -1,6 +1,7 @@
 // wgmma_sm90/entry.cu: the entry point of the Hopper kernel. It chooses the instantiation; wgmma_sm90/kernel.cuh is the kernel, and one
 // small file per head dim compiles it.
 #include "attention/common/interval_bounds.h"
+#include "attention/common/seen_blocks.h"
 #include "attention/forward/common/work_list.h"
 #include "attention/forward/wgmma_sm90/plan.h"
 #include "attention/kernels.h"
@@ -41,6 +42,11 @@ cudaError_t forward_wgmma_sm90(const AttentionParams& p, const DeviceInfo& devic
         FA_WGMMA_CASE(kD128Bias)
         FA_WGMMA_CASE(kD64Dropout)
         FA_WGMMA_CASE(kD128Dropout)
+        FA_WGMMA_CASE(kD64Blocks)
+        FA_WGMMA_CASE(kD128Blocks)
+        FA_WGMMA_CASE(kD256Blocks)
+        FA_WGMMA_CASE(kD64Blocks64)
+        FA_WGMMA_CASE(kD128Blocks64)
 #undef FA_WGMMA_CASE
     }
     return cudaErrorInvalidValue;
@@ -48,8 +54,9 @@ cudaError_t forward_wgmma_sm90(const AttentionParams& p, const DeviceInfo& devic
 
 size_t forward_wgmma_sm90_workspace(const AttentionParams& p, const DeviceInfo& device) {
     const WgmmaPlan plan = wgmma_plan(wgmma_choose(p, device.multiprocessors));
-    const size_t bounds = plan.intervals ? kWorkListBytes + interval_bounds_bytes(p, plan.block_n) : 0;
-    return bounds ? bounds : work_list_workspace(p, plan.block_m(), device.multiprocessors);
+    if (plan.intervals) return kWorkListBytes + interval_bounds_bytes(p, plan.block_n);
+    if (plan.blocks) return kWorkListBytes + seen_blocks_bytes(seen_blocks_shape(p));
+    return work_list_workspace(p, plan.block_m(), device.multiprocessors);
 }
 
 }  // namespace fa

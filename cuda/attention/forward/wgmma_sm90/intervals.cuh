@@ -21,7 +21,7 @@ namespace fa {
 
 // Called by one thread for each item. Opaque: nothing of this is computed before, where registers would hold it.
 template <int kBlockN>
-__device__ __forceinline__ void describe_item(const AttentionParams& p, const IntervalBounds& bounds, const ForwardWork& w,
+__device__ __forceinline__ void describe_item(const AttentionParams& p, const IntervalBounds& bounds, const ForwardWork& w, int /* slot */,
                                               SeenKeyTiles& known) {
     const int entry = opaque(w.head / opaque(p.intervals.heads_of_entry));
     known.bounds = bounds.data + entry * bounds.head + bounds.first<kBlockN>(p, w.batch);
@@ -66,7 +66,7 @@ __device__ __forceinline__ void read_tile_rows(const AttentionParams& p, const F
 
 // Looks at the 32 tiles of the item that end with tile n, one in each lane.
 template <int kBlockM, int kBlockN>
-__device__ __forceinline__ void look_at_tiles(const ForwardWork& w, int n, SeenKeyTiles& known) {
+__device__ __forceinline__ void look_at_tiles(const IntervalBounds&, const ForwardWork& w, int n, SeenKeyTiles& known) {
     const int own = n - 31 + opaque(int(threadIdx.x));
     Seen seen = Seen::kNothing;
     if (own >= w.first_tile && own * kBlockN < w.seqlen_k) seen = known.bounds[own].seen_by(w.row0, min(w.row0 + kBlockM, w.seqlen_q) - 1);
@@ -75,29 +75,10 @@ __device__ __forceinline__ void look_at_tiles(const ForwardWork& w, int n, SeenK
     __syncwarp();
 }
 
-// The first tile from n downwards of which a row of the item sees a key; its entry is `tile`. If there is none: kNoTile, or, for the first
-// tile of an item, n, because an item has at least one tile.
 template <int kBlockM, int kBlockN>
-__device__ __forceinline__ int find_seen_tile(const AttentionParams& p, const ForwardWork& w, int n, bool is_first, SeenKeyTiles& known,
-                                              IntervalKeyTile<kBlockN>& tile) {
-    const int start = n;
-    bool cut = true;
-#pragma unroll 1
-    for (;; n = known.from - 1) {
-        if (n < w.first_tile) {
-            if (!is_first) return kNoTile;
-            n = start;
-            break;
-        }
-        if (n < known.from) look_at_tiles<kBlockM, kBlockN>(w, n, known);
-        const uint32_t up_to_n = known.seen << (31 - (n - known.from));
-        if (up_to_n == 0) continue;
-        n -= __clz(up_to_n), cut = known.cut >> (n - known.from) & 1;
-        break;
-    }
-    tile.place = n, tile.cut = cut, tile.hides = false;
+__device__ __forceinline__ void describe_tile(const AttentionParams& p, const IntervalBounds&, const ForwardWork& w, int n, bool cut,
+                                              const SeenKeyTiles& known, IntervalKeyTile<kBlockN>& tile) {
     if (cut) read_tile_rows<kBlockM>(p, w, n, known, tile);
-    return n;
 }
 
 // ---- the consumers ----

@@ -25,12 +25,14 @@
 // The parts: wgmma_sm90/plan.h: the shapes; work_list.h: the items; wgmma_sm90/block.cuh: shared memory and barriers;
 // wgmma_sm90/produce.cuh: the copies; wgmma_sm90/consume.cuh: the steps of the loop below. Plans with options have loops of their own, of
 // the producer in wgmma_sm90/key_tiles.cuh and of the consumers in wgmma_sm90/options.cuh. Some of them also have a bias (bias.cuh) or
-// dropout (dropout.cuh); others have masks by intervals (intervals.cuh) in place of the options.
+// dropout (dropout.cuh); others have masks by intervals (intervals.cuh), or by blocks and of pairs (seen_blocks.cuh), in place of the
+// options.
 #pragma once
 
 #include <numeric>
 #include <type_traits>
 
+#include "attention/common/seen_blocks.cuh"
 #include "attention/forward/wgmma_sm90/block.cuh"
 #include "attention/forward/wgmma_sm90/consume.cuh"
 #include "attention/forward/wgmma_sm90/key_tiles.cuh"
@@ -250,7 +252,7 @@ __global__ void __launch_bounds__(128 * (kWgmmaPlan<kId>.warpgroups + 1), 1)
         if constexpr (kPlan.options) {
             if (threadIdx.x < 32) {
                 const ThreadTiles<T, kId> tiles(map_k, map_v, p, schedule, smem);
-                if constexpr (kPlan.intervals) produce_with_intervals(map_q, p, schedule, smem, tiles);
+                if constexpr (kPlan.intervals) produce_seen_tiles(map_q, p, schedule, schedule.bounds, smem, tiles);
                 else produce_with_options(map_q, p, schedule, smem, tiles);
             } else if (kPlan.intervals || p.mask.data) zero_hidden_values(p, smem);
             return;
@@ -301,13 +303,41 @@ __global__ void __launch_bounds__(128 * (kWgmmaPlan<kId>.warpgroups + 1), 1)
     consume_with_options(p, schedule, smem, Consumer{warpgroup - 1, int(threadIdx.x % 128 / 32), int(threadIdx.x % 32)});
 }
 
+// The same for plans for blocks.
+template <typename T, WgmmaPlanId kId>
+__global__ void __launch_bounds__(128 * (kWgmmaPlan<kId>.warpgroups + 1), 1)
+    forward_wgmma_blocks_kernel(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k,
+                                const __grid_constant__ CUtensorMap map_v, const __grid_constant__ SeenBlocks blocks,
+                                const __grid_constant__ AttentionParams p, const __grid_constant__ WgmmaSchedule schedule) {
+    constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
+    using Smem = WgmmaSmem<T, kId>;
+    static_assert(sizeof(Smem) <= 227 * 1024, "one Hopper block can address 227 KiB");
+    extern __shared__ __align__(1024) unsigned char shared[];
+    Smem& smem = *reinterpret_cast<Smem*>(shared);
+
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the shuffle tells the compiler that it is uniform
+    if (threadIdx.x == 0) {
+        prefetch_tensormap(&map_q), prefetch_tensormap(&map_k), prefetch_tensormap(&map_v);
+        init_barriers(smem, false);
+    }
+    __syncthreads();
+    if (warpgroup == 0) {
+        setmaxnreg_dec<kPlan.producer_registers()>();
+        if (threadIdx.x >= 32) zero_hidden_values(p, smem);
+        else produce_seen_tiles(map_q, p, schedule, blocks, smem, ThreadTiles<T, kId>(map_k, map_v, p, schedule, smem));
+        return;
+    }
+    setmaxnreg_inc<kPlan.consumer_registers()>();
+    consume_with_options(p, schedule, smem, Consumer{warpgroup - 1, int(threadIdx.x % 128 / 32), int(threadIdx.x % 32)}, &blocks);
+}
+
 // ---- launch ----
 
 using WgmmaKernel = void (*)(CUtensorMap, CUtensorMap, CUtensorMap, AttentionParams, WgmmaSchedule);
 
-// `maps`: what the kernel takes beside those of q, k and v.
-template <typename T, WgmmaPlanId kId, typename Kernel, typename... Maps>
-cudaError_t launch_wgmma(const AttentionParams& p, const ForwardWorkList& list, Kernel kernel, cudaStream_t stream, const Maps&... maps) {
+// `more`: what the kernel takes beside the maps of q, k and v.
+template <typename T, WgmmaPlanId kId, typename Kernel, typename... More>
+cudaError_t launch_wgmma(const AttentionParams& p, const ForwardWorkList& list, Kernel kernel, cudaStream_t stream, const More&... more) {
     constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
     const bool varlen = p.cu_seqlens_q;
 
@@ -352,7 +382,7 @@ cudaError_t launch_wgmma(const AttentionParams& p, const ForwardWorkList& list, 
     if constexpr (kPlan.page_boxes())
         if (boxes) kernel = forward_wgmma_kernel<T, kId, KeyLoads::kPageBoxes>;
     return launch_kernel(kernel, unsigned(schedule.list.blocks), 128 * (kPlan.warpgroups + 1), sizeof(WgmmaSmem<T, kId>), stream, options,
-                         map_q, map_k, map_v, maps..., p, schedule);
+                         map_q, map_k, map_v, more..., p, schedule);
 }
 
 // Tiles of block_m rows and block_n keys; or of one row.
@@ -376,6 +406,11 @@ cudaError_t launch_wgmma(const AttentionParams& p, int multiprocessors, cudaStre
         CUtensorMap map_bias;
         if (cudaError_t error = encode_bias<kId>(p, &map_bias)) return error;
         return launch_wgmma<T, kId>(p, list, forward_wgmma_bias_kernel<T, kId>, stream, map_bias);
+    } else if constexpr (kWgmmaPlan<kId>.blocks) {
+        SeenBlocks blocks;
+        void* const workspace = static_cast<char*>(p.workspace) + kWorkListBytes;
+        if (cudaError_t error = launch_seen_blocks(p, PairWords::kOfRows, workspace, &blocks, stream)) return error;
+        return launch_wgmma<T, kId>(p, list, forward_wgmma_blocks_kernel<T, kId>, stream, blocks);
     } else {
         return launch_wgmma<T, kId>(p, list, forward_wgmma_kernel<T, kId, KeyLoads::kTilesOrRows>, stream);
     }

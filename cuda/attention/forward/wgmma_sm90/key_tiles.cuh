@@ -17,6 +17,7 @@
 #include "attention/forward/wgmma_sm90/block.cuh"
 #include "attention/forward/wgmma_sm90/intervals.cuh"
 #include "attention/forward/wgmma_sm90/produce.cuh"
+#include "attention/forward/wgmma_sm90/seen_blocks.cuh"
 #include "device/mma.cuh"
 #include "device/ring.cuh"
 
@@ -34,7 +35,7 @@ constexpr uint32_t kNoMoreTiles = ~0u;
 template <typename T, WgmmaPlanId kId>
 struct KeyTileLoads {
     static constexpr int kBlockN = kWgmmaPlan<kId>.block_n, kStages = kWgmmaPlan<kId>.stages;
-    static constexpr bool kBias = kWgmmaPlan<kId>.bias, kIntervals = kWgmmaPlan<kId>.intervals;
+    static constexpr bool kBias = kWgmmaPlan<kId>.bias, kSkips = kWgmmaPlan<kId>.skips();
     static constexpr int kStride = 32 * 16 / kBlockN;  // tiles whose bytes of the mask the lanes read at once, 16 bytes each
     using Stages = Ring<kStages>;
     const AttentionParams& p;
@@ -45,7 +46,7 @@ struct KeyTileLoads {
     // Opaque: what follows from these is computed where it is used, and takes no register or predicate elsewhere.
     __device__ __forceinline__ int lane() const { return opaque(int(threadIdx.x % 32)); }
     __device__ __forceinline__ bool has_mask() const { return opaque(static_cast<const uint8_t*>(p.mask.data)); }
-    __device__ __forceinline__ bool has_slopes() const { return !kBias && !kIntervals && opaque(p.alibi_slopes); }
+    __device__ __forceinline__ bool has_slopes() const { return !kBias && !kSkips && opaque(p.alibi_slopes); }
     __device__ __forceinline__ KeyTileOf<kId>& entry(uint32_t count) const { return smem.keys.tiles[count % WgmmaKeyTiles<kId>::kEntries]; }
     // The mask's byte of key 0.
     __device__ __forceinline__ const uint8_t* mask_of(const ForwardWork& w) const {
@@ -159,7 +160,7 @@ struct KeyTileLoads {
     }
     // Tells the zeroing warps that no more tiles come, after they have done all.
     __device__ __forceinline__ void end(uint32_t count) const {
-        if (!(kBias || kIntervals || has_mask()) || lane() != 0) return;
+        if (!(kBias || kSkips || has_mask()) || lane() != 0) return;
         for (int i = 0; i < kStages; ++i) Stages(smem.v_full, smem.v_empty, count + i).wait_empty();
         mbarrier_arrive(next_landing(kNoMoreTiles));
     }
@@ -194,17 +195,44 @@ __device__ __forceinline__ void produce_with_options(const CUtensorMap& map_q, c
     loads.end(count);
 }
 
-// The same with masks by intervals. Tiles are found at one place of the code, because registers are few.
-template <typename T, WgmmaPlanId kId>
-__device__ __forceinline__ void produce_with_intervals(const CUtensorMap& map_q, const AttentionParams& p, const WgmmaSchedule& schedule,
-                                                       WgmmaSmem<T, kId>& smem, ThreadTiles<T, kId> tiles) {
+// The first tile from n downwards of which a row of the item sees a key; its entry is `tile`. If there is none: kNoTile, or, for the first
+// tile of an item, n, because an item has at least one tile.
+template <int kBlockM, int kBlockN, typename Source, typename Known, typename Tile>
+__device__ __forceinline__ int find_seen_tile(const AttentionParams& p, const Source& seen, const ForwardWork& w, int n, bool is_first,
+                                              Known& known, Tile& tile) {
+    const int start = n;
+    bool cut = true;
+#pragma unroll 1
+    for (;; n = known.from - 1) {
+        if (n < w.first_tile) {
+            if (!is_first) return kNoTile;
+            n = start;
+            break;
+        }
+        if (n < known.from) look_at_tiles<kBlockM, kBlockN>(seen, w, n, known);
+        const uint32_t up_to_n = known.seen << (31 - (n - known.from));
+        if (up_to_n == 0) continue;
+        n -= __clz(up_to_n), cut = known.cut >> (n - known.from) & 1;
+        break;
+    }
+    tile.place = n, tile.cut = cut, tile.hides = false;
+    describe_tile<kBlockM, kBlockN>(p, seen, w, n, cut, known, tile);
+    return n;
+}
+
+// The same with masks by intervals, by blocks or of pairs. Tiles are found at one place of the code, because registers are few. `seen`:
+// what a small kernel has written.
+template <typename T, WgmmaPlanId kId, typename Source>
+__device__ __forceinline__ void produce_seen_tiles(const CUtensorMap& map_q, const AttentionParams& p, const WgmmaSchedule& schedule,
+                                                   const Source& seen, WgmmaSmem<T, kId>& smem, ThreadTiles<T, kId> tiles) {
+    constexpr int kBlockM = kWgmmaPlan<kId>.block_m(), kBlockN = kWgmmaPlan<kId>.block_n;
     const KeyTileLoads<T, kId> loads{p, smem, tiles, nullptr};
     const auto place_of = [&](uint32_t count) {
         const int place = *static_cast<volatile int*>(&loads.entry(count).place);
         return place < 0 ? ~place : place;
     };
     uint32_t count = 0;  // the tile whose K comes next
-    const auto prepare = [&](ForwardWork& w) { describe_item<kWgmmaPlan<kId>.block_n>(p, schedule.bounds, w, smem.keys.seen); };
+    const auto prepare = [&](ForwardWork& w) { describe_item<kBlockN>(p, seen, w, int(&w - smem.work), smem.keys.seen); };
     const auto load = [&](const ForwardWork& w, uint32_t item) {
         tiles.begin_item(w);
         smem.keys.seen.first = count;
@@ -214,8 +242,8 @@ __device__ __forceinline__ void produce_with_intervals(const CUtensorMap& map_q,
         for (;;) {
             int next = kNoTile;
             if (more)
-                next = find_seen_tile<kWgmmaPlan<kId>.block_m()>(p, w, is_first ? w.last_tile : place_of(count) - 1, is_first,
-                                                                 smem.keys.seen, loads.entry(is_first ? count : count + 1));
+                next = find_seen_tile<kBlockM, kBlockN>(p, seen, w, is_first ? w.last_tile : place_of(count) - 1, is_first, smem.keys.seen,
+                                                        loads.entry(is_first ? count : count + 1));
             __syncwarp();
             if (!is_first) {
                 if (more) loads.load_k(w, place_of(count), count, next);

@@ -18,6 +18,7 @@
 #include "attention/forward/wgmma_sm90/consume.cuh"
 #include "attention/forward/wgmma_sm90/dropout.cuh"
 #include "attention/forward/wgmma_sm90/intervals.cuh"
+#include "attention/forward/wgmma_sm90/seen_blocks.cuh"
 #include "common/constants.h"
 #include "device/approximate.cuh"
 #include "device/ring.cuh"
@@ -186,7 +187,7 @@ struct TileOptions {
 
 template <typename T, WgmmaPlanId kId>
 __device__ __forceinline__ void consume_with_options(const AttentionParams& p, const WgmmaSchedule& schedule, WgmmaSmem<T, kId>& smem,
-                                                     const Consumer& me) {
+                                                     const Consumer& me, const SeenBlocks* blocks = nullptr) {
     constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
     constexpr int kBlockN = kPlan.block_n, kWarpgroups = kPlan.warpgroups;
     constexpr bool kSpeculative = kPlan.speculative(), kEarlyPack = kPlan.early_pack;
@@ -198,6 +199,7 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
     float S[kBlockN / 2], O[kPlan.headdim_v / 2];
     uint32_t P[kBlockN / 4], no_fragment[1];
     RowStatistics rows;
+    typename TileBlocks<kId>::Words words;  // plans for blocks
     Ring<1> q(smem.q_full, smem.q_empty);
     Ring<kPlan.stages> k(smem.k_full, smem.k_empty), v(smem.v_full, smem.v_empty);
     Ring<WgmmaSmem<T, kId>::kWorkSlots> work(smem.work_full, smem.work_empty);
@@ -205,7 +207,7 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
     const uint64_t desc_q = wgmma_descriptor(slab, 16), desc_k = wgmma_descriptor(shared_address(smem.k), 16),
                    desc_v = wgmma_descriptor(shared_address(smem.v), kBlockN * kChunkRowBytes);
     const Exponent exponent =
-        kPlan.bias ? exponent_of_natural() : exponent_of_products((!kPlan.intervals && p.softcap != 0 ? p.softcap : p.scale) * kLog2e);
+        kPlan.bias ? exponent_of_natural() : exponent_of_products((!kPlan.skips() && p.softcap != 0 ? p.softcap : p.scale) * kLog2e);
 
     uint32_t entry = 0;  // of the next tile
     const auto next_tile = [&] { return &smem.keys.tiles[entry++ % WgmmaKeyTiles<kId>::kEntries]; };
@@ -225,6 +227,8 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
         const auto options = [&] {
             const MaskedTiles masked = masked_tiles<kId>(w, me.wg);
             if constexpr (kWgmmaPlan<kId>.intervals) return TileIntervals<kId>{p, w, me, masked};
+            else if constexpr (kWgmmaPlan<kId>.blocks)
+                return TileBlocks<kId>{p, w, me, *blocks, smem.keys.seen.pairs[work.slot], words, masked};
             else return TileOptions<T, kId>{p, w, schedule, smem, entry, smem.keys.slope[work.slot], me, masked};
         }();
 
@@ -236,13 +240,16 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
         const KeyTileOf<kId>* tile = next_tile();
         int place = tile->place;
         multiply_qk<T, kId>(S, no_fragment, desc_q, desc_k + k.slot * k_step);
+        if constexpr (kPlan.blocks) options.fetch(*tile, index_of(place));
         wgmma_wait<0>(S);
         k.release(me.lane);
+        if constexpr (kPlan.blocks) options.align(*tile);
         options.apply(S, *tile, index_of(place));
         if constexpr (kPlan.bias) options.release_bias();
         softmax_first<kId>(S, exponent, rows);
         if constexpr (kPlan.dropout) drop_probabilities<kId>(S, p, w, index_of(place), me);
         pack_probabilities<T>(P, S);
+        bool pending = true;  // whether P of tile `before` waits for its product
 #pragma unroll 1
         while (place >= 0) {
             const int before = place;
@@ -251,18 +258,38 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
             tile = next_tile();
             place = tile->place;
             const int n = index_of(place);
+            if constexpr (kPlan.blocks)
+                if (!options.sees(*tile)) {  // the warpgroup passes over the tile, and multiplies P before it does
+                    v.wait_full();
+                    k.release(me.lane);
+                    if (pending) {
+                        if (options.has_edge(before)) zero_values_outside<kBlockN>(p, w, before, smem.v, v, me.wg);
+                        multiply_pv<T>(O, P, desc_v + v.slot * v_step);
+                        wgmma_wait<0>(O);
+                    }
+                    v.release(me.lane);
+                    pending = false;
+                    continue;
+                }
             const bool plain = options.is_plain(tile->cut, n);
             take_turn<kPlan.ping_pong>(me.wg);
             multiply_qk<T, kId>(S, no_fragment, desc_q, desc_k + k.slot * k_step);  // S(n)
             v.wait_full();
-            if (options.has_edge(before)) zero_values_outside<kBlockN>(p, w, before, smem.v, v, me.wg);
-            multiply_pv<T>(O, P, desc_v + v.slot * v_step);  // O += P(before) V(before)
+            if (!kPlan.blocks || pending) {
+                if (options.has_edge(before)) zero_values_outside<kBlockN>(p, w, before, smem.v, v, me.wg);
+                multiply_pv<T>(O, P, desc_v + v.slot * v_step);  // O += P(before) V(before)
+            } else {
+                wgmma_fence(), wgmma_commit();  // nothing, so that the products count alike
+            }
             give_turn<kPlan.ping_pong, kWarpgroups>(me.wg);
+            if constexpr (kPlan.blocks) options.fetch(*tile, n), pending = true;
             wgmma_wait<1>(S);
             if (!kSpeculative) k.release(me.lane);
+            if constexpr (kPlan.blocks) options.align(*tile);
             if constexpr (kPlan.dropout) tile = &smem.keys.tiles[(opaque(entry) - 1) % WgmmaKeyTiles<kId>::kEntries];
             bool done = false, moved = false;
-            if (!kSpeculative || (!plain && options.is_exact(*tile, n, before, rows))) {
+            // Plans for blocks: the first tile of the item may be one that the warpgroup does not see.
+            if (!kSpeculative || ((kPlan.blocks || !plain) && options.is_exact(*tile, n, before, rows))) {
                 if (kAppliesTwice) options.apply(S, *tile, opaque(n));
             } else {
                 const InExponent option = plain ? InExponent::kNothing : options.prepare(S, *tile, opaque(n));
@@ -298,9 +325,11 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
         q.release(me.lane);  // the next Q arrives during the last product and the epilogue
         find_stages();
         v.wait_full();
-        if (options.has_edge(~place)) zero_values_outside<kBlockN>(p, w, ~place, smem.v, v, me.wg);
-        multiply_pv<T>(O, P, desc_v + v.slot * v_step);
-        wgmma_wait<0>(O);
+        if (!kPlan.blocks || pending) {
+            if (options.has_edge(~place)) zero_values_outside<kBlockN>(p, w, ~place, smem.v, v, me.wg);
+            multiply_pv<T>(O, P, desc_v + v.slot * v_step);
+            wgmma_wait<0>(O);
+        }
         v.release(me.lane);
         finish_rows<T, kId>(p, w, O, rows, me);
         __syncwarp();

@@ -7,12 +7,13 @@
 
 #include "attention/common/bias_tiles.h"
 #include "attention/common/params.h"
+#include "attention/common/seen_blocks.h"
 
 namespace fa {
 
 // General plans serve every option of a score and windows with a left edge. Plans with options serve some of them at nearly the speed of
 // the bare plans, which serve causal and full attention. Plans for intervals are plans with options that serve masks by intervals and
-// windows, and no other option.
+// windows, and no other option; plans for blocks serve masks by blocks, masks of pairs and windows.
 enum class WgmmaPlanId {
     kD64Short,
     kD64Long,
@@ -40,7 +41,12 @@ enum class WgmmaPlanId {
     kD64Bias,
     kD128Bias,
     kD64Dropout,
-    kD128Dropout
+    kD128Dropout,
+    kD64Blocks,
+    kD128Blocks,
+    kD256Blocks,
+    kD64Blocks64,
+    kD128Blocks64
 };
 
 // How the running row maximum is kept. P = 2^(S - m) gives the right answer for any m as long as nothing overflows, so m need not be the
@@ -64,6 +70,9 @@ struct WgmmaPlan {
     bool options = false;
     // With options: serves masks by intervals and a left edge instead, with intervals.cuh.
     bool intervals = false;
+    // With options: serves masks by blocks, masks of pairs and a left edge instead, with seen_blocks.cuh. Tiles are whole blocks of 64 rows
+    // and of 64 keys.
+    bool blocks = false;
     // With options, but neither ALiBi nor softcap: also a 16-bit bias, always (bias.cuh). Scores are in natural units.
     bool bias = false;
     bool dropout = false;  // with options: also dropout, always (dropout.cuh)
@@ -75,6 +84,7 @@ struct WgmmaPlan {
     bool pieces = false;  // an item has only some of the keys: its first tile may not be tile 0
     int producer = 0;     // producer registers per thread; 0 = the default below
 
+    FA_HOST_DEVICE constexpr bool skips() const { return intervals || blocks; }  // a tile of which nothing is seen is not loaded
     FA_HOST_DEVICE constexpr int block_m() const { return 64 * warpgroups; }
     FA_HOST_DEVICE constexpr bool speculative() const { return maximum != RowMaximum::kLazy; }
     // Lazy plans compute the maximum of every tile, so that max_score costs nothing more; but a tile of a piece is not all of a row. The
@@ -104,6 +114,10 @@ FA_HOST_DEVICE constexpr WgmmaPlan with_options(WgmmaPlan plan) {
 }
 FA_HOST_DEVICE constexpr WgmmaPlan with_intervals(WgmmaPlan plan) {
     plan = with_options(plan), plan.intervals = true;
+    return plan;
+}
+FA_HOST_DEVICE constexpr WgmmaPlan with_blocks(WgmmaPlan plan) {
+    plan = with_options(plan), plan.blocks = true, plan.ping_pong = false;
     return plan;
 }
 
@@ -164,6 +178,19 @@ FA_HOST_DEVICE constexpr WgmmaPlan wgmma_plan(WgmmaPlanId id) {
         case WgmmaPlanId::kD64Dropout: plan = with_options(wgmma_plan(WgmmaPlanId::kD64Long)), plan.dropout = true; break;
         case WgmmaPlanId::kD128Dropout: plan = with_options(wgmma_plan(WgmmaPlanId::kD128Long)), plan.dropout = true; break;
         case WgmmaPlanId::kD128Bias: plan = with_options(wgmma_plan(WgmmaPlanId::kD128Middle)), plan.stages = 2, plan.bias = true; break;
+        // Two row blocks, because a tile is loaded for all rows of the item if one row block sees it. No turns, because a warpgroup passes
+        // over tiles that its own row block does not see.
+        // Blocks of 64 keys have tiles of 64: one of 128 would be loaded and multiplied for the sake of either half.
+        case WgmmaPlanId::kD64Blocks:
+        case WgmmaPlanId::kD64Blocks64:
+            plan = with_blocks(wgmma_plan(WgmmaPlanId::kD64Short)), plan.maximum = RowMaximum::kSpeculative;
+            if (id == WgmmaPlanId::kD64Blocks64) plan.block_n = 64, plan.stages = 5;
+            break;
+        case WgmmaPlanId::kD128Blocks: return with_blocks(wgmma_plan(WgmmaPlanId::kD128Middle));
+        case WgmmaPlanId::kD128Blocks64:
+            plan = with_blocks(wgmma_plan(WgmmaPlanId::kD128Middle)), plan.block_n = 64, plan.stages = 5;
+            break;
+        case WgmmaPlanId::kD256Blocks: return with_blocks(wgmma_plan(WgmmaPlanId::kD256));
     }
     return plan;
 }
@@ -197,6 +224,11 @@ constexpr const char* wgmma_plan_name(WgmmaPlanId id) {
         case WgmmaPlanId::kD128Bias: return "d128_bias";
         case WgmmaPlanId::kD64Dropout: return "d64_dropout";
         case WgmmaPlanId::kD128Dropout: return "d128_dropout";
+        case WgmmaPlanId::kD64Blocks: return "d64_blocks";
+        case WgmmaPlanId::kD128Blocks: return "d128_blocks";
+        case WgmmaPlanId::kD256Blocks: return "d256_blocks";
+        case WgmmaPlanId::kD64Blocks64: return "d64_blocks64";
+        case WgmmaPlanId::kD128Blocks64: return "d128_blocks64";
     }
     return "";
 }
@@ -239,6 +271,13 @@ inline bool wgmma_bias_serves(const AttentionParams& p) {
 // Whether a plan for intervals serves a call with intervals. No other plan does.
 inline bool wgmma_intervals_serve(const AttentionParams& p) { return !p.max_score && !p.changes_scores() && p.scale > 0; }
 
+// Whether a plan for blocks serves a call with a mask by blocks, which no other plan does, or with a mask of pairs.
+inline bool wgmma_blocks_serve(const AttentionParams& p) {
+    AttentionParams rest = p;
+    rest.mask.data = nullptr;
+    return has_seen_blocks(p) && !p.cache.entries && !p.max_score && !rest.changes_scores() && p.scale > 0;
+}
+
 // Whether blocks of 192 rows take longer than blocks of 128 rows because they leave more of the GPU idle, although they read K and V less
 // often. That happens up to two rounds of blocks. 512 rows x 32 heads over 8192 keys: 124 -> 99 us with 128 rows (on pages of 256 keys).
 inline bool wgmma_blocks_of_192_idle(const AttentionParams& p, int multiprocessors) {
@@ -260,6 +299,12 @@ inline WgmmaPlanId wgmma_choose(const AttentionParams& p, int multiprocessors) {
     const bool options = general && wgmma_options_serve(p);
     if (p.intervals.data)
         return d <= 64 ? WgmmaPlanId::kD64Intervals : d <= 128 ? WgmmaPlanId::kD128Intervals : WgmmaPlanId::kD256Intervals;
+    if (wgmma_blocks_serve(p)) {
+        const bool of_64 = p.blocks.data && p.blocks.key_shift == 6;
+        if (d <= 64) return of_64 ? WgmmaPlanId::kD64Blocks64 : WgmmaPlanId::kD64Blocks;
+        if (d <= 128) return of_64 ? WgmmaPlanId::kD128Blocks64 : WgmmaPlanId::kD128Blocks;
+        return WgmmaPlanId::kD256Blocks;
+    }
     if (d <= 128 && wgmma_bias_serves(p)) return d <= 64 ? WgmmaPlanId::kD64Bias : WgmmaPlanId::kD128Bias;
     if (d <= 128 && wgmma_dropout_serves(p)) return d <= 64 ? WgmmaPlanId::kD64Dropout : WgmmaPlanId::kD128Dropout;
     if (d <= 64) {

@@ -1,0 +1,109 @@
+// wgmma_sm90/masked_tiles.cu: the small kernels before the main kernel of the Hopper backward under masks by blocks and masks of pairs,
+// after that of attention/common/seen_blocks.cu:
+//     states   for each tile and block of keys, whether they meet, and how many blocks of lower keys the tile meets
+//     walks    for each block of keys, the tiles that it meets, one after another, and the keys that no query sees
+// Both read bits and are short.
+#include "attention/backward/wgmma_sm90/masked_tiles.cuh"
+#include "attention/common/seen_blocks.cuh"
+#include "device/launch.h"
+
+namespace fa {
+namespace {
+
+constexpr int kThreads = 128, kWarps = kThreads / 32;
+constexpr int kKeys = 2 * kSeenBlock;  // of a block
+struct TilesParams {
+    AttentionParams attention;
+    MaskedTiles to;
+};
+
+// What the heads of a walk see together.
+template <int kRows>
+__device__ __forceinline__ TileSeen seen_of_walk(const MaskedTiles& to, const VisibleBand& band, int b, int head_k, int m, int block) {
+    const SeenBlocksShape& shape = to.seen.shape;
+    const int heads = shape.heads / to.heads_k;
+    const int64_t first = (shape.batches == 1 ? 0 : int64_t(b) * shape.heads) + head_k * heads;
+    TileSeen all{};
+#pragma unroll 1
+    for (int x = 0; x < heads; ++x) add_seen<kRows>(all, to.seen, band, first + x, m, block);
+    return all;
+}
+
+// A warp for each tile.
+template <int kRows>
+__global__ void __launch_bounds__(kThreads) tile_states_kernel(const __grid_constant__ TilesParams params) {
+    const MaskedTiles& to = params.to;
+    const int lane = threadIdx.x % 32;
+    const int64_t index = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32;
+    const int m = int(index % to.tiles_q), head_k = int(index / to.tiles_q % to.heads_k), b = int(index / to.tiles_q / to.heads_k);
+    if (b >= to.batches) return;
+    const VisibleBand band = visible_band(params.attention, sequence_of(params.attention, b));
+    const Range blocks = key_blocks_of(band, m * kRows * kSeenBlock, kRows * kSeenBlock, kKeys);
+    int before = 0;
+#pragma unroll 1
+    for (int block0 = 0; block0 < to.key_blocks; block0 += 32) {
+        const int block = block0 + lane;
+        TileSeen seen{};
+        if (block >= blocks.begin && block < blocks.end) seen = seen_of_walk<kRows>(to, band, b, head_k, m, block);
+        __syncwarp();
+        const uint32_t meet = __ballot_sync(~0u, seen.anything());
+        if (block < to.key_blocks)
+            to.tiles[to.walk_of(b, head_k, block) * to.tiles_q + m] =
+                tile_state(seen.anything(), before + __popc(meet & ((1u << lane) - 1)), seen.cut);
+        before += __popc(meet);
+    }
+}
+
+// A warp for each walk.
+template <int kRows>
+__global__ void __launch_bounds__(kThreads) walks_kernel(const __grid_constant__ TilesParams params) {
+    const MaskedTiles& to = params.to;
+    const int lane = threadIdx.x % 32;
+    const int64_t index = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32;
+    const int block = int(index % to.key_blocks), head_k = int(index / to.key_blocks % to.heads_k),
+              b = int(index / to.key_blocks / to.heads_k);
+    if (b >= to.batches) return;
+    const VisibleBand band = visible_band(params.attention, sequence_of(params.attention, b));
+    uint32_t* const tiles = to.tiles + index * to.tiles_q;
+    uint64_t keys[2] = {};
+    int count = 0;
+#pragma unroll 1
+    for (int m0 = 0; m0 < to.tiles_q; m0 += 32) {  // in place: no state is overwritten before it has been read
+        const int m = m0 + lane;
+        const uint32_t state = m < to.tiles_q ? tiles[m] : 0;
+        const uint32_t meet = __ballot_sync(~0u, state != 0);
+        if (state) {
+            tiles[count + __popc(meet & ((1u << lane) - 1))] = tile_of_state(m, state).packed();
+            const TileSeen seen = seen_of_walk<kRows>(to, band, b, head_k, m, block);
+            keys[0] |= seen.keys[0], keys[1] |= seen.keys[1];
+        }
+        __syncwarp();
+        count += __popc(meet);
+    }
+    if (lane == 0) to.walks[index].count = count;
+#pragma unroll
+    for (int x = 0; x < 4; ++x) {
+        const uint32_t seen = __reduce_or_sync(~0u, uint32_t(keys[x / 2] >> x % 2 * 32));
+        const uint32_t unseen = ~seen & uint32_t(bits_of_range<32>(0, band.seqlen_k, block * kKeys + x * 32));
+        if (lane == 0) to.walks[index].unseen[2 * x] = uint16_t(unseen), to.walks[index].unseen[2 * x + 1] = uint16_t(unseen >> 16);
+    }
+}
+
+}  // namespace
+
+cudaError_t launch_masked_tiles(const AttentionParams& p, const BackwardPlan& plan, void* workspace, MaskedTiles* to, cudaStream_t stream) {
+    *to = masked_tiles(p, plan);
+    void* const rest = place_masked_tiles(to, workspace);
+    if (cudaError_t error = launch_seen_blocks(p, PairWords::kOfKeys, rest, &to->seen, stream)) return error;
+    const TilesParams params{p, *to};
+    const auto launch = [&](auto* kernel, int64_t warps) {
+        return launch_kernel(kernel, unsigned(ceil_div(warps, kWarps)), kThreads, 0, stream, params);
+    };
+    const bool short_tiles = plan.block_m == kSeenBlock;
+    const int64_t states = int64_t(to->batches) * to->heads_k * to->tiles_q;
+    if (states == 0 || walks_of(*to) == 0) return cudaSuccess;
+    if (cudaError_t error = launch(short_tiles ? tile_states_kernel<1> : tile_states_kernel<2>, states)) return error;
+    return launch(short_tiles ? walks_kernel<1> : walks_kernel<2>, walks_of(*to));
+}
+
+}  // namespace fa

@@ -1,0 +1,13 @@
+// wgmma_sm90/masked_tiles.cuh: the launch of the kernels of masked_tiles.cu.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "attention/backward/wgmma_sm90/masked_tiles.h"
+
+namespace fa {
+
+// Writes the walks of a call with a mask by blocks or of pairs to `workspace`, which has masked_tiles_bytes, and sets *to.
+cudaError_t launch_masked_tiles(const AttentionParams& p, const BackwardPlan& plan, void* workspace, MaskedTiles* to, cudaStream_t stream);
+
+}  // namespace fa
