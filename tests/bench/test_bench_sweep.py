@@ -268,7 +268,7 @@ def test_a_call_that_hangs_is_asked_for_again_without_peers(tmp_path, monkeypatc
     assert hung == [(hung[0][0], True), (hung[0][0], False)][:times]
     [item] = data["left_out"]
     assert item["shape"] == hung[0][0] and item["reason"].startswith("no answer after 0 s")
-    assert item["system"] == ("a peer", "ours")[times - 1]
+    assert item["system"] == ("peers", "ours")[times - 1]
 
 
 def test_ctrl_c_ends_the_sweep_with_what_there_is(tmp_path):

@@ -66,6 +66,10 @@ CLAIMS = [  # page, table, what the row begins with, shapes, peers, which rows a
     ("docs/performance.md", "h200/shapes", "`mma_wide_sm80`", 6, PEERS, {"kernel": "mma_wide_sm80"}, 1),
     ("docs/performance.md", "h200/shapes", "`wgmma_split_sm90`", 8, PEERS, {"kernel": "wgmma_split_sm90"}, 1),
     ("docs/performance.md", "h200/shapes", "head dim 192", 6, PEERS, {"headdim": 192, "pass": "fwd"}, 2),
+    ("docs/performance.md", "h200/float32", "float32, ", 24, PEERS, {"kernel": "wgmma_float32_sm90"}, 2),
+    ("docs/performance.md", "h200/float32_backward", "float32, ", 24, PEERS, {"deterministic": None}, 2),
+    ("README.md", "h200/float32", "", 24, PEERS, {"kernel": "wgmma_float32_sm90"}, 2),
+    ("README.md", "h200/float32_backward", "", 24, PEERS, {"deterministic": None}, 2),
     ("docs/performance.md", "h200/tf32", "", 18, PEERS, {"kernel": "mma_tf32_sm80"}, 2),
     ("docs/performance.md", "h200/varlen", "", 8, PEERS, {}, 2),
     ("docs/performance.md", "h200/short", "", 80, PEERS, {}, 2),
@@ -99,7 +103,7 @@ def test_speeds_on_the_cpu_are_those_of_the_rows(folder):
 
 def test_rows_of_the_readme_have_their_date():
     rows = [row for row in table_rows("README.md") if ".json" in row]
-    assert len(rows) == 5
+    assert len(rows) == 7
     for row in rows:
         [table] = re.findall(r"\(docs/benchmarks/(\S+)\.json\)", row)
         date = json.loads((BENCHMARKS / f"{table}.json").read_text())["date"]

@@ -58,7 +58,9 @@ class Child:
     def _last_words(self) -> str:
         size = self.errors.seek(0, os.SEEK_END)
         self.errors.seek(max(size - 500, 0))
-        return " ".join(self.errors.read().decode(errors="replace").split())[-300:]
+        lines = self.errors.read().decode(errors="replace").splitlines()
+        errors = [line for line in lines if not line.startswith("[W")]  # without PyTorch's warnings
+        return " ".join(" ".join(errors).split())[-300:]
 
     def end(self) -> None:
         """Ends the process, also one that hangs."""

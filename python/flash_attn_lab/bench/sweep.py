@@ -107,7 +107,7 @@ class Share:
 
     def lost_with_peers(self, call: Call, why: str) -> None:
         with self.lock:
-            self.outcome.left_out.append({"system": "a peer", "shape": str(call), "reason": f"{why} (not so without)"})
+            self.outcome.left_out.append({"system": "peers", "shape": str(call), "reason": f"{why} (not so without)"})
             self.progress.say(f"{call}: without peers: {why}")
 
 

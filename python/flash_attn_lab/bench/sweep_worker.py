@@ -92,6 +92,8 @@ def measured(
     systems = [one for one in systems if one not in unlike]
     del answer
     graphs = True if machine.device == "cuda" else None  # the host's work is in no time, however long it takes a system
+    if call.backward and "dropout" in call.options:
+        graphs = False  # PyTorch's gradients alone in a graph read the seed at an address of the CPU
     if slow:
         protocol = replace(protocol, rounds=min(protocol.rounds, 3))
     try:
