@@ -533,3 +533,12 @@ def test_a_number_takes_the_place_of_an_array():
 
 def test_reproduce():
     assert reproduce(SPEC).kind == function.PASSED
+
+
+def test_dropout_scales_the_noise_of_gradients():
+    """With one key, dq is 0: the difference of two sums, both of which dropout scales up."""
+    known = functions()["backward"]
+    spec = {"function": "backward", "headdim": 144, "headdim_v": 16, "seqlen_q": 3, "seed": 5, "dlse": False}
+    one, ten = (known._noise({**spec, **more}, known.values({**spec, **more})) for more in ({}, {"dropout_p": 0.9}))
+    assert one["dq"] > 0
+    assert {name: ten[name] / one[name] for name in ("dq", "dk")} == pytest.approx({"dq": 10, "dk": 10})

@@ -159,13 +159,15 @@ class Backward(Forward):
 
     def _noise(self, spec, values) -> dict[str, float]:
         """The error that a gradient may have even where it is 0. dP - delta is the difference of two float32 sums of
-        headdim_v terms; dlse is subtracted from one of them. A gradient sums this difference over rows or columns."""
+        headdim_v terms; dropout scales both, and dlse is subtracted from one. A gradient sums this difference over rows or
+        columns."""
         q, k, v, dout = (clean(values[name]) for name in ("q", "k", "v", "dout"))
         scale = q.shape[-1] ** -0.5 if self.get(spec, "softmax_scale") is None else abs(self.get(spec, "softmax_scale"))
         longest = [float(np.linalg.norm(x, axis=-1).max(initial=0)) for x in (dout, v)]
         one = 2.0**-23 * (1 + v.shape[-1] ** 0.5 / 8) * longest[0] * longest[1]
         # delta comes from a rounded out; the error of delta in the plain implementation may be small by luck
         one += EPSILON[self.get(spec, "dtype")] / 8 * longest[0] * longest[1] / max(v.shape[-1], 1) ** 0.5
+        one /= 1 - self.get(spec, "dropout_p")
         if self.get(spec, "dlse"):
             one += 2.0**-23 * float(np.abs(clean(values["dlse"])).max(initial=0))
         rows = (q.size / max(q.shape[-1], 1)) ** 0.5
