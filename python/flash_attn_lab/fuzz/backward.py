@@ -159,8 +159,8 @@ class Backward(Forward):
 
     def _noise(self, spec, values) -> dict[str, float]:
         """The error that a gradient may have even where it is 0. dP - delta is the difference of two float32 sums of
-        headdim_v terms; dropout scales both, and dlse is subtracted from one. A gradient sums this difference over rows or
-        columns."""
+        headdim_v terms; dropout scales both, and dlse is subtracted from one. A gradient sums this difference over rows
+        or columns."""
         q, k, v, dout = (clean(values[name]) for name in ("q", "k", "v", "dout"))
         scale = q.shape[-1] ** -0.5 if self.get(spec, "softmax_scale") is None else abs(self.get(spec, "softmax_scale"))
         longest = [float(np.linalg.norm(x, axis=-1).max(initial=0)) for x in (dout, v)]
