@@ -1,7 +1,7 @@
 """Attention on a GPU with CuPy alone: arrays and a stream, no framework.
 
     python examples/cupy_alone.py
-    python examples/cupy_alone.py --length 4000 --heads 32 --dtype float32
+    python examples/cupy_alone.py --length 4000 --heads 32 --dtype float16
 
 Causal attention over a text, its gradients, and the last tokens again over a paged cache, all on one stream. The
 results are compared with standard attention in float64. Needs CuPy (`pip install cupy-cuda13x`).
@@ -36,7 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     for name, value in (("length", 1000), ("heads", 8), ("dim", 64), ("steps", 32)):
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--dtype", choices=("float32", "float16"), default="float16")
+    parser.add_argument("--dtype", choices=("float32", "float16"), default="float32")
     args = parser.parse_args()
     try:
         import cupy as cp
