@@ -52,6 +52,10 @@ def cuda_rows() -> list[Row]:
             _attention(family, 2, 2048, 16, 80, half, backward),
             _attention(family, 1, 2048, 4, 512, half, backward),
         ]
+        rows += [
+            _attention(f"{family}, short", 8, 128, 32, 64, half, backward),
+            _attention(f"{family}, short", 1, 512, 16, 128, half, backward, CAUSAL),
+        ]
         rows += [_attention(f"{family}, options", 4, 2048, 16, 128, half, backward, more) for more in OPTIONS]
         rows.append(_attention(f"{family}, options", 4, 2048, 32, 64, half, backward, {"mask": "keys"}))
         rows.append(_attention(f"{family}, packed", 8, 2048, 16, 128, half, backward, CAUSAL, lengths=LENGTHS))
