@@ -98,13 +98,13 @@ def test_forward_shapes_are_the_protocol():
 def test_the_other_suites_on_the_same_shapes():
     gpu = type("Gpu", (), {"device": "cuda"})
     found = {}
-    more = {"mma": ["--dtype", "bf16"], "fp8": ["--dtype", "fp8"], "float32": ["--dtype", "fp32", "--allow-tf32"]}
+    more = {"mma": ["--dtype", "bf16"], "fp8": ["--dtype", "fp8"], "tf32": ["--dtype", "fp32", "--allow-tf32"]}
     more |= {name: ["--dtype", "bf16", "--backward"] for name in ("backward", "backward_mma")}
     for name, options in more.items():
         found[name] = attention.shapes_of(bench._parser().parse_args([*options, "--suite", name]), gpu)
-        assert len(found[name]) == (18 if name == "float32" else 36)
+        assert len(found[name]) == (24 if name == "tf32" else 36)
         assert all(s.tokens == 16384 and s.nheads * s.headdim == 2048 for s in found[name])
-    assert all(s.allow_tf32 for s in found["float32"]) and found["backward_mma"] == found["backward"]
+    assert all(s.allow_tf32 for s in found["tf32"]) and found["backward_mma"] == found["backward"]
     assert all(s.backward for s in found["backward"]) and not any(s.backward for s in found["mma"])
     for name in ("mma", "backward_mma"):
         assert (suite.SUITES[name].kernels, suite.SUITES[name].peers) == (("mma_sm80",), "fa2")

@@ -288,7 +288,8 @@ def test_ctrl_c_ends_the_sweep_with_what_there_is(tmp_path):
     said, errors = process.communicate(timeout=60)
     assert "interrupted" in errors and process.returncode == 130, errors
     data = json.loads((tmp_path / "sweep_part.json").read_text())
-    assert all(row["us"] > 0 for row in data["rows"]) and not data["left_out"]
+    # A random call may be wrong, which is not this test's subject. Such a row has no time.
+    assert all(row.get("wrong") or row["us"] > 0 for row in data["rows"]) and not data["left_out"]
     seed = re.search(r"seed (\d+)", line + said).group(1)
     assert data["command"].endswith(f"--seed {seed}")  # drawn, and written down
     assert children
