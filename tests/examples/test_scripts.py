@@ -99,7 +99,7 @@ def test_cupy_alone_with_numpy_in_its_place(tmp_path):
     (tmp_path / "cupy.py").write_text(CUPY_BY_NUMPY)
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     said = run("cupy_alone.py", "--length", "300", PYTHONPATH=path).splitlines()
-    assert len(said) == 5 and all(" numpy float16 (1, " in line for line in said)
+    assert len(said) == 5 and all(" numpy float32 (1, " in line for line in said)
     refused = run("cupy_alone.py", "--steps", "1000", returns=2, PYTHONPATH=path)
     assert "--steps 1000 is outside 1 .. 999" in refused
 
