@@ -4,24 +4,15 @@
 // C++.
 #include <cstdio>
 #include <cstdlib>
-#include <random>
 #include <vector>
 
 #include "attention/backward/wgmma_sm90/masked_tiles.h"
+#include "random_calls.h"
 
 namespace {
 
 using namespace fa;
-
-unsigned seed;
-std::mt19937 generator;
-int below(int count) { return count <= 0 ? 0 : int(generator() % unsigned(count)); }
-
-void require(bool holds, const char* what) {
-    if (holds) return;
-    std::printf("call %u: %s\n", seed, what);
-    std::exit(1);
-}
+using namespace random_calls;
 
 struct Call {
     AttentionParams p{};

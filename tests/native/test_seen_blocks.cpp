@@ -4,27 +4,19 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <random>
 #include <vector>
 
 #include "attention/common/seen_blocks.h"
 #include "attention/forward/common/work_list.h"
+#include "random_calls.h"
 
 namespace {
 
 using namespace fa;
+using namespace random_calls;
 
-unsigned seed;
-std::mt19937 generator;
-int below(int count) { return count <= 0 ? 0 : int(generator() % unsigned(count)); }
 int largest(int a, int b) { return a > b ? a : b; }
 int smallest(int a, int b) { return a < b ? a : b; }
-
-void require(bool holds, const char* what) {
-    if (holds) return;
-    std::printf("call %u: %s\n", seed, what);
-    std::exit(1);
-}
 
 struct Call {
     AttentionParams p{};

@@ -4,26 +4,17 @@
 #include <climits>
 #include <cstdio>
 #include <cstdlib>
-#include <random>
 #include <vector>
 
 #include "attention/backward/wgmma_sm90/tiles.h"
 #include "attention/common/tile_intervals.h"
 #include "attention/forward/common/work_list.h"
+#include "random_calls.h"
 
 namespace {
 
 using namespace fa;
-
-unsigned seed;
-std::mt19937 generator;
-int below(int count) { return count <= 0 ? 0 : int(generator() % unsigned(count)); }
-
-void require(bool holds, const char* what) {
-    if (holds) return;
-    std::printf("call %u: %s\n", seed, what);
-    std::exit(1);
-}
+using namespace random_calls;
 
 struct Call {
     AttentionParams p{};
