@@ -183,6 +183,7 @@ def _parent(pid):
         (["--device", "cpu", "--peers", "telepathy"], "'telepathy' is not one of torch_allgather"),
         (["--device", "cpu", "--modes", "gather,star"], "'star' is not one of auto, gather, ulysses"),
         (["--device", "cpu", "--kinds", "fibres"], "'fibres' is not one of processes, threads"),
+        (["--device", "cpu", "--kinds", "processes,hosts"], "--kinds hosts: NCCL needs a GPU for each of 2 ranks"),
         (["--device", "cpu", "--ranks", "0"], "0 is not positive"),
         (["--device", "cpu", "--ranks", "2,x"], "--ranks: 'x' is not a whole number"),
         (["--device", "cpu", "--ranks", "1,4"], "1 rank: context parallelism is for 2 or more"),

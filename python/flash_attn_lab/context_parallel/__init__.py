@@ -35,7 +35,7 @@ from ..command import integers, some_of, without
 from ..progress import Progress
 from ..report import commit, show_table
 from . import cases, peers, rank, report, timeline
-from .crew import Crew, Lost, Spec
+from .crew import KINDS, Crew, Lost, Spec
 
 MOST_LOST = 2  # after so many lost crews of a kind, its other cases are left out
 
@@ -90,8 +90,9 @@ def _parser() -> Parser:
     add("--threads", type=positive, metavar="N", help="of a rank on the CPU; default: its share of the cores")
     add("--cases", metavar="NAME,...", help="default: the usual ones")
     add("--modes", type=some_of(MODES), default=["auto"], metavar="NAME,...", help=f"{', '.join(MODES)}; default: auto")
-    add("--kinds", type=some_of(("processes", "threads")), default=["processes", "threads"], metavar="NAME,...",
-        help="how ranks of ours are made: processes, threads; default: both, threads in some cases")  # fmt: skip
+    add("--kinds", type=some_of(KINDS), default=["processes", "threads"], metavar="NAME,...",
+        help="how ranks of ours are made: processes; threads; nccl: processes whose data NCCL moves; hosts: so, half "
+        "of them on another host, as NCCL believes; default: processes and, in some cases, threads")  # fmt: skip
     add(
         "--peers", metavar="NAME,...", help=f"{', '.join(peers.PEERS)}; all; none; default: all, on GPUs, in some cases"
     )
@@ -158,6 +159,8 @@ def tasks_of(options, groups: list[tuple[int | str, ...]]) -> list[Task]:
     for devices in groups:
         threads = options.threads or max(1, cores() // len(devices))
         for kind in options.kinds:
+            if kind in ("nccl", "hosts") and (device == "cpu" or len(set(devices)) < len(devices)):
+                raise BenchError(f"--kinds {kind}: NCCL needs a GPU for each of {len(devices)} ranks")
             if kind == "threads" and options.quick and len(options.kinds) > 1:
                 continue
             mine = [case for case in found if kind == "processes" or case.widely or len(options.kinds) == 1]
@@ -256,7 +259,7 @@ def _traced(row: dict, folder: Path | None) -> dict:
         return row
     found = row.pop("timeline")
     row["trace"] = timeline.summary(found)
-    name = "_".join([row["case"], row["asked"], str(row["ranks"]), *["threads"] * (row["kind"] == "threads")])
+    name = "_".join([row["case"], row["asked"], str(row["ranks"]), *[row["kind"]] * (row["kind"] != "processes")])
     about = f"{row['case']}, {report.label(row)}, {row['ranks']} ranks: the GPU of rank 0"
     with _writing(folder / name):
         (folder / f"{name}.json").write_text(encoded(found))
