@@ -116,6 +116,16 @@ def test_modes_kinds_and_named_cases(tmp_path):
     assert {row["tbps"] > 0 for row in rows if row["pass"] == "decode"} == {True}
 
 
+def test_through_jax(tmp_path):
+    pytest.importorskip("jax")
+    file = tmp_path / "cp.json"
+    chosen = "--kinds", "jax", "--cases", "forward-512,backward-512", "--rounds", "2"
+    run("--ranks", "2", "--device", "cpu", *chosen, "--json", str(file))
+    forward, backward = read(file)["rows"]
+    assert forward["kind"] == "jax" and forward["err"] < 1e-5 and forward["ms"] > 0
+    assert backward["refused"] and "only forward passes" in backward["error"]
+
+
 def test_a_mode_that_refuses_is_no_failure(tmp_path):
     """With 4 query heads on 5 ranks, ulysses refuses, and the other modes go on."""
     file = tmp_path / "cp.json"

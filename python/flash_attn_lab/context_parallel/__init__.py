@@ -4,6 +4,7 @@ cases.py    the cases, and how often each runs
 crew.py     processes for the ranks, which may hang or crash
 rank.py     the work of a rank: arrays, the answer of one device, bursts in turns
 timeline.py the kernels and copies on a rank's GPU during a call
+jax_ranks.py  the same in JAX, which has all devices in one process
 peers.py    PyTorch's context_parallel, a ring over NCCL
 report.py   efficiency, tables, the picture
 """
@@ -34,7 +35,7 @@ from ..bench.report import encoded
 from ..command import integers, some_of, without
 from ..progress import Progress
 from ..report import commit, show_table
-from . import cases, peers, rank, report, timeline
+from . import cases, jax_ranks, peers, rank, report, timeline
 from .crew import KINDS, Crew, Lost, Spec
 
 MOST_LOST = 2  # after so many lost crews of a kind, its other cases are left out
@@ -92,7 +93,7 @@ def _parser() -> Parser:
     add("--modes", type=some_of(MODES), default=["auto"], metavar="NAME,...", help=f"{', '.join(MODES)}; default: auto")
     add("--kinds", type=some_of(KINDS), default=["processes", "threads"], metavar="NAME,...",
         help="how ranks of ours are made: processes; threads; nccl: processes whose data NCCL moves; hosts: so, half "
-        "of them on another host, as NCCL believes; default: processes and, in some cases, threads")  # fmt: skip
+        "of them on another host, as NCCL believes; jax; default: processes and, in some cases, threads")  # fmt: skip
     add(
         "--peers", metavar="NAME,...", help=f"{', '.join(peers.PEERS)}; all; none; default: all, on GPUs, in some cases"
     )
@@ -236,7 +237,7 @@ def _measure(tasks: list[Task], machine: dict[str, Any]) -> Iterator[tuple[list[
             else:
                 try:
                     if crew is None:
-                        crew = Crew(spec, peers.open_peers if spec.peer else rank.open_ranks)
+                        crew = Crew(spec, _opener(spec))
                         machine |= {key: value for key, value in crew.about.items() if key not in machine}
                     rows = task.labelled(crew.ask(task.order, 60 + 10 * task.seconds))
                 except Lost as error:
@@ -251,6 +252,11 @@ def _measure(tasks: list[Task], machine: dict[str, Any]) -> Iterator[tuple[list[
     finally:
         if crew:
             crew.kill()
+
+
+def _opener(spec: Spec) -> Any:
+    """The function that opens the ranks of a crew in its processes."""
+    return peers.open_peers if spec.peer else jax_ranks.open_jax if spec.kind == "jax" else rank.open_ranks
 
 
 def _traced(row: dict, folder: Path | None) -> dict:
