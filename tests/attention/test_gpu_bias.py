@@ -197,3 +197,18 @@ def test_which_plan(headdim):
     slopes = torch.ones(2, device="cuda")
     for options in ({"softcap": 30.0}, {"alibi_slopes": slopes}, {"dropout_p": 0.1, "dropout_seed": 1}):
         assert served(x, x, x, bias=bias, **options).endswith("_general")
+
+
+@pytest.mark.parametrize("headdim", [24, 64, 128])
+def test_one_hidden_value_that_is_not_finite(headdim):
+    """A key that the bias hides from all rows, and whose value holds the only NaN of its tile: every place of a tile has
+    its turn, so that whoever finds the NaN must also be the one who removes it."""
+    heads, keys = 256, 256
+    q, k, v = (torch.randn(1, n, heads, headdim, device="cuda", dtype=torch.bfloat16) for n in (2, keys, keys))
+    bias = torch.zeros(1, heads, 1, keys, device="cuda", dtype=torch.bfloat16)
+    place = torch.arange(heads, device="cuda")  # head h hides key h
+    bias[0, place, 0, place] = -math.inf
+    assert served(q, k, v, bias=bias).endswith("_bias")
+    clean = fa.flash_attn_func(q, k, v, bias=bias, kernel=KERNEL)
+    v[0, place, place, -1] = math.nan
+    assert torch.equal(fa.flash_attn_func(q, k, v, bias=bias, kernel=KERNEL), clean)
