@@ -342,7 +342,7 @@ def test_workers_of_a_gpu_take_turns(tmp_path):
 
 
 def test_a_rehearsal_runs_the_launch_and_keeps_its_errors():
-    """cuDNN compiles its plan in a rehearsal. What it refuses there it refuses again where that is asked."""
+    """What a peer refuses in its rehearsal it refuses again where that is asked."""
     pytest.importorskip("torch")
 
     class Machine(TorchCpu):
@@ -358,7 +358,7 @@ def test_a_rehearsal_runs_the_launch_and_keeps_its_errors():
         ("fp32 fwd b1 q9 k9 h1 d8 softcap", False),
     ):
         arrays = make.Arrays.of(Machine(), Call.parse(line), 0)
-        assert make.prepared("cudnn", arrays) == does and not make.prepared("fa2", arrays), line
+        assert make.prepared("cudnn", arrays) == does and not make.prepared("fa4", arrays), line
         assert (arrays.dense is not None) == ("key_mask" in line)
     make.rehearse("cudnn", arrays)
     assert len(rehearsed) == 1

@@ -207,10 +207,11 @@ USUAL = {"cuda": ("cudnn", "fa2", "efficient", "fa3", "fa4"), "cpu": ("torch",)}
 
 
 def prepared(name: str, arrays: Arrays) -> bool:
-    """Makes what `rehearse` needs on the device. Returns whether it has something to do: cuDNN, which compiles a plan
-    for each call, 0.4 s of the host's time, and keeps it. A capture of dropout would move PyTorch's generator."""
+    """Makes what `rehearse` needs on the device. Returns whether it has something to do. cuDNN compiles a plan for each
+    call, 0.4 s of the host's time, and keeps it; the others load code. A capture of dropout would move PyTorch's
+    generator."""
     call = arrays.call
-    if name != "cudnn" or arrays.machine.framework != "torch" or arrays.lengths:
+    if name not in ("cudnn", "fa2", "efficient") or arrays.machine.framework != "torch" or arrays.lengths:
         return False
     if {"dropout", "softcap", "sinks"} & set(call.options):
         return False
