@@ -201,8 +201,8 @@ def test_which_plan(headdim):
 
 @pytest.mark.parametrize("headdim", [24, 64, 128])
 def test_one_hidden_value_that_is_not_finite(headdim):
-    """A key that the bias hides from all rows, and whose value holds the only NaN of its tile, at every place of a tile:
-    whoever finds the NaN must also be the one who removes it."""
+    """A key that the bias hides from all rows, and whose value holds the only NaN of its tile, at every place of a
+    tile: whoever finds the NaN must also be the one who removes it."""
     heads, keys = 256, 256
     q, k, v = (torch.randn(1, n, heads, headdim, device="cuda", dtype=torch.bfloat16) for n in (2, keys, keys))
     bias = torch.zeros(1, heads, 1, keys, device="cuda", dtype=torch.bfloat16)

@@ -172,7 +172,8 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
     per_device = PER_GPU if device == "cuda" and not options.call else 1
     about = {
         "device": device, "framework": options.framework, "threads": options.threads, "seed": options.seed,
-        "rounds": options.rounds or (3 if options.quick or device == "cuda" else 5), "burst_s": 0.002 if options.quick else BURST_S[device],
+        "rounds": options.rounds or (3 if options.quick or device == "cuda" else 5),
+        "burst_s": 0.002 if options.quick else BURST_S[device],
         "workers": len(named) * per_device,
     }  # fmt: skip
     seconds = options.seconds or SECONDS
