@@ -342,7 +342,7 @@ def test_workers_of_a_gpu_take_turns(tmp_path):
 
 
 def test_a_rehearsal_runs_the_launch_and_keeps_its_errors():
-    """What a peer refuses in its rehearsal it refuses again where that is asked."""
+    """A peer refuses again what it has refused in its rehearsal."""
     pytest.importorskip("torch")
 
     class Machine(TorchCpu):
