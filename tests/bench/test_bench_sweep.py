@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -23,7 +24,7 @@ from flash_attn_lab.bench.calls import make
 from flash_attn_lab.bench.calls.call import BadCall, Call
 from flash_attn_lab.bench.calls.judge import Judge
 from flash_attn_lab.bench.calls.make import Arrays
-from flash_attn_lab.bench.machine import BenchError, Numpy, open_machine
+from flash_attn_lab.bench.machine import BenchError, Numpy, TorchCpu, open_machine
 from flash_attn_lab.bench.systems import Refused
 from flash_attn_lab.bench.timing import Protocol, Timing
 
@@ -319,6 +320,48 @@ def test_several_workers_share_the_calls(tmp_path, monkeypatch):
     machine, outcome = sweep.run(options, Protocol())
     assert [row["number"] for row in outcome.rows] == list(range(9)) and set(seen) == {"0", "1", "2"}
     assert machine.describe()["workers"] == 2 and not outcome.wrong
+
+
+def test_workers_of_a_gpu_take_turns(tmp_path):
+    order = []
+    first, second = (sweep_worker.Turn(str(tmp_path / "gpu")) for _ in range(2))
+
+    def other():
+        with second:
+            order.append("other")
+
+    thread = threading.Thread(target=other)
+    with first:
+        thread.start()
+        thread.join(0.2)
+        order.append("first")
+    thread.join(10)
+    with sweep_worker.Turn(None):  # a worker of its own
+        order.append("alone")
+    assert order == ["first", "other", "alone"]
+
+
+def test_a_rehearsal_runs_the_launch_and_keeps_its_errors():
+    """cuDNN compiles its plan in a rehearsal. What it refuses there it refuses again where that is asked."""
+    pytest.importorskip("torch")
+
+    class Machine(TorchCpu):
+        def rehearse(self, launch):
+            rehearsed.append(launch)
+            raise RuntimeError("not during a capture")
+
+    rehearsed = []
+    for line, does in (
+        ("fp32 fwd b1 q9 k9 h1 d8", True),
+        ("fp32 fwd b1 q9 k9 h1 d8 key_mask", True),
+        ("fp32 bwd b1 q9 k9 h1 d8 dropout", False),
+        ("fp32 fwd b1 q9 k9 h1 d8 softcap", False),
+    ):
+        arrays = make.Arrays.of(Machine(), Call.parse(line), 0)
+        assert make.prepared("cudnn", arrays) == does and not make.prepared("fa2", arrays), line
+        assert (arrays.dense is not None) == ("key_mask" in line)
+    make.rehearse("cudnn", arrays)
+    assert len(rehearsed) == 1
 
 
 def test_a_wrong_answer_is_a_finding(monkeypatch):

@@ -116,6 +116,16 @@ def test_modes_kinds_and_named_cases(tmp_path):
     assert {row["tbps"] > 0 for row in rows if row["pass"] == "decode"} == {True}
 
 
+def test_through_jax(tmp_path):
+    pytest.importorskip("jax")
+    file = tmp_path / "cp.json"
+    chosen = "--kinds", "jax", "--cases", "forward-512,backward-512", "--rounds", "2"
+    run("--ranks", "2", "--device", "cpu", *chosen, "--json", str(file))
+    forward, backward = read(file)["rows"]
+    assert forward["kind"] == "jax" and forward["err"] < 1e-5 and forward["ms"] > 0
+    assert backward["refused"] and "only forward passes" in backward["error"]
+
+
 def test_a_mode_that_refuses_is_no_failure(tmp_path):
     """With 4 query heads on 5 ranks, ulysses refuses, and the other modes go on."""
     file = tmp_path / "cp.json"
@@ -183,6 +193,7 @@ def _parent(pid):
         (["--device", "cpu", "--peers", "telepathy"], "'telepathy' is not one of torch_allgather"),
         (["--device", "cpu", "--modes", "gather,star"], "'star' is not one of auto, gather, ulysses"),
         (["--device", "cpu", "--kinds", "fibres"], "'fibres' is not one of processes, threads"),
+        (["--device", "cpu", "--kinds", "processes,hosts"], "--kinds hosts: NCCL needs a GPU for each of 2 ranks"),
         (["--device", "cpu", "--ranks", "0"], "0 is not positive"),
         (["--device", "cpu", "--ranks", "2,x"], "--ranks: 'x' is not a whole number"),
         (["--device", "cpu", "--ranks", "1,4"], "1 rank: context parallelism is for 2 or more"),

@@ -183,6 +183,11 @@ class TorchCuda(_Torch):
         self.torch.cuda.synchronize()
         self.torch.cuda.set_stream(self._captured)
 
+    def rehearse(self, launch):
+        """Does the host's part of a launch alone, in a graph that is thrown away. Raises what the launch raises."""
+        with self.torch.cuda.graph(self.torch.cuda.CUDAGraph(), stream=self._captured, capture_error_mode="relaxed"):
+            launch()
+
     def burst(self, launch, count, us):
         if us < GRAPH_BELOW_US:
             graph = self.torch.cuda.CUDAGraph()

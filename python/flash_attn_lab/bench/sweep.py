@@ -1,8 +1,8 @@
 """The suite `sweep`: random calls as users make them, each beside every peer that takes it. Tables of named shapes say
 how fast those shapes are; the sweep says what a call costs that nobody has tuned for.
 
-Each GPU has a worker process; a CPU has one. A worker that dies or hangs is replaced, and its call asked for again
-without peers: it has failed where that fails, too. Without --seed each run draws calls of its own.
+Each GPU has worker processes that take turns; a CPU has one. A worker that dies or hangs is replaced, and its call
+asked for again without peers: it has failed where that fails, too. Without --seed each run draws calls of its own.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import os
 import random
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterable
@@ -38,6 +39,7 @@ from .timing import Protocol
 SECONDS = 300
 BURST_S = {"cuda": 0.002, "cpu": 0.004}
 CHECK_EVERY = 3  # each third call is checked against float64, where that takes at most a second
+PER_GPU = 3  # worker processes, which take turns: while one has the GPU, the others' peers compile their plans
 CALL_S = 120  # of a call, before it counts as hanging
 WORST = 100
 CLASSES = {"D <= 64": (0, 64), "D 65 .. 128": (65, 128), "D > 128": (129, 1 << 30)}
@@ -45,7 +47,7 @@ BEHIND = 0.7  # a peer's time over ours below which a call is far behind
 
 
 class Worker(Child):
-    """A process with one device to itself."""
+    """A process for one device, which on a GPU it shares with others."""
 
     def __init__(self, about: dict[str, Any], gpu: str | None):
         env = dict(os.environ)
@@ -167,21 +169,30 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
         raise BenchError(f"--device {device}: the library sees no GPU")
     if options.devices and device == "cpu":
         raise BenchError(f"--devices {options.devices}: there is no GPU here")
+    per_device = PER_GPU if device == "cuda" and not options.call else 1
     about = {
         "device": device, "framework": options.framework, "threads": options.threads, "seed": options.seed,
         "rounds": options.rounds or (3 if options.quick else 5), "burst_s": 0.002 if options.quick else BURST_S[device],
-        "workers": len(named),
+        "workers": len(named) * per_device,
     }  # fmt: skip
     seconds = options.seconds or SECONDS
     total = min(len(calls), options.calls or len(calls)) if calls else options.calls or 0
     all_calls = bool(options.call or (options.calls and not options.seconds))
     what = f"{total} calls" if all_calls else f"{seconds} s" + (f" of at most {total} calls" if total else "")
     what += f", seed {options.seed}" if not calls else ""
-    print(f"{plural(len(named), 'worker')}, {what}", flush=True)
-    with Progress(total, "sweep", every=0.0 if options.call else 5.0) as progress, interruptible():
+    print(f"{plural(len(named) * per_device, 'worker')}, {what}", flush=True)
+    with (
+        Progress(total, "sweep", every=0.0 if options.call else 5.0) as progress,
+        tempfile.TemporaryDirectory() as turns,
+        interruptible(),
+    ):
         ends = math.inf if all_calls else time.monotonic() + seconds
         share = Share(options, calls, ends, outcome, progress)
-        threads = [threading.Thread(target=_work, args=(share, about, gpu, machines), daemon=True) for gpu in named]
+        threads = [
+            threading.Thread(target=_work, args=(share, mine, gpu, machines), daemon=True)
+            for gpu in named
+            for mine in [about | ({"turn": str(Path(turns, gpu))} if gpu and per_device > 1 else {})] * per_device
+        ]
         for thread in threads:
             thread.start()
         try:

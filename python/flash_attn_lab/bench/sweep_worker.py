@@ -20,7 +20,7 @@ from typing import Any
 
 from .calls.call import Call
 from .calls.judge import Judge
-from .calls.make import USUAL, Arrays, Made, dtypes_of, ours, peer
+from .calls.make import USUAL, Arrays, Made, dtypes_of, ours, peer, prepared, rehearse
 from .machine import BenchError, Meter, first_line, open_machine
 from .suite import rounded
 from .systems import PACKAGES, Refused, installed
@@ -59,17 +59,50 @@ class Compiled:
                 self.known.add(kind)
 
 
+class Turn:
+    """Held while the device works: workers that share a GPU take turns. What the host does alone needs no turn."""
+
+    def __init__(self, path: str | None):
+        self.file = open(path, "a") if path else None
+
+    def __enter__(self) -> None:
+        if self.file:
+            import fcntl
+
+            fcntl.flock(self.file, fcntl.LOCK_EX)
+
+    def __exit__(self, *error) -> None:
+        if self.file:
+            import fcntl
+
+            fcntl.flock(self.file, fcntl.LOCK_UN)
+
+
 def measured(
-    machine, call: Call, check: bool, protocol: Protocol, seed: int, peers: list[str], compiled: Compiled | None = None
-) -> dict:
+    machine, call: Call, check: bool, protocol: Protocol, seed: int, peers: list[str],
+    compiled: Compiled | None = None, turn: Turn | None = None,
+) -> dict:  # fmt: skip
     """Makes, checks and times one call; returns its outcome."""
-    arrays = Arrays.of(machine, call, seed)
-    try:
-        mine = ours(arrays)
-    except Refused as refusal:
-        return {"refused": str(refusal)}
-    systems = [mine]
-    compiled = compiled or Compiled()
+    turn = turn or Turn(None)
+    with turn:
+        arrays = Arrays.of(machine, call, seed)
+        try:
+            mine = ours(arrays)
+        except Refused as refusal:
+            return {"refused": str(refusal)}
+        rehearsed = [name for name in peers if turn.file and prepared(name, arrays)]
+        machine.synchronize()
+    for name in rehearsed:
+        rehearse(name, arrays)
+    with turn:
+        return _measured(machine, arrays, mine, check, protocol, seed, peers, compiled or Compiled())
+
+
+def _measured(
+    machine, arrays: Arrays, mine: Made, check: bool, protocol: Protocol, seed: int, peers: list[str],
+    compiled: Compiled,
+) -> dict:  # fmt: skip
+    call, systems = arrays.call, [mine]
     for name in peers:
         try:
             systems.append(compiled.peer(name, arrays))
@@ -187,7 +220,7 @@ def main() -> int:
     if machine.framework != "torch":
         peers = []
     protocol = Protocol(rounds=about["rounds"], burst_s=about["burst_s"], max_launches=200)
-    compiled = Compiled()
+    compiled, turn = Compiled(), Turn(about.get("turn"))
     described = machine.describe() | ({"driver": Meter(machine).driver} if machine.device == "cuda" else {})
     ready = {"device": machine.device, "framework": machine.framework, "dtypes": dtypes_of(machine), "peers": peers}
     print(json.dumps({"ready": ready | {"machine": described, "title": machine.title}}), file=out, flush=True)
@@ -199,7 +232,7 @@ def main() -> int:
         broken = True
         try:
             call = Call.parse(order["call"])
-            found = measured(machine, call, order["check"], protocol, about["seed"], asked, compiled)
+            found = measured(machine, call, order["check"], protocol, about["seed"], asked, compiled, turn)
             broken = "not_captured" in found.get("row", {})
         except Exception as error:  # a call that breaks must not end the sweep: it is reported
             found = {"failed": f"{type(error).__name__}: {first_line(error)}"}

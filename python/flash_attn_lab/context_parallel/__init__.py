@@ -4,6 +4,7 @@ cases.py    the cases, and how often each runs
 crew.py     processes for the ranks, which may hang or crash
 rank.py     the work of a rank: arrays, the answer of one device, bursts in turns
 timeline.py the kernels and copies on a rank's GPU during a call
+jax_ranks.py  the same in JAX, which has all devices in one process
 peers.py    PyTorch's context_parallel, a ring over NCCL
 report.py   efficiency, tables, the picture
 """
@@ -34,8 +35,8 @@ from ..bench.report import encoded
 from ..command import integers, some_of, without
 from ..progress import Progress
 from ..report import commit, show_table
-from . import cases, peers, rank, report, timeline
-from .crew import Crew, Lost, Spec
+from . import cases, jax_ranks, peers, rank, report, timeline
+from .crew import KINDS, Crew, Lost, Spec
 
 MOST_LOST = 2  # after so many lost crews of a kind, its other cases are left out
 
@@ -90,8 +91,9 @@ def _parser() -> Parser:
     add("--threads", type=positive, metavar="N", help="of a rank on the CPU; default: its share of the cores")
     add("--cases", metavar="NAME,...", help="default: the usual ones")
     add("--modes", type=some_of(MODES), default=["auto"], metavar="NAME,...", help=f"{', '.join(MODES)}; default: auto")
-    add("--kinds", type=some_of(("processes", "threads")), default=["processes", "threads"], metavar="NAME,...",
-        help="how ranks of ours are made: processes, threads; default: both, threads in some cases")  # fmt: skip
+    add("--kinds", type=some_of(KINDS), default=["processes", "threads"], metavar="NAME,...",
+        help="how ranks of ours are made: processes; threads; nccl: processes whose data NCCL moves; hosts: so, half "
+        "of them on another host, as NCCL believes; jax; default: processes and, in some cases, threads")  # fmt: skip
     add(
         "--peers", metavar="NAME,...", help=f"{', '.join(peers.PEERS)}; all; none; default: all, on GPUs, in some cases"
     )
@@ -158,6 +160,8 @@ def tasks_of(options, groups: list[tuple[int | str, ...]]) -> list[Task]:
     for devices in groups:
         threads = options.threads or max(1, cores() // len(devices))
         for kind in options.kinds:
+            if kind in ("nccl", "hosts") and (device == "cpu" or len(set(devices)) < len(devices)):
+                raise BenchError(f"--kinds {kind}: NCCL needs a GPU for each of {len(devices)} ranks")
             if kind == "threads" and options.quick and len(options.kinds) > 1:
                 continue
             mine = [case for case in found if kind == "processes" or case.widely or len(options.kinds) == 1]
@@ -233,7 +237,7 @@ def _measure(tasks: list[Task], machine: dict[str, Any]) -> Iterator[tuple[list[
             else:
                 try:
                     if crew is None:
-                        crew = Crew(spec, peers.open_peers if spec.peer else rank.open_ranks)
+                        crew = Crew(spec, _opener(spec))
                         machine |= {key: value for key, value in crew.about.items() if key not in machine}
                     rows = task.labelled(crew.ask(task.order, 60 + 10 * task.seconds))
                 except Lost as error:
@@ -250,13 +254,18 @@ def _measure(tasks: list[Task], machine: dict[str, Any]) -> Iterator[tuple[list[
             crew.kill()
 
 
+def _opener(spec: Spec) -> Any:
+    """The function that opens the ranks of a crew in its processes."""
+    return peers.open_peers if spec.peer else jax_ranks.open_jax if spec.kind == "jax" else rank.open_ranks
+
+
 def _traced(row: dict, folder: Path | None) -> dict:
     """The row with a summary in place of its timeline. The timeline goes into separate files."""
     if "timeline" not in row or folder is None:
         return row
     found = row.pop("timeline")
     row["trace"] = timeline.summary(found)
-    name = "_".join([row["case"], row["asked"], str(row["ranks"]), *["threads"] * (row["kind"] == "threads")])
+    name = "_".join([row["case"], row["asked"], str(row["ranks"]), *[row["kind"]] * (row["kind"] != "processes")])
     about = f"{row['case']}, {report.label(row)}, {row['ranks']} ranks: the GPU of rank 0"
     with _writing(folder / name):
         (folder / f"{name}.json").write_text(encoded(found))

@@ -3,7 +3,7 @@
     the command   Crew: starts the processes, gives each an order, waits for the answers, ends them
     a process     serve(): opens the ranks, answers orders until there are no more
 
-"processes" and the peers have one rank in a process; "threads" has one process for all ranks.
+"threads" and "jax" have one process for all ranks; every other kind, and a peer, has one rank in a process.
 """
 
 from __future__ import annotations
@@ -27,6 +27,11 @@ from flash_attn_minimal.errors import FlashAttnError, RankLost
 
 from ..bench.machine import first_line
 
+# How ranks of this library are made. "nccl": processes whose group moves data by NCCL. "hosts": the same, where the
+# ranks' first and second half pretend to be on two hosts, so that NCCL's sockets join them.
+# "jax": one process in which JAX has all devices.
+KINDS = ("processes", "threads", "nccl", "hosts", "jax")
+ONE_PROCESS = ("threads", "jax")
 START_S = 120.0  # imports, CUDA contexts, communicators
 MEETING_S = 180.0  # how long ranks wait for each other while they open
 _SLOT = 1 << 16  # bytes for a rank's message and its length
@@ -44,7 +49,7 @@ class Lost(FlashAttnError):
 class Spec:
     """The description of a crew."""
 
-    kind: str  # "processes", "threads" or the name of a peer
+    kind: str  # one of KINDS, or the name of a peer
     devices: tuple[int | str, ...]  # the device of each rank
     threads: int  # threads of a rank on the CPU
     folder: str = ""  # where processes find each other
@@ -95,7 +100,7 @@ class Crew:
         self.log = tempfile.NamedTemporaryFile(prefix="context-parallel-", suffix=".log")
         self.folder = tempfile.TemporaryDirectory(prefix="context-parallel-")
         spec = Spec(spec.kind, spec.devices, spec.threads, self.folder.name, spec.peer)
-        count = 1 if spec.kind == "threads" else spec.size
+        count = 1 if spec.kind in ONE_PROCESS else spec.size
         barrier = context.Barrier(spec.size)
         slots = context.RawArray("c", spec.size * _SLOT)
         self.connections, self.processes = [], []

@@ -13,9 +13,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -492,13 +494,32 @@ def open_ranks(spec: Spec, rank: int, meeting: Meeting) -> Iterator[Ranks]:
         here = Here(spec, rank, meeting)
         heres = [here]
         gather = functools.partial(meeting.gather_bytes, rank)
-        device = spec.devices[rank]
-        groups = [distributed.create_group(rank, spec.size, gather, kind="processes", device=device, timeout=60)]
+        made: dict[str, Any] = {"kind": "processes"}
+        if spec.kind in ("nccl", "hosts"):
+            made = {"kind": "nccl", "nccl_comm": _nccl_comm(spec, rank)}
+        groups = [distributed.create_group(rank, spec.size, gather, device=spec.devices[rank], timeout=60, **made)]
     try:
         yield Ranks(groups, heres)
     finally:
         for group in groups:
             group.close()
+
+
+def _nccl_comm(spec: Spec, rank: int) -> int:
+    """The communicator of a process group of PyTorch, which lives as long as the process."""
+    import torch
+    import torch.distributed as dist
+
+    if spec.kind == "hosts":  # NCCL takes ranks with different names for ranks of different hosts
+        here = {"NCCL_HOSTID": f"host{2 * rank // spec.size}", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
+        os.environ.update(here)
+    device = torch.device("cuda", int(spec.devices[rank]))
+    dist.init_process_group(
+        "nccl", init_method=f"file://{Path(spec.folder) / 'torch'}", rank=rank, world_size=spec.size, device_id=device
+    )
+    dist.all_reduce(torch.zeros(1, device=device))
+    torch.cuda.synchronize(device)
+    return dist.group.WORLD._get_backend(device)._comm_ptr()
 
 
 def about(here: Here) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def label(row: dict) -> str:
     if row["system"] != "ours":
         return LABELS[row["system"]]
     mode = row["asked"] if row["asked"] == row.get("mode", row["asked"]) else f"{row['mode']} ({row['asked']})"
-    return mode + ", threads" * (row["kind"] == "threads")
+    return mode if row["kind"] == "processes" else f"{mode}, {row['kind']}"
 
 
 def series(row: dict) -> str:

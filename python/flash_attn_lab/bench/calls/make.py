@@ -206,6 +206,31 @@ def _shape(q, headdim_v) -> tuple[int, ...]:
 USUAL = {"cuda": ("cudnn", "fa2", "efficient", "fa3", "fa4"), "cpu": ("torch",)}
 
 
+def prepared(name: str, arrays: Arrays) -> bool:
+    """Makes what `rehearse` needs on the device. Returns whether it has something to do: cuDNN, which compiles a plan
+    for each call, 0.4 s of the host's time, and keeps it. A capture of dropout would move PyTorch's generator."""
+    call = arrays.call
+    if name != "cudnn" or arrays.machine.framework != "torch" or arrays.lengths:
+        return False
+    if {"dropout", "softcap", "sinks"} & set(call.options):
+        return False
+    plain = not call.options or (call.options == ("causal",) and call.seqlen_q == call.seqlen_k)
+    try:
+        if call.is_cache or not plain:
+            _dense(arrays)
+    except Exception:  # as later, where it counts
+        return False
+    return True
+
+
+def rehearse(name: str, arrays: Arrays) -> None:
+    """Has a peer that is `prepared` do the host's work of its first launch, without work for the device."""
+    with warnings.catch_warnings(), contextlib.suppress(Exception):  # as later, where it counts
+        warnings.simplefilter("ignore")
+        arrays.machine.rehearse(lambda: _sdpa(name, arrays).launch(0))
+    arrays.machine.synchronize()
+
+
 def peer(name: str, arrays: Arrays) -> Made:
     """A peer, tried once. Refused says why it does not take the call."""
     machine = arrays.machine
