@@ -178,7 +178,7 @@ typedef struct fa_attention_args {
     int64_t window_right;
 
     /* ---- dropout ---- */
-    float dropout_p;       /* 0 = off; 0 < p < 1: rounded to n / 65536, 1 <= n <= 65535. Applies to the normalised probabilities */
+    float dropout_p;       /* 0 = off; 0 < p < 1: rounded to n / 32768, 1 <= n <= 32767. Applies to the normalised probabilities */
     int32_t first_head;    /* head h of this call is head first_head + h of the whole */
     uint64_t dropout_seed; /* of Philox4x32-10; attention/common/dropout.h defines which random bits decide which element */
     uint64_t dropout_offset;

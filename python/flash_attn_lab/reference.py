@@ -90,7 +90,7 @@ class Head:
         bits = dropout_bits(
             self.dropout["seed"], self.dropout["offset"], self.dropout["batch"], self.dropout["head"], i, j
         )
-        return np.where(bits < threshold, 0.0, 65536 / (65536 - threshold))
+        return np.where(bits < threshold, 0.0, 32768 / (32768 - threshold))
 
     def _indices(self, rows: slice, columns: slice) -> tuple[np.ndarray, np.ndarray]:
         return np.arange(len(self.q))[rows, None], np.arange(len(self.k))[None, columns]
@@ -651,8 +651,8 @@ def kvcache_attention(
 # ---- dropout: cuda/common/philox.h in NumPy ----
 
 
-def philox(counter, key):
-    """Philox4x32-10 (Salmon et al., SC 2011): four 32-bit words from four words of counter and two of key; arrays
+def philox(counter, key, rounds=10):
+    """Philox4x32 (Salmon et al., SC 2011): four 32-bit words from four words of counter and two of key; arrays
     broadcast.
 
     >>> [hex(word) for word in philox((0, 0, 0, 0), (0, 0))]
@@ -661,7 +661,7 @@ def philox(counter, key):
     low = np.uint64(0xFFFFFFFF)
     c0, c1, c2, c3 = (np.asarray(c, np.uint64) for c in counter)
     k0, k1 = int(key[0]), int(key[1])
-    for _ in range(10):
+    for _ in range(rounds):
         a, b = np.uint64(0xD2511F53) * c0, np.uint64(0xCD9E8D57) * c2
         c0, c1 = (b >> np.uint64(32)) ^ c1 ^ np.uint64(k0), b & low
         c2, c3 = (a >> np.uint64(32)) ^ c3 ^ np.uint64(k1), a & low
@@ -670,16 +670,16 @@ def philox(counter, key):
 
 
 def dropout_threshold(p: float) -> int:
-    """An element is dropped iff its 16 random bits are below this."""
-    return 0 if p == 0 else min(max(int(np.floor(float(np.float32(p)) * 65536 + 0.5)), 1), 65535)
+    """An element is dropped iff its 15 random bits are below this."""
+    return 0 if p == 0 else min(max(int(np.floor(float(np.float32(p)) * 32768 + 0.5)), 1), 32767)
 
 
 def dropout_bits(seed: int, offset: int, batch: int, head: int, row: np.ndarray, column: np.ndarray) -> np.ndarray:
-    """The 16 random bits of each (row, column). One Philox block serves 8 neighbouring columns; each of its 32-bit
-    words serves two, the low half first."""
+    """The 15 random bits of each (row, column). One Philox block of seven rounds serves 8 neighbouring columns; each of
+    its 32-bit words serves two, the low half first."""
     words = (offset & 0xFFFFFFFF, offset >> 32, 0, 0), (seed & 0xFFFFFFFF, seed >> 32)
     key = [int(word) for word in philox(*words)[:2]]
     row, column = np.broadcast_arrays(row, column)
-    block = np.stack(philox((column // 8, row, head, batch), key))
+    block = np.stack(philox((column // 8, row, head, batch), key, rounds=7))
     word = np.take_along_axis(block, (column % 8 // 2)[None], axis=0)[0].astype(np.int64)
-    return np.where(column % 2 == 1, word >> 16, word & 0xFFFF)
+    return np.where(column % 2 == 1, word >> 16, word) & 0x7FFF

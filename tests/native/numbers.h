@@ -135,12 +135,12 @@ private:
     uint64_t state_;
 };
 
-// Philox4x32-10: ten rounds on four words of counter. After each round both keys grow by a constant.
+// Philox4x32: ten rounds, or fewer, on four words of counter. After each round both keys grow by a constant.
 struct Counter {
     uint32_t x[4];
 };
-inline Counter philox4x32_10(Counter c, uint32_t key_a, uint32_t key_b) {
-    for (int round = 0; round < 10; ++round) {
+inline Counter philox4x32(int rounds, Counter c, uint32_t key_a, uint32_t key_b) {
+    for (int round = 0; round < rounds; ++round) {
         const uint64_t first = uint64_t(c.x[0]) * 0xD2511F53u, second = uint64_t(c.x[2]) * 0xCD9E8D57u;
         c = {{uint32_t(second >> 32) ^ c.x[1] ^ key_a, uint32_t(second), uint32_t(first >> 32) ^ c.x[3] ^ key_b, uint32_t(first)}};
         key_a += 0x9E3779B9u;
@@ -149,22 +149,22 @@ inline Counter philox4x32_10(Counter c, uint32_t key_a, uint32_t key_b) {
     return c;
 }
 
-// The elements that dropout removes. For each element 16 bits of the block (column / 8, row, head, batch) decide, under a key drawn from
-// seed and offset.
+// The elements that dropout removes. For each element 15 bits of the block (column / 8, row, head, batch) of seven rounds decide,
+// under a key drawn from seed and offset.
 class Dropout {
 public:
     Dropout(double p, uint64_t seed, uint64_t offset) {
         if (p <= 0) return;
-        threshold_ = uint32_t(std::min(65535L, std::max(1L, std::lround(p * 65536))));
-        const Counter k = philox4x32_10({{uint32_t(offset), uint32_t(offset >> 32), 0, 0}}, uint32_t(seed), uint32_t(seed >> 32));
+        threshold_ = uint32_t(std::min(32767L, std::max(1L, std::lround(p * 32768))));
+        const Counter k = philox4x32(10, {{uint32_t(offset), uint32_t(offset >> 32), 0, 0}}, uint32_t(seed), uint32_t(seed >> 32));
         key_a_ = k.x[0], key_b_ = k.x[1];
     }
     bool on() const { return threshold_ != 0; }
-    double scale() const { return 65536.0 / (65536.0 - threshold_); }
+    double scale() const { return 32768.0 / (32768.0 - threshold_); }
     bool drops(int64_t batch, int64_t head, int64_t row, int64_t column) const {
-        const Counter block = philox4x32_10({{uint32_t(column / 8), uint32_t(row), uint32_t(head), uint32_t(batch)}}, key_a_, key_b_);
+        const Counter block = philox4x32(7, {{uint32_t(column / 8), uint32_t(row), uint32_t(head), uint32_t(batch)}}, key_a_, key_b_);
         const uint32_t word = block.x[column % 8 / 2];
-        return (column % 2 == 0 ? word & 0xFFFF : word >> 16) < threshold_;
+        return ((column % 2 == 0 ? word : word >> 16) & 0x7FFF) < threshold_;
     }
 
 private:

@@ -312,6 +312,7 @@ void test_choice() {
     dropout("dropout", [](P&, auto*, auto*) {});
     dropout("dropout, window and mask", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 0, 0}, p.window_left = 5; });
     dropout("dropout, causal and alibi", [](P& p, auto* slopes, auto*) { p.alibi_slopes = slopes, p.window_right = 0; });
+    general("dropout of nearly everything", [](P& p, auto*, auto*) { p.dropout_threshold = kDropoutPairsThreshold + 1; });
     general("dropout and softcap", [](P& p, auto*, auto*) { p.dropout_threshold = 9, p.softcap = 50; });
     general("dropout and mask of pairs", [](P& p, auto*, auto* mask) { p.dropout_threshold = 9, p.mask = {mask, 7, 0, 1}; });
     general("dropout and scale below zero", [](P& p, auto*, auto*) { p.dropout_threshold = 9, p.scale = -1; });

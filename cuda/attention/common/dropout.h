@@ -1,19 +1,26 @@
 // dropout.h: decides which elements of P are dropped; the same ones on every backend.
 //
-// One call of Philox4x32-10 (common/philox.h) yields 128 bits for 8 neighbouring columns of one row, 16 bits each:
+// One call of Philox4x32-7 (common/philox.h) yields 128 bits for 8 neighbouring columns of one row, of which each takes 15:
 //     key     = dropout_key(seed, offset)                              once per call, on the host
-//     block   = philox({column / 8, row, head, sequence}, key)
-//     bits    = 16 bits of block[(column % 8) / 2], the low half for even columns
-//     dropped = bits < threshold,   threshold = round(65536 * p)
-// Rows and columns count from the start of their whole sequence, heads and sequences from the first of the whole batch. A call on parts of
-// sequences says where each part starts; the first column of a part is a multiple of 8. A tensor-core accumulator gives each thread of a
-// quad two of the eight columns, which is exactly one word: the four threads of a quad can share four calls over four column groups.
+//     block   = philox<7>({column / 8, row, head, sequence}, key)
+//     half    = 16 bits of block[(column % 8) / 2], the low half for even columns
+//     dropped = half % 32768 < threshold,   threshold = round(32768 * p)
+// Seven rounds, because random numbers are what dropout costs. 15 bits, because a half without its first bit is a positive fp16 number, or
+// a NaN above all numbers, and these have the order of their bits: one instruction compares two (dropout_pairs.cuh). Rows and columns count
+// from the start of their whole sequence, heads and sequences from the first of the whole batch. A call on parts of sequences says where
+// each part starts; the first column of a part is a multiple of 8. A tensor-core accumulator gives each thread of a quad two of the eight
+// columns, which is exactly one word: the four threads of a quad can share four calls over four column groups.
 #pragma once
 
 #include "attention/common/params.h"
 #include "common/philox.h"
 
 namespace fa {
+
+constexpr int kDropoutRounds = 7;
+// Up to this threshold (p = 0.96875), which is the infinity of fp16, the order of fp16 numbers is that of their bits.
+constexpr uint32_t kDropoutPairsThreshold = 0x7C00;
+inline bool drops_in_pairs(const AttentionParams& p) { return p.dropout_threshold && p.dropout_threshold <= kDropoutPairsThreshold; }
 
 FA_HOST_DEVICE void dropout_key(uint64_t seed, uint64_t offset, uint32_t key[2]) {
     const Philox4 r = philox(uint32_t(offset), uint32_t(offset >> 32), 0, 0, uint32_t(seed), uint32_t(seed >> 32));
@@ -34,13 +41,13 @@ FA_HOST_DEVICE DropoutOrigin dropout_origin(const AttentionParams& p, int32_t b)
 // The random block that decides the eight columns from 8 * (column / 8) on.
 FA_HOST_DEVICE Philox4 dropout_block(const AttentionParams& p, int32_t b, int32_t head, int32_t row, int32_t column) {
     const DropoutOrigin o = dropout_origin(p, b);
-    return philox(o.columns + uint32_t(column) / 8, o.row + uint32_t(row), o.head + uint32_t(head), o.sequence, p.dropout_key[0],
-                  p.dropout_key[1]);
+    return philox<kDropoutRounds>(o.columns + uint32_t(column) / 8, o.row + uint32_t(row), o.head + uint32_t(head), o.sequence,
+                                  p.dropout_key[0], p.dropout_key[1]);
 }
 
 FA_HOST_DEVICE bool dropped(const AttentionParams& p, const Philox4& block, int32_t column) {
     const uint32_t word = block.word[(column % 8) / 2];
-    return (column % 2 ? word >> 16 : word & 0xFFFFu) < p.dropout_threshold;
+    return (column % 2 ? word << 1 : word << 17) < p.dropout_threshold << 17;
 }
 
 }  // namespace fa

@@ -216,12 +216,12 @@ struct Panel {
         for (int x = 0; x < rows() * (kPanelKeys / 8); x += L) {  // one Philox block covers eight columns of a row
             const UVec block = (UVec)lane + uint32_t(x);
             UVec word[4];
-            philox((block & uint32_t(kPanelKeys / 8 - 1)) + (origin.columns + uint32_t(t.first + key) / 8),
-                   block / uint32_t(kPanelKeys / 8) + (origin.row + uint32_t(q.first + row_begin)), origin.head + uint32_t(q.head) + UVec{},
-                   origin.sequence + UVec{}, p.dropout_key, word);
+            philox<kDropoutRounds>((block & uint32_t(kPanelKeys / 8 - 1)) + (origin.columns + uint32_t(t.first + key) / 8),
+                                   block / uint32_t(kPanelKeys / 8) + (origin.row + uint32_t(q.first + row_begin)),
+                                   origin.head + uint32_t(q.head) + UVec{}, origin.sequence + UVec{}, p.dropout_key, word);
             for (int l = 0; l < L; ++l)
                 for (int w = 0; w < 4; ++w)
-                    bits[(x + l) * 8 + 2 * w] = uint16_t(word[w][l]), bits[(x + l) * 8 + 2 * w + 1] = uint16_t(word[w][l] >> 16);
+                    bits[(x + l) * 8 + 2 * w] = word[w][l] & 0x7FFF, bits[(x + l) * 8 + 2 * w + 1] = word[w][l] >> 16 & 0x7FFF;
         }
     }
 

@@ -321,9 +321,10 @@ struct Group {
                 query[l] = origin.row + uint32_t(row(n * L + l).query), head[l] = origin.head + uint32_t(row(n * L + l).head);
             for (int j = begin - (key + begin) % 8; j < end; j += 8) {  // one Philox call covers columns 8 n .. 8 n + 7
                 UVec word[4];
-                philox(origin.columns + uint32_t(key + j) / 8 + UVec{}, query, head, origin.sequence + UVec{}, p.dropout_key, word);
+                philox<kDropoutRounds>(origin.columns + uint32_t(key + j) / 8 + UVec{}, query, head, origin.sequence + UVec{},
+                                       p.dropout_key, word);
                 for (int i = j < begin ? begin - j : 0; i < 8 && j + i < end; ++i) {
-                    const UVec bits = i % 2 ? word[i / 2] >> 16 : word[i / 2] & 0xFFFFu;
+                    const UVec bits = (i % 2 ? word[i / 2] >> 16 : word[i / 2]) & 0x7FFFu;
                     score(j + i, n) = bits < p.dropout_threshold ? Vec{} : score(j + i, n);
                 }
             }

@@ -211,11 +211,12 @@ FA_INLINE void add_sums(const Vec (&x)[count], float* to) {
     }
 }
 
-// ---- Philox4x32-10 in every lane (common/philox.h): four words of random bits per lane ----
+// ---- Philox4x32 in every lane (common/philox.h): four words of random bits per lane ----
 
+template <int kRounds>
 FA_INLINE void philox(UVec c0, UVec c1, UVec c2, UVec c3, const uint32_t key[2], UVec (&word)[4]) {
     uint32_t k0 = key[0], k1 = key[1];
-    for (int round = 0; round < 10; ++round) {
+    for (int round = 0; round < kRounds; ++round) {
         const U64Vec a = __builtin_convertvector(c0, U64Vec) * uint64_t(0xD2511F53u);
         const U64Vec b = __builtin_convertvector(c2, U64Vec) * uint64_t(0xCD9E8D57u);
         c0 = __builtin_convertvector(b >> 32, UVec) ^ c1 ^ k0, c1 = __builtin_convertvector(b, UVec);

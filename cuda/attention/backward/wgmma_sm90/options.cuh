@@ -13,7 +13,7 @@
 #pragma once
 
 #include "attention/backward/wgmma_sm90/work.cuh"
-#include "attention/common/dropout.h"
+#include "attention/common/dropout_pairs.cuh"
 #include "attention/common/large_rows.cuh"
 #include "common/constants.h"
 #include "device/approximate.cuh"
@@ -133,20 +133,17 @@ struct alignas(16) DropoutTile {
 template <int kBlockM>
 __device__ __forceinline__ void draw_kept(const AttentionParams& p, const DropoutTile& tile, uint8_t* keep, int key0) {
     const int ln = opaque(int(threadIdx.x)) % 32;
-    const uint32_t threshold = p.dropout_threshold << 16;
+    const uint32_t threshold = dropout_threshold_pair(p);
     // One at a time: more take registers that the products need.
 #pragma unroll 1
     for (int i = 0; i < kBlockM / 16; ++i) {  // two groups of keys for each query
         const int n = i / (kBlockM / 32), query = i % (kBlockM / 32) * 32 + ln;
-        const Philox4 block =
-            philox(tile.column + key0 / 8 + n, tile.row + query, tile.head, tile.sequence, p.dropout_key[0], p.dropout_key[1]);
-        uint32_t bits = 0;
+        const Philox4 block = philox<kDropoutRounds>(tile.column + key0 / 8 + n, tile.row + query, tile.head, tile.sequence,
+                                                     p.dropout_key[0], p.dropout_key[1]);
+        uint32_t kept = 0;  // even keys in the low half, odd ones in the high half
 #pragma unroll
-        for (int x = 0; x < 4; ++x) {
-            if (block.word[x] << 16 >= threshold) bits |= 1u << 2 * x;
-            if (block.word[x] >= threshold) bits |= 2u << 2 * x;
-        }
-        keep[n * kBlockM + query % 8 / 2 * (kBlockM / 4) + query / 8 * 2 + query % 2] = uint8_t(bits);
+        for (int x = 0; x < 4; ++x) kept |= kept_halves(block.word[x], threshold) & 0x20001u << 2 * x;
+        keep[n * kBlockM + query % 8 / 2 * (kBlockM / 4) + query / 8 * 2 + query % 2] = uint8_t(kept | kept >> 16);
     }
 }
 // The bytes of queries 16 i + 2 quad + {0, 1, 8, 9}, for key group n of the warp, shifted so that the sign of each is the bit of the lane's

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/common/bias_tiles.h"
+#include "attention/common/dropout.h"
 #include "attention/common/params.h"
 #include "attention/common/seen_blocks.h"
 
@@ -149,7 +150,7 @@ inline bool backward_serves_masks(const AttentionParams& p) {
 inline bool backward_serves_dropout(const AttentionParams& p) {
     AttentionParams rest = p;
     rest.dropout_threshold = 0;
-    return p.dropout_threshold && backward_serves_options(rest) && p.softcap == 0;
+    return drops_in_pairs(p) && backward_serves_options(rest) && p.softcap == 0;
 }
 // Whether the plans with a bias serve the call.
 inline bool backward_serves_bias(const AttentionParams& p) {

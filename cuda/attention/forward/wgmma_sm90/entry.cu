@@ -42,6 +42,7 @@ cudaError_t forward_wgmma_sm90(const AttentionParams& p, const DeviceInfo& devic
         FA_WGMMA_CASE(kD128Bias)
         FA_WGMMA_CASE(kD64Dropout)
         FA_WGMMA_CASE(kD128Dropout)
+        FA_WGMMA_CASE(kD256Dropout)
         FA_WGMMA_CASE(kD64Blocks)
         FA_WGMMA_CASE(kD128Blocks)
         FA_WGMMA_CASE(kD256Blocks)

@@ -200,6 +200,7 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
     uint32_t P[kBlockN / 4], no_fragment[1];
     RowStatistics rows;
     typename TileBlocks<kId>::Words words;  // plans for blocks
+    KeptPairs<kId> kept;                    // plans with dropout
     Ring<1> q(smem.q_full, smem.q_empty);
     Ring<kPlan.stages> k(smem.k_full, smem.k_empty), v(smem.v_full, smem.v_empty);
     Ring<WgmmaSmem<T, kId>::kWorkSlots> work(smem.work_full, smem.work_empty);
@@ -241,14 +242,15 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
         int place = tile->place;
         multiply_qk<T, kId>(S, no_fragment, desc_q, desc_k + k.slot * k_step);
         if constexpr (kPlan.blocks) options.fetch(*tile, index_of(place));
+        if constexpr (kPlan.dropout) kept.draw(p, w, index_of(place), me);
         wgmma_wait<0>(S);
         k.release(me.lane);
         if constexpr (kPlan.blocks) options.align(*tile);
         options.apply(S, *tile, index_of(place));
         if constexpr (kPlan.bias) options.release_bias();
         softmax_first<kId>(S, exponent, rows);
-        if constexpr (kPlan.dropout) drop_probabilities<kId>(S, p, w, index_of(place), me);
         pack_probabilities<T>(P, S);
+        if constexpr (kPlan.dropout) kept.apply(P, me);
         bool pending = true;  // whether P of tile `before` waits for its product
 #pragma unroll 1
         while (place >= 0) {
@@ -283,6 +285,7 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
             }
             give_turn<kPlan.ping_pong, kWarpgroups>(me.wg);
             if constexpr (kPlan.blocks) options.fetch(*tile, n), pending = true;
+            if constexpr (kPlan.dropout) kept.draw(p, w, n, me);
             wgmma_wait<1>(S);
             if (!kSpeculative) k.release(me.lane);
             if constexpr (kPlan.blocks) options.align(*tile);
@@ -296,7 +299,6 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
                 if constexpr (kEarlyPack) wgmma_wait<0>(O);
                 float sum[2];
                 options.take_exponentials(S, exponent.scale, rows, *tile, n, before, option, sum);
-                if constexpr (kEarlyPack && kPlan.dropout) drop_probabilities<kId>(S, p, w, n, me);
                 if constexpr (kEarlyPack) pack_probabilities<T>(P, S);
                 done = accept_sums<T>(sum, rows);
                 if (!done) {
@@ -310,16 +312,15 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
                 moved = softmax_lazy<kId>(S, exponent, rows);
                 if constexpr (kEarlyPack) {
                     wgmma_wait<0>(O);
-                    if constexpr (kPlan.dropout) drop_probabilities<kId>(S, p, w, n, me);
                     pack_probabilities<T>(P, S);
                 }
             }
             if (kSpeculative) k.release(me.lane);
             if constexpr (kPlan.bias) options.release_bias();
-            if constexpr (!kEarlyPack && kPlan.dropout) drop_probabilities<kId>(S, p, w, n, me);
             if constexpr (!kEarlyPack) wgmma_wait<0>(O);
             v.release(me.lane);
             if constexpr (!kEarlyPack) pack_probabilities<T>(P, S);  // not before the wait: P(before) was still being read
+            if constexpr (kPlan.dropout) kept.apply(P, me);
             if (moved) rescale_output(O, rows.o_scale);
         }
         q.release(me.lane);  // the next Q arrives during the last product and the epilogue

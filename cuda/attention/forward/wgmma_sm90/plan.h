@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "attention/common/bias_tiles.h"
+#include "attention/common/dropout.h"
 #include "attention/common/params.h"
 #include "attention/common/seen_blocks.h"
 
@@ -42,6 +43,7 @@ enum class WgmmaPlanId {
     kD128Bias,
     kD64Dropout,
     kD128Dropout,
+    kD256Dropout,
     kD64Blocks,
     kD128Blocks,
     kD256Blocks,
@@ -177,6 +179,7 @@ FA_HOST_DEVICE constexpr WgmmaPlan wgmma_plan(WgmmaPlanId id) {
         // The long plans: three warpgroups hide the random numbers best, and the shorter tiles of keys leave registers for them.
         case WgmmaPlanId::kD64Dropout: plan = with_options(wgmma_plan(WgmmaPlanId::kD64Long)), plan.dropout = true; break;
         case WgmmaPlanId::kD128Dropout: plan = with_options(wgmma_plan(WgmmaPlanId::kD128Long)), plan.dropout = true; break;
+        case WgmmaPlanId::kD256Dropout: plan = with_options(wgmma_plan(WgmmaPlanId::kD256)), plan.dropout = true; break;
         case WgmmaPlanId::kD128Bias: plan = with_options(wgmma_plan(WgmmaPlanId::kD128Middle)), plan.stages = 2, plan.bias = true; break;
         // Two row blocks, because a tile is loaded for all rows of the item if one row block sees it. No turns, because a warpgroup passes
         // over tiles that its own row block does not see.
@@ -224,6 +227,7 @@ constexpr const char* wgmma_plan_name(WgmmaPlanId id) {
         case WgmmaPlanId::kD128Bias: return "d128_bias";
         case WgmmaPlanId::kD64Dropout: return "d64_dropout";
         case WgmmaPlanId::kD128Dropout: return "d128_dropout";
+        case WgmmaPlanId::kD256Dropout: return "d256_dropout";
         case WgmmaPlanId::kD64Blocks: return "d64_blocks";
         case WgmmaPlanId::kD128Blocks: return "d128_blocks";
         case WgmmaPlanId::kD256Blocks: return "d256_blocks";
@@ -252,13 +256,11 @@ inline bool wgmma_options_serve(const AttentionParams& p) {
     return !rest && !pairs && p.scale > kLeastUnit && (p.softcap == 0 || p.softcap > kLeastUnit);
 }
 
-// Whether a plan with dropout serves the call. To head dim 64 or 128. Dropout alone beyond head dim 64 stays in the general plans: at
-// 128, on an H200, the plan with dropout takes 6 % more time at 2048 keys and 10 % more at 8192.
+// Whether a plan with dropout serves the call. To head dim 64, 128 or 256.
 inline bool wgmma_dropout_serves(const AttentionParams& p) {
     AttentionParams rest = p;
     rest.dropout_threshold = 0;
-    const bool alone = !p.mask.data && !p.alibi_slopes && p.softcap == 0 && p.window_left < 0;
-    return p.dropout_threshold && wgmma_options_serve(rest) && !(alone && std::max(p.headdim, p.headdim_v) > 64);
+    return drops_in_pairs(p) && wgmma_options_serve(rest);
 }
 // Whether a plan with a bias serves the call. To head dim 64 or 128.
 inline bool wgmma_bias_serves(const AttentionParams& p) {
@@ -306,7 +308,8 @@ inline WgmmaPlanId wgmma_choose(const AttentionParams& p, int multiprocessors) {
         return WgmmaPlanId::kD256Blocks;
     }
     if (d <= 128 && wgmma_bias_serves(p)) return d <= 64 ? WgmmaPlanId::kD64Bias : WgmmaPlanId::kD128Bias;
-    if (d <= 128 && wgmma_dropout_serves(p)) return d <= 64 ? WgmmaPlanId::kD64Dropout : WgmmaPlanId::kD128Dropout;
+    if (wgmma_dropout_serves(p))
+        return d <= 64 ? WgmmaPlanId::kD64Dropout : d <= 128 ? WgmmaPlanId::kD128Dropout : WgmmaPlanId::kD256Dropout;
     if (d <= 64) {
         if (general) return options ? WgmmaPlanId::kD64Options : WgmmaPlanId::kD64General;
         const bool few_tiles = keys <= (causal ? 2048 : 1024);
