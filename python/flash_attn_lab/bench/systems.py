@@ -428,6 +428,7 @@ PEERS = {
 USUAL_PEERS = {"cuda": "cudnn,fa2,fa3,fa4,standard", "cpu": "torch"}
 LABELS = {
     "ours": "flash-attn-minimal",
+    "activated": "PyTorch SDPA, flash-attn-minimal as its flash backend",
     "fa3": "FlashAttention-3",
     "fa4": "FlashAttention-4",
     "cudnn": "cuDNN (PyTorch)",
