@@ -248,6 +248,18 @@ def test_errors_that_name_an_address():
     assert difference(prepared, Answer(said.format("0x7fbf"), prepared.before), Answer("", prepared.before), "cpu")
 
 
+def test_either_rank_may_be_the_first_to_refuse():
+    """One rank has an array of a wrong dtype, and no rank can make the call in this mode."""
+    spec = {"function": "distributed_forward", "lens": [[9, 9]], "ranks": 3, "kernel": "ulysses", "seed": 1}
+    refusals = [Answer("BadArgument: k is float64", b""), Answer("Unsupported: mode=ulysses: nheads=2", b"")]
+    wrong, right = (prepare({"spec": more}, {}) for more in (spec | {"mutation": ["dtype", "k1"]}, spec))
+    for answer in refusals:
+        answer.memory = wrong.before
+    assert difference(wrong, *refusals, "cpu") is None
+    assert difference(right, *refusals, "cpu")
+    assert difference(wrong, refusals[0], Answer("CudaError: an illegal address", wrong.before), "cpu")
+
+
 @pytest.mark.skipif(NO_CUDA != "" or torch is None, reason=NO_CUDA or "no PyTorch here")
 def test_a_replay_of_what_was_refused():
     """The call was refused under the variables of the recording, so there is nothing to replay under the new ones."""
