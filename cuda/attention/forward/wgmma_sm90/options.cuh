@@ -212,8 +212,7 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
 
     uint32_t entry = 0;  // of the next tile
     const auto next_tile = [&] { return &smem.keys.tiles[entry++ % WgmmaKeyTiles<kId>::kEntries]; };
-    // The positions in the rings of K and V follow from the number of the tile. Intervals and dropout leave too few registers to carry them
-    // from one tile to the next.
+    // Intervals and dropout leave too few registers to carry the positions in the rings of K and V: they follow from the tile's number.
     const auto find_stages = [&] {
         if constexpr (kWgmmaPlan<kId>.intervals || kWgmmaPlan<kId>.dropout)
             k = {smem.k_full, smem.k_empty, entry}, v = {smem.v_full, smem.v_empty, entry - 1};
