@@ -21,7 +21,7 @@ PATTERNS = (
 # Kernels that may spill, and how much. 64 rows of head dim 256 leave no register for the position in the list of work;
 # it stays in local memory from before the loop over tiles until after it.
 MAY_SPILL = {
-    # Head dims 512 and 256 with every option: around the random numbers of dropout. Ten rounds of them spill nothing, seven do.
+    # Head dims 512 and 256 with every option: around the random numbers of dropout. Ten rounds spill nothing, seven do.
     r"attention_kernelI\w+Li512ELi256ELNS_5MmaSmE0ELNS0_7OptionsE1E": 84,
     r"decode_split_kernelI\w+Li256ELi64E": 24,
     # One to four registers, each stored and read once in a step of 2200 to 3000 instructions.
