@@ -289,9 +289,9 @@ fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attentio
     if (a.attention_chunk) p.chunk = divisor_of(a.attention_chunk);
     p.sinks = a.sinks;
     if (a.dropout_p > 0) {
-        p.dropout_threshold = uint32_t(std::lround(double(a.dropout_p) * 32768));
-        p.dropout_threshold = std::clamp(p.dropout_threshold, 1u, 32767u);
-        p.dropout_scale = float(32768.0 / (32768.0 - p.dropout_threshold));
+        p.dropout_threshold = uint32_t(std::lround(double(a.dropout_p) * kDropoutChances));
+        p.dropout_threshold = std::clamp(p.dropout_threshold, 1u, kDropoutChances - 1u);
+        p.dropout_scale = float(kDropoutChances / (double(kDropoutChances) - p.dropout_threshold));
         dropout_key(a.dropout_seed, a.dropout_offset, p.dropout_key);
     }
     p.first_head = a.first_head;

@@ -191,8 +191,7 @@ struct PairPlace {
 // dropout.h's answer, without an array that is indexed at run time.
 __device__ __forceinline__ bool kept(const AttentionParams& p, const Philox4& block, int key) {
     const uint32_t low = key & 2 ? block.word[1] : block.word[0], high = key & 2 ? block.word[3] : block.word[2];
-    const uint32_t word = key & 4 ? high : low;
-    return (key & 1 ? word << 1 : word << 17) >= p.dropout_threshold << 17;
+    return !drops(p, key & 4 ? high : low, key & 1);
 }
 
 // S, the products, becomes the weights of the second products, and dP becomes dS; both are 0 for hidden pairs.

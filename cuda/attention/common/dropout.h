@@ -18,6 +18,7 @@
 namespace fa {
 
 constexpr int kDropoutRounds = 7;
+constexpr int kDropoutChances = 1 << 15;  // p is a number of these
 // Up to this threshold (p = 0.96875), which is the infinity of fp16, the order of fp16 numbers is that of their bits.
 constexpr uint32_t kDropoutPairsThreshold = 0x7C00;
 inline bool drops_in_pairs(const AttentionParams& p) { return p.dropout_threshold && p.dropout_threshold <= kDropoutPairsThreshold; }
@@ -45,9 +46,12 @@ FA_HOST_DEVICE Philox4 dropout_block(const AttentionParams& p, int32_t b, int32_
                                   p.dropout_key[0], p.dropout_key[1]);
 }
 
+// Whether the element of the odd column, or of the even one, of a word is dropped. The shifts put its 15 bits above all others.
+FA_HOST_DEVICE bool drops(const AttentionParams& p, uint32_t word, bool odd) {
+    return (odd ? word << 1 : word << 17) < p.dropout_threshold << 17;
+}
 FA_HOST_DEVICE bool dropped(const AttentionParams& p, const Philox4& block, int32_t column) {
-    const uint32_t word = block.word[(column % 8) / 2];
-    return (column % 2 ? word << 1 : word << 17) < p.dropout_threshold << 17;
+    return drops(p, block.word[(column % 8) / 2], column % 2);
 }
 
 }  // namespace fa

@@ -134,7 +134,6 @@ __device__ __forceinline__ void hide_by_blocks(const AttentionParams& p, const F
 template <int kCount>
 __device__ __forceinline__ void drop_fragment(const AttentionParams& p, const FragmentPlace& at, int quad, float (&P)[kCount]) {
     static_assert(kCount % 16 == 0, "column groups are shared out four at a time");
-    const uint32_t threshold = p.dropout_threshold << 17;  // above the bit that is not used
 #pragma unroll
     for (int r = 0; r < 2; ++r)
 #pragma unroll
@@ -144,8 +143,8 @@ __device__ __forceinline__ void drop_fragment(const AttentionParams& p, const Fr
 #pragma unroll
             for (int x = 0; x < 4; ++x) {
                 float* pair = P + 4 * (group + x) + 2 * r;
-                if (block.word[x] << 17 < threshold) pair[0] = 0.0f;
-                if (block.word[x] << 1 < threshold) pair[1] = 0.0f;
+                if (drops(p, block.word[x], false)) pair[0] = 0.0f;
+                if (drops(p, block.word[x], true)) pair[1] = 0.0f;
             }
         }
 }

@@ -136,7 +136,7 @@ struct Panel {
     int begin, end;                                   // the keys of the panel that such a row sees
     bool cut;                                         // masks by intervals hide some of these pairs
     HiddenRowsOf<KeysOfLanes> hidden[kPanelVectors];  // set where cut
-    uint16_t bits[(kBlockRows + L) * kPanelKeys];     // dropout: 16 random bits for every pair, from row_begin on
+    uint16_t bits[(kBlockRows + L) * kPanelKeys];     // dropout: 15 random bits for every pair, from row_begin on
 
     Panel(const KeyTile& tile, const QueryBlock& block, int first_key)
         : t(tile),
@@ -221,7 +221,8 @@ struct Panel {
                                    origin.head + uint32_t(q.head) + UVec{}, origin.sequence + UVec{}, p.dropout_key, word);
             for (int l = 0; l < L; ++l)
                 for (int w = 0; w < 4; ++w)
-                    bits[(x + l) * 8 + 2 * w] = word[w][l] & 0x7FFF, bits[(x + l) * 8 + 2 * w + 1] = word[w][l] >> 16 & 0x7FFF;
+                    for (int odd = 0; odd < 2; ++odd)
+                        bits[(x + l) * 8 + 2 * w + odd] = uint16_t(word[w][l] >> 16 * odd & (kDropoutChances - 1));
         }
     }
 

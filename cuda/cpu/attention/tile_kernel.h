@@ -324,7 +324,7 @@ struct Group {
                 philox<kDropoutRounds>(origin.columns + uint32_t(key + j) / 8 + UVec{}, query, head, origin.sequence + UVec{},
                                        p.dropout_key, word);
                 for (int i = j < begin ? begin - j : 0; i < 8 && j + i < end; ++i) {
-                    const UVec bits = (i % 2 ? word[i / 2] >> 16 : word[i / 2]) & 0x7FFFu;
+                    const UVec bits = (i % 2 ? word[i / 2] >> 16 : word[i / 2]) & uint32_t(kDropoutChances - 1);
                     score(j + i, n) = bits < p.dropout_threshold ? Vec{} : score(j + i, n);
                 }
             }

@@ -45,7 +45,7 @@ struct KeptPairs {
             else words[1] |= kept;
         }
         // Here, before the wait for the products that follows.
-        asm volatile("" : "+r"(words[0]), "+r"(words[1]));
+        words[0] = opaque(words[0]), words[1] = opaque(words[1]);
     }
 
     // Zeroes the dropped elements of P, which is packed in pairs of keys: pair 2 i + r of group i is in row g + 8 r.
