@@ -304,6 +304,10 @@ def test_every_smaller_case_is_a_call():
 
 
 RARE = {
+    "masks by blocks": {
+        "function": "flash_attn_func", "batch": 2, "seqlen_q": 70, "seqlen_k": 130, "nheads_k": 2, "group": 2,
+        "headdim": 16, "blocks": [2, 64, 128, False],
+    },
     "float8": {
         "function": "flash_attn_func", "dtype": E4M3, "batch": 2, "seqlen_q": 3, "seqlen_k": 5, "nheads_k": 2,
         "group": 2, "headdim": 16, "fast_accum": True, "out_dtype": "float16",

@@ -10,6 +10,7 @@ from .case import functions
 from .function import Function
 
 LISTS = ("lens", "lengths", "links", "given", "lead", "bias", "mask")  # lists that may become shorter
+CHOICES = ("blocks",)  # lists of choices that have no smaller ones: blocks have 64 or 128 rows and keys
 
 
 def candidates(spec: dict[str, Any], known: dict[str, Function] | None = None) -> Iterator[dict[str, Any]]:
@@ -30,7 +31,7 @@ def candidates(spec: dict[str, Any], known: dict[str, Function] | None = None) -
             less = {k: v for k, v in spec["layouts"][layout].items() if k != part}
             yield _with(spec, "layouts", {**spec["layouts"], layout: less})
     for key, value in spec.items():
-        if key in (*kept, "layouts") or key not in function.DEFAULTS:
+        if key in (*kept, *CHOICES, "layouts") or key not in function.DEFAULTS:
             continue
         for smaller in _smaller(value, function.LEAST.get(key, 0), key in LISTS):
             yield _with(spec, key, smaller)
