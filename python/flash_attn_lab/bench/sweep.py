@@ -189,11 +189,11 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
     ):
         ends = math.inf if all_calls else time.monotonic() + seconds
         share = Share(options, calls, ends, outcome, progress)
-        threads = [
-            threading.Thread(target=_work, args=(share, mine, gpu, machines), daemon=True)
-            for gpu in named
-            for mine in [about | ({"turn": str(Path(turns, gpu))} if gpu and per_device > 1 else {})] * per_device
-        ]
+        threads = []
+        for gpu in named:
+            mine = about | ({"turn": str(Path(turns, gpu))} if gpu and per_device > 1 else {})
+            work = share, mine, gpu, machines
+            threads += [threading.Thread(target=_work, args=work, daemon=True) for _ in range(per_device)]
         for thread in threads:
             thread.start()
         try:

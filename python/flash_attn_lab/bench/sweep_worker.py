@@ -9,6 +9,7 @@ A worker whose device no longer works ends: after a row with "ends": true in its
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import json
 import os
@@ -67,14 +68,10 @@ class Turn:
 
     def __enter__(self) -> None:
         if self.file:
-            import fcntl
-
             fcntl.flock(self.file, fcntl.LOCK_EX)
 
     def __exit__(self, *error) -> None:
         if self.file:
-            import fcntl
-
             fcntl.flock(self.file, fcntl.LOCK_UN)
 
 

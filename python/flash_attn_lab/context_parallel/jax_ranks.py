@@ -32,9 +32,8 @@ class JaxRanks:
         import jax
 
         self.jax, self.threads = jax, spec.threads
-        self.devices = [jax.devices()[0 if name == "cpu" else int(name)] for name in spec.devices]
-        if spec.devices[0] == "cpu":
-            self.devices = jax.devices()[: spec.size]
+        numbers = range(spec.size) if spec.devices[0] == "cpu" else map(int, spec.devices)
+        self.devices = [jax.devices()[number] for number in numbers]
         self.about = {"jax": jax.__version__}
 
     def measure(self, order: Order) -> list[dict[str, Any]]:

@@ -11,10 +11,8 @@ A process group of torch.distributed moves the keys: NCCL between GPUs, gloo on 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from flash_attn_minimal import flash_attn_func, merge
@@ -22,7 +20,7 @@ from flash_attn_minimal import flash_attn_func, merge
 from ..bench.machine import BenchError, TorchCpu, first_line
 from ..bench.suite import rounded
 from .crew import Meeting, Spec
-from .rank import Here, Order, Work, about, race
+from .rank import Here, Order, Work, about, join_process_group, race
 
 LABELS = {
     "torch_allgather": "PyTorch, all-gather",
@@ -31,7 +29,6 @@ LABELS = {
 }
 PEERS = tuple(LABELS)
 ROOM = 3.0  # factor on the tolerance that this library has
-TIMEOUT_S = 60  # for a collective of torch.distributed
 BACKENDS = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION")  # PyTorch's, the fastest first
 
 
@@ -275,14 +272,9 @@ def open_peers(spec: Spec, rank: int, meeting: Meeting) -> Iterator[Peers]:
         raise BenchError("PyTorch is not installed") from None
     warnings.simplefilter("ignore")
     here = Here(spec, rank, meeting, on_host=Torch)
-    cuda = here.machine.device == "cuda"
-    if not cuda:
+    if here.machine.device == "cpu":
         torch.set_num_threads(spec.threads)
-    dist.init_process_group(
-        "nccl" if cuda else "gloo", init_method=f"file://{Path(spec.folder) / 'torch'}", rank=rank,
-        world_size=spec.size, timeout=datetime.timedelta(seconds=TIMEOUT_S),
-        **({"device_id": torch.device("cuda", int(spec.devices[rank]))} if cuda else {}),
-    )  # fmt: skip
+    join_process_group(spec, rank)
     try:
         yield Peers(spec, here)
     finally:

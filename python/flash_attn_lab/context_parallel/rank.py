@@ -11,6 +11,7 @@ them do so at the same time, without communication; ranks that share a device do
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
 import math
 import os
@@ -34,6 +35,7 @@ from .crew import Meeting, Spec
 
 HEAD_START = 0.002  # seconds in which every rank learns when all start
 BLOCK = 4096  # rows compared at once
+GROUP_S = 60  # for a collective of torch.distributed
 WARM_S = 0.1  # a call that takes longer needs no warm-up
 
 # How far a rank's rows may be from those of one device, relative to their norms: (all rows together, the worst row). To
@@ -505,6 +507,20 @@ def open_ranks(spec: Spec, rank: int, meeting: Meeting) -> Iterator[Ranks]:
             group.close()
 
 
+def join_process_group(spec: Spec, rank: int) -> Any:
+    """Opens torch.distributed among the processes of a crew: NCCL between GPUs, gloo on the CPU. Returns the device."""
+    import torch
+    import torch.distributed as dist
+
+    cpu = spec.devices[rank] == "cpu"
+    device = torch.device("cpu") if cpu else torch.device("cuda", int(spec.devices[rank]))
+    dist.init_process_group(
+        "gloo" if cpu else "nccl", init_method=f"file://{Path(spec.folder) / 'torch'}", rank=rank,
+        world_size=spec.size, timeout=datetime.timedelta(seconds=GROUP_S), **({} if cpu else {"device_id": device}),
+    )  # fmt: skip
+    return device
+
+
 def _nccl_comm(spec: Spec, rank: int) -> int:
     """The communicator of a process group of PyTorch, which lives as long as the process."""
     import torch
@@ -513,10 +529,7 @@ def _nccl_comm(spec: Spec, rank: int) -> int:
     if spec.kind == "hosts":  # NCCL takes ranks with different names for ranks of different hosts
         here = {"NCCL_HOSTID": f"host{2 * rank // spec.size}", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
         os.environ.update(here)
-    device = torch.device("cuda", int(spec.devices[rank]))
-    dist.init_process_group(
-        "nccl", init_method=f"file://{Path(spec.folder) / 'torch'}", rank=rank, world_size=spec.size, device_id=device
-    )
+    device = join_process_group(spec, rank)
     dist.all_reduce(torch.zeros(1, device=device))
     torch.cuda.synchronize(device)
     return dist.group.WORLD._get_backend(device)._comm_ptr()

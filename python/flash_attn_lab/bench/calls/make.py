@@ -215,9 +215,8 @@ def prepared(name: str, arrays: Arrays) -> bool:
         return False
     if {"dropout", "softcap", "sinks"} & set(call.options):
         return False
-    plain = not call.options or (call.options == ("causal",) and call.seqlen_q == call.seqlen_k)
     try:
-        if call.is_cache or not plain:
+        if not _is_plain(call):
             _dense(arrays)
     except Exception:  # as later, where it counts
         return False
@@ -303,6 +302,12 @@ def _dense(arrays: Arrays):
     return mask
 
 
+def _is_plain(call: Call) -> bool:
+    """Whether scaled_dot_product_attention takes the call without a mask: nothing is hidden, or a square is causal."""
+    hides = set(call.options) - {"dropout"}
+    return not call.is_cache and (not hides or (hides == {"causal"} and call.seqlen_q == call.seqlen_k))
+
+
 def _sdpa(name: str, arrays: Arrays) -> Made:
     """scaled_dot_product_attention with one backend, or with the one that PyTorch picks."""
     call, torch = arrays.call, arrays.machine.torch
@@ -310,7 +315,7 @@ def _sdpa(name: str, arrays: Arrays) -> Made:
         raise Refused("scaled_dot_product_attention has neither softcap nor sinks")
     more: dict[str, Any] = {"dropout_p": DROPOUT} if "dropout" in call.options else {}
     hides = set(call.options) - {"dropout"}
-    if hides == {"causal"} and not call.is_cache and call.seqlen_q == call.seqlen_k:
+    if hides and _is_plain(call):
         more["is_causal"] = True
     elif hides == {"causal"} and not call.is_cache and name in ("fa2", "efficient"):
         from torch.nn.attention.bias import causal_lower_right  # elsewhere it would become an array at each call
