@@ -308,6 +308,10 @@ RARE = {
         "function": "flash_attn_func", "batch": 2, "seqlen_q": 70, "seqlen_k": 130, "nheads_k": 2, "group": 2,
         "headdim": 16, "blocks": [2, 64, 128, False],
     },
+    "a shared prefix": {
+        "function": "flash_attn_with_kvcache", "lengths": [40, 50], "batch": 2, "rows": 16, "pages": 4,
+        "common_pages": 2, "shared_prefix": True,
+    },
     "float8": {
         "function": "flash_attn_func", "dtype": E4M3, "batch": 2, "seqlen_q": 3, "seqlen_k": 5, "nheads_k": 2,
         "group": 2, "headdim": 16, "fast_accum": True, "out_dtype": "float16",

@@ -173,6 +173,11 @@ class Cached(Function):
             spec["shared_prefix"] = not spec["batch_invariant"] and draw.chance(0.7 if spec["common_pages"] else 0.1)
         return spec
 
+    def trimmed(self, spec):
+        if not spec.get("pages"):  # only pages can be shared
+            spec = {k: v for k, v in spec.items() if k not in ("common_pages", "shared_prefix")}
+        return super().trimmed(spec)
+
     @staticmethod
     def _draw_tree(draw: Draw, spec: dict[str, Any]) -> None:
         """Draws a tree of draft tokens, and removes options that depend on positions."""
