@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 from . import _arrays
 from ._arrays import View, torch_modes
 from ._core import recordings
-from ._core.checks import _check_contiguous, _check_last_axis, _flag
+from ._core.checks import _OPEN, _check_contiguous, _check_last_axis, _flag
 from ._core.fields import _destination, _option, _put_dense, _put_strides, _put_tensor
+from ._core.forward import QKV, joined
 from ._core.launch import _with_workspace
 from ._core.library import KERNEL_TABLES, load
-from ._core.options import AnyArray, Array, AttentionOptions, Options, _lengths, _options_of, _prepare
+from ._core.options import ARRAYS, AnyArray, Array, AttentionOptions, Options, _lengths, _options_of, _prepare
 from ._core.queries import Plan, kernel_table, plan_from
 from ._core.repeats import Made, Repeats
 from ._core.structs import AttentionArgs, AttentionBackwardArgs, new
@@ -89,11 +90,22 @@ def backward(
     >>> bool(np.allclose(dv.sum(axis=1), dout.sum(axis=1), atol=1e-5))  # each row of P sums to 1
     True
     """
+    sign, arrays = None, ()
+    if dq is dk is dv is None and accumulate is return_dbias is return_dsinks is False:
+        lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+        rest = {"out": out, "lse": lse, "dlse": dlse, "dout": dout}
+        values = "backward", max_seqlen_q, max_seqlen_k, torch_modes.deterministic(q)
+        given, arrays, values = joined(QKV, (q, k, v), values, lengths | options | rest, (*ARRAYS, *lengths, *rest))
+        if values is not None:
+            results, sign = find_gradients(given, arrays, values, options.get("window_size", _OPEN))
+            if results is not None:
+                return results
     lengths = _lengths("call", cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     wanted = _flag("return_dbias", return_dbias), _flag("return_dsinks", return_dsinks)
     return _differentiate(
-        dout, q, k, v, out, lse, dlse, lengths, _options_of("backward", options), *wanted, (dq, dk, dv), accumulate
-    )
+        dout, q, k, v, out, lse, dlse, lengths, _options_of("backward", options), *wanted, (dq, dk, dv), accumulate,
+        sign, arrays,
+    )  # fmt: skip
 
 
 def _differentiate(
@@ -190,11 +202,13 @@ _repeats = Repeats(
 )
 
 
-def find_gradients(given: tuple[str, ...], arrays: tuple, values: tuple, window_size) -> tuple[Any, tuple | None]:
+def find_gradients(
+    given: tuple[str, ...], arrays: tuple, values: tuple, window_size, gradients: bool = False
+) -> tuple[Any, tuple | None]:
     """Repeats an earlier call of the same signature, if there is one: see Repeats.find. Returns the gradients or None,
     and the signature or None. given: the names of the arrays, q, k and v first; values: all else that the call depends
     on."""
-    return _repeats.find(given, arrays, values, window_size, None, True)
+    return _repeats.find(given, arrays, values, window_size, None, gradients)
 
 
 def _launch_backward(
