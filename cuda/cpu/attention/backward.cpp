@@ -67,10 +67,12 @@ static_assert(sizeof(BlockOrder) == 3 * sizeof(float) && std::is_trivially_destr
 
 struct Layout {
     int64_t ld_k, ld_v, ld_dq;
-    int64_t tile, matrix_k, matrix_v, block_k, block_v, panel, thread;  // tile: in keys; all other sizes: floats in a thread's scratch
-    int64_t rows, blocks;                                               // query rows and blocks of the whole call
-    int64_t delta, dq, ready, bounds, total;                            // sizes in floats; row_max and log_sum are as large as delta
-    int threads;                                                        // at most
+    int64_t tile;                                                                         // in keys
+    int64_t matrix_k, matrix_v, matrix_k_t, matrix_v_t, block_k, block_v, panel, thread;  // sizes: floats in a thread's scratch
+    bool few_rows;
+    int64_t rows, blocks;                     // query rows and blocks of the whole call
+    int64_t delta, dq, ready, bounds, total;  // sizes in floats; row_max and log_sum are as large as delta
+    int threads;                              // at most
     Layout(const BackwardParams& b, const BackwardTileKernel& kernel) {
         const AttentionParams& p = b.forward;
         // Each row has one cache line more than it needs: with rows a power of two apart, a column would use only a few sets of the cache.
@@ -78,7 +80,9 @@ struct Layout {
         tile = tile_keys(p);
         matrix_k = ld_k * tile, matrix_v = ld_v * tile;
         block_k = ld_k * kBlockRows, block_v = ld_v * kBlockRows, panel = kBlockRows * kPanelKeys;
-        thread = 2 * matrix_k + matrix_v + tile * (p.headdim + p.headdim_v) + 2 * block_k + block_v + 2 * panel;
+        few_rows = int64_t(p.seqlen_q) * p.group <= (p.dtype == DType::kFloat32 ? kFewRowsInPlace : kFewRows);
+        matrix_k_t = few_rows ? 0 : tile * p.headdim, matrix_v_t = few_rows ? matrix_v : tile * p.headdim_v;
+        thread = 2 * matrix_k + matrix_v + matrix_k_t + matrix_v_t + 2 * block_k + block_v + 2 * panel;
 
         rows = p.nheads * (p.cu_seqlens_q ? p.total_q : int64_t(p.batch) * p.seqlen_q);
         blocks = p.nheads * (p.cu_seqlens_q ? p.total_q / kBlockRows + p.batch : p.batch * blocks_of(p.seqlen_q));
@@ -175,7 +179,7 @@ struct Backward {
         for (int32_t tile = tiles.begin; tile < tiles.end; ++tile) {
             if (!sees(s, batch, head, block, tile)) continue;
             KeyTile t = key_tile(s, batch, head / p.group, tile, at);
-            kernel.load_keys(t);
+            kernel.load_keys(t, false);
             find_rows(t, q, head, block);
             kernel.sum_rows(t, q, max, sum);
         }
@@ -187,10 +191,12 @@ struct Backward {
         }
     }
 
-    void store_dq(const GradientSequence& g, int32_t head, int32_t first, int32_t rows, const float* dq) const {
-        kernel.store_rows(b.dq, g.dq + head * b.dq.head + first * b.dq.row, p.dtype, rows, p.headdim, dq, layout.ld_k, p.scale,
+    void store_dq(const GradientSequence& g, int32_t head, int32_t first, int32_t rows, float* dq) const {
+        kernel.store_rows(b.dq, g.dq + head * b.dq.head + first * b.dq.row, p.dtype, rows, p.headdim, {dq, layout.ld_k}, scale(),
                           b.accumulate);
     }
+    // What is left to multiply dQ and dK by; with few rows add_block has done so.
+    float scale() const { return layout.few_rows ? 1 : p.scale; }
 
     // ---- the tiles of keys ----
 
@@ -201,9 +207,11 @@ struct Backward {
         t.params = &b, t.sequence = s, t.origin = dropout_origin(p, batch), t.gradients = gradients_of(b, batch);
         t.batch = batch, t.head_k = head_k;
         t.first = tile * int32_t(layout.tile), t.keys = std::min(int32_t(layout.tile), s.seqlen_k - t.first);
-        t.k = at, t.dk = t.k + layout.matrix_k, t.dv = t.dk + layout.matrix_k;
-        t.k_t = t.dv + layout.matrix_v, t.v_t = t.k_t + layout.tile * p.headdim;
+        t.few_rows = layout.few_rows;
         t.ld_k = layout.ld_k, t.ld_v = layout.ld_v;
+        t.k = {at, t.ld_k}, t.dk = {at + layout.matrix_k, t.ld_k}, t.dv = {at + 2 * layout.matrix_k, t.ld_v};
+        t.k_t = t.dv.data + layout.matrix_v, t.v_t = t.k_t + layout.matrix_k_t;
+        t.v = {layout.few_rows ? t.v_t : t.dv.data, t.ld_v};
         return t;
     }
 
@@ -212,7 +220,7 @@ struct Backward {
         q.head = head, q.first = block * kBlockRows, q.rows = std::min(kBlockRows, t.sequence.seqlen_q - q.first);
         const float* const lse = p.lse + offset + q.first;
         q.row_max = row_max + offset + q.first, q.log_sum = log_sum + offset + q.first, q.delta = delta + offset + q.first;
-        q.q = t.v_t + layout.tile * p.headdim_v, q.dq = q.q + layout.block_k, q.dout = q.dq + layout.block_k;
+        q.q = t.v_t + layout.matrix_v_t, q.dq = q.q + layout.block_k, q.dout = q.dq + layout.block_k;
         q.p = q.dout + layout.block_v, q.ds = q.p + layout.panel;
         q.next = std::max(q.first - kBlockRows, 0), q.next_rows = q.first - q.next;
         q.next_dq = layout.dq ? dq_sum + (offset + q.next) * layout.ld_dq : nullptr, q.next_ld = layout.ld_dq;
@@ -239,7 +247,7 @@ struct Backward {
         const Sequence s = sequence_of(p, batch);
         if (tile >= (s.seqlen_k + layout.tile - 1) / layout.tile) return;  // a shorter sequence of a varlen batch
         KeyTile t = key_tile(s, batch, head_k, tile, scratch_of(thread));
-        kernel.load_keys(t);
+        kernel.load_keys(t, true);
         for (int32_t head = head_k * p.group; head < (head_k + 1) * p.group; ++head)
             for_blocks(s, batch, head, tile, [&](int32_t block, BlockOrder& order) {
                 QueryBlock q;
@@ -247,9 +255,9 @@ struct Backward {
                 kernel.add_block(t, q);
                 add_dq(t, q, order, tile, block);
             });
-        kernel.store_rows(b.dk, t.gradients.dk + head_k * b.dk.head + t.first * b.dk.row, p.dtype, t.keys, p.headdim, t.dk, t.ld_k, p.scale,
+        kernel.store_rows(b.dk, t.gradients.dk + head_k * b.dk.head + t.first * b.dk.row, p.dtype, t.keys, p.headdim, t.dk, scale(),
                           b.accumulate);
-        kernel.store_rows(b.dv, t.gradients.dv + head_k * b.dv.head + t.first * b.dv.row, p.dtype, t.keys, p.headdim_v, t.dv, t.ld_v, 1,
+        kernel.store_rows(b.dv, t.gradients.dv + head_k * b.dv.head + t.first * b.dv.row, p.dtype, t.keys, p.headdim_v, t.dv, 1,
                           b.accumulate);
     }
 
@@ -288,7 +296,7 @@ struct Backward {
             if (first >= s.seqlen_k) continue;
             for (int32_t head = own_head; head < (g.head ? own_head + 1 : p.nheads); ++head) {
                 KeyTile t = key_tile(s, batch, head / p.group, tile, scratch_of(thread));
-                kernel.load_keys(t);
+                kernel.load_keys(t, false);
                 for_blocks(s, batch, head, tile, [&](int32_t block, const BlockOrder&) {
                     QueryBlock q;
                     find_rows(t, q, head, block);

@@ -16,6 +16,15 @@ namespace fa::cpu {
 constexpr int kBlockRows = 96;     // queries; a multiple of the height of every register tile
 constexpr int kPanelKeys = 64;     // S, P and dS exist for one block of queries and one panel of the tile's keys at a time
 constexpr int kMaxTileKeys = 256;  // a whole number of panels
+// Few rows of all query heads that see a key head are not worth the transposition of K and V: S and dP are sums along head dims. With
+// AVX-512 such sums are faster up to 4 rows, and up to 10 rows of float32, which need not be copied either.
+constexpr int kFewRows = 4, kFewRowsInPlace = 8;
+
+struct Matrix {
+    float* data;
+    int64_t ld;
+    Matrix at(int64_t row, int64_t column) const { return {data + row * ld + column, ld}; }
+};
 
 // Matrices are float32, in the scratch of one thread. Rows are a whole number of cache lines apart.
 struct KeyTile {
@@ -25,11 +34,11 @@ struct KeyTile {
     GradientSequence gradients;
     int32_t batch, head_k;
     int32_t first, keys;  // keys first .. first + keys - 1 of the sequence; first is a multiple of kPanelKeys
-    float* k;             // (keys, ld_k)
-    float *k_t, *v_t;     // K^T, V^T: (panels, headdim or headdim_v, kPanelKeys), zero past the last key
-    float *dk, *dv;       // (keys, ld_k), (keys, ld_v)
+    bool few_rows;        // see kFewRows; the same for all tiles of a call
+    Matrix k, dk, dv, v;  // (keys, headdim or headdim_v); with few_rows they may be the caller's, and only then is there a v
+    float *k_t, *v_t;     // without few_rows K^T, V^T: (panels, headdim or headdim_v, kPanelKeys), zero past the last key
     int64_t ld_k, ld_v;
-    bool finite_k;
+    bool finite_k;  // false: not known
 };
 
 struct QueryBlock {
@@ -38,7 +47,7 @@ struct QueryBlock {
     const HiddenBounds* bounds;                  // of masks by intervals, for each panel of the tile; nullptr without intervals
     const float *row_max, *log_sum;              // P = exp(S - row_max - log_sum): see statistics.h
     const float* delta;                          // rowsum(dout * out) - dlse
-    float *q, *dq;                               // (rows, ld_k); dq without softmax_scale
+    float *q, *dq;                               // (rows, ld_k); dq without softmax_scale, except with few_rows
     float* dout;                                 // (rows, ld_v)
     float *p, *ds;                               // (rows, kPanelKeys)
     int32_t next, next_rows;                     // the next block of the same head; next_rows may be 0
@@ -49,14 +58,13 @@ struct QueryBlock {
 struct BackwardTileKernel {
     int lanes;
     void (*delta)(const BackwardParams&, int64_t out, int64_t dout, int rows, float* delta);  // rowsum(dout * out); offsets of row 0
-    void (*load_keys)(KeyTile&);                                                              // dK = dV = 0
+    void (*load_keys)(KeyTile&, bool gradients);                                              // with gradients also dK = dV = 0
     void (*add_block)(const KeyTile&, QueryBlock&);                                   // dK, dV += the block's part; dQ = the tile's part
     void (*add_bias)(const KeyTile&, QueryBlock&, float* dbias, int64_t row_stride);  // dbias[block, tile] += dS
     // Updates row_max and row_sum of the block's rows with the tile's keys.
     void (*sum_rows)(const KeyTile&, QueryBlock&, float* row_max, float* row_sum);
-    // to = factor * from, or to += factor * from
-    void (*store_rows)(const TensorView& to, int64_t first, DType dtype, int rows, int dim, const float* from, int64_t ld, float factor,
-                       bool accumulate);
+    // to = factor * from, or to += factor * from. Nothing is left to do where `from` lies in `to`.
+    void (*store_rows)(const TensorView& to, int64_t first, DType dtype, int rows, int dim, Matrix from, float factor, bool accumulate);
 };
 
 extern const BackwardTileKernel kBackwardTilePortable, kBackwardTileAvx2, kBackwardTileAvx512, kBackwardTileNeon;

@@ -56,12 +56,6 @@ struct NextBlock {
 
 // ---- C += A B, or C = A B, by register tiles. With kTransposed, A is passed as its transpose ----
 
-struct Matrix {
-    float* data;
-    int64_t ld;
-    Matrix at(int64_t row, int64_t column) const { return {data + row * ld + column, ld}; }
-};
-
 template <bool kTransposed, int kHeight, int kWidth>
 FA_INLINE void product_block(Matrix a, Matrix b, int length, bool add, Matrix c) {
     const float* right = b.data;
@@ -125,6 +119,30 @@ void visible_product(Matrix a, Matrix p, Matrix b, int length, Matrix c, int row
         }
 }
 
+// C = A B^T for few rows of A (rows, length) and up to kPanelKeys rows of B (columns, length). The rows of both have zeros up to a whole
+// vector. Lanes of the sums are elements of the rows; C has whole vectors, of which lanes past the last column repeat it.
+void few_products(Matrix a, Matrix b, int length, Matrix c, int rows, int columns) {
+    constexpr int kTogether = L < 8 ? L : 8;  // rows of B that share each load of A
+    for (int j = 0; j < columns; j += L)
+        for (int i = 0; i < rows; ++i) {
+            Vec sum[L];
+            for (int part = 0; part < L; part += kTogether) {
+                const float* row[kTogether];
+#pragma GCC unroll 8
+                for (int n = 0; n < kTogether; ++n) row[n] = b.at(j + part + n < columns ? j + part + n : columns - 1, 0).data;
+                Vec acc[kTogether] = {};
+                for (int d = 0; d < length; d += L) {
+                    const Vec left = *(const Vec*)(a.data + i * a.ld + d);
+#pragma GCC unroll 8
+                    for (int n = 0; n < kTogether; ++n) acc[n] += left * *(const Vec*)(row[n] + d);
+                }
+#pragma GCC unroll 8
+                for (int n = 0; n < kTogether; ++n) sum[part + n] = acc[n];
+            }
+            *(Vec*)(c.data + i * c.ld + j) = sum_from<1, L>(sum);
+        }
+}
+
 // ---- a panel: S and dP, which become P and dS ----
 
 struct Panel {
@@ -148,9 +166,8 @@ struct Panel {
           begin(kPanelKeys),
           end(0),
           cut(false) {
-        const int keys = t.keys - key < kPanelKeys ? t.keys - key : kPanelKeys;
         for (int i = 0; i < q.rows; ++i) {
-            const int first = row_first(i), last = q.end[i] - t.first - key < keys ? q.end[i] - t.first - key : keys;
+            const int first = row_first(i), last = q.end[i] - t.first - key < keys() ? q.end[i] - t.first - key : keys();
             if (first >= last) continue;
             row_begin = row_begin < i ? row_begin : i, row_end = i + 1;
             begin = begin < first ? begin : first, end = end > last ? end : last;
@@ -188,6 +205,7 @@ struct Panel {
         begin = first, end = last;
         if (begin >= end) row_begin = row_end;
     }
+    int keys() const { return t.keys - key < kPanelKeys ? t.keys - key : kPanelKeys; }
     int row_first(int i) const { return q.begin[i] > t.first + key ? q.begin[i] - t.first - key : 0; }
     bool empty() const { return row_begin >= row_end; }
     int rows() const { return row_end - row_begin; }
@@ -199,15 +217,25 @@ struct Panel {
     Matrix queries() const { return {q.q + row_begin * t.ld_k, t.ld_k}; }
     Matrix douts() const { return {q.dout + row_begin * t.ld_v, t.ld_v}; }
 
-    // S without softmax_scale; each product is summed in the order of the forward pass.
+    // S without softmax_scale; each product is summed in the order of the forward pass, except with few rows.
     void scores(NextBlock& next) const {
+        if (t.few_rows) return few_products(queries(), t.k.at(key, 0), p.headdim, s(), rows(), keys());
         const Matrix k_t = {t.k_t + int64_t(panel()) * p.headdim * kPanelKeys, kPanelKeys};
         product<false>(queries(), k_t, p.headdim, false, s(), rows(), kPanelVectors, next);
     }
     void scores_and_dp(NextBlock& next) const {
-        const Matrix v_t = {t.v_t + int64_t(panel()) * p.headdim_v * kPanelKeys, kPanelKeys};
         scores(next);
+        if (t.few_rows) return few_products(douts(), t.v.at(key, 0), p.headdim_v, dp(), rows(), keys());
+        const Matrix v_t = {t.v_t + int64_t(panel()) * p.headdim_v * kPanelKeys, kPanelKeys};
         product<false>(douts(), v_t, p.headdim_v, false, dp(), rows(), kPanelVectors, next);
+    }
+
+    // Whether S is finite. An element of K that is not makes S of its key infinite or NaN, whatever the row of Q holds.
+    bool finite_scores() const {
+        Vec poison = {};
+        for (int i = row_begin; i < row_end; ++i)
+            for (int j = 0; j < keys(); j += L) poison += *(const Vec*)(q.p + i * kPanelKeys + j) * 0.0f;
+        return sum_from<1, 1>(&poison)[0] == 0.0f;
     }
 
     void dropout_bits() {
@@ -272,9 +300,9 @@ struct Panel {
         transform(i, s, slope);
     }
 
-    // Turns S into P with dropout, and dP into dS = P (dP - delta) slope.
+    // Turns S into P with dropout, and dP into dS = P (dP - delta) slope, times `factor`.
     template <bool kGeneral>
-    void gradients(bool slopes) const {
+    void gradients(bool slopes, float factor) const {
         Vec slope[kPanelVectors], keep = splat(1.0f);
         for (int i = row_begin; i < row_end; ++i) {
             Vec *const s = (Vec*)(q.p + i * kPanelKeys), *const ds = (Vec*)(q.ds + i * kPanelKeys);
@@ -295,7 +323,7 @@ struct Panel {
                         weight *= keep, grad *= keep;
                     }
                 }
-                grad = probability * (grad - q.delta[i]);
+                grad = probability * (grad - q.delta[i]) * factor;
                 if constexpr (kGeneral)
                     if (slopes) grad *= slope[n];
                 s[n] = visible ? weight : splat(-0.0f);
@@ -303,10 +331,10 @@ struct Panel {
             }
         }
     }
-    void gradients(bool slopes) {
+    void gradients(bool slopes, float factor) {
         if (p.dropout_threshold) dropout_bits();
-        if (p.changes_scores() || cut) gradients<true>(slopes);
-        else gradients<false>(slopes);
+        if (p.changes_scores() || cut) gradients<true>(slopes, factor);
+        else gradients<false>(slopes, factor);
     }
 
     // Updates the maximum and the sum of every row with the keys of the panel that it sees.
@@ -367,15 +395,36 @@ void transpose_rows(const float* rows, int64_t ld, int count, int dim, float* pa
     }
 }
 
-void load_keys(KeyTile& t) {
-    const AttentionParams& p = t.params->forward;
-    t.finite_k = copy_rows(p.k, t.sequence.k + t.head_k * p.k.head + t.first * p.k.row, t.keys, p.headdim, p.dtype, t.k, t.ld_k);
-    transpose_rows(t.k, t.ld_k, t.keys, p.headdim, t.k_t);
-    // dv holds V until V^T has been made.
-    copy_rows(p.v, t.sequence.v + t.head_k * p.v.head + t.first * p.v.row, t.keys, p.headdim_v, p.dtype, t.dv, t.ld_v);
-    transpose_rows(t.dv, t.ld_v, t.keys, p.headdim_v, t.v_t);
-    __builtin_memset(t.dk, 0, size_t(t.keys * t.ld_k) * sizeof(float));
-    __builtin_memset(t.dv, 0, size_t(t.keys * t.ld_v) * sizeof(float));
+// With few rows of queries, aligned rows of float32 are read and written where they lie. Returns whether `rows` has become these.
+bool lie_in_place(const KeyTile& t, const TensorView& x, int64_t first, int dim, Matrix& rows) {
+    const DType dtype = t.params->forward.dtype;
+    float* const at = (float*)address(x.data, first, dtype);
+    if (!t.few_rows || dtype != DType::kFloat32 || dim % L || x.row % L || uintptr_t(at) % sizeof(Vec)) return false;
+    rows = {at, x.row};
+    return true;
+}
+// Returns whether all elements are finite; false if that is not known.
+bool load_rows(const KeyTile& t, const TensorView& x, int64_t sequence, int dim, Matrix& rows) {
+    const int64_t first = sequence + t.head_k * x.head + t.first * x.row;
+    return !lie_in_place(t, x, first, dim, rows) && copy_rows(x, first, t.keys, dim, t.params->forward.dtype, rows.data, rows.ld);
+}
+void zero_rows(const KeyTile& t, const TensorView& x, int64_t sequence, int dim, Matrix& rows) {
+    if (!t.params->accumulate) lie_in_place(t, x, sequence + t.head_k * x.head + t.first * x.row, dim, rows);
+    for (int j = 0; j < t.keys; ++j) __builtin_memset(rows.at(j, 0).data, 0, size_t(vectors_of(dim)) * sizeof(Vec));
+}
+
+void load_keys(KeyTile& t, bool gradients) {
+    const BackwardParams& b = *t.params;
+    const AttentionParams& p = b.forward;
+    t.finite_k = load_rows(t, p.k, t.sequence.k, p.headdim, t.k);
+    load_rows(t, p.v, t.sequence.v, p.headdim_v, t.v);
+    if (!t.few_rows) {  // V lies in dV until V^T has been made
+        transpose_rows(t.k.data, t.ld_k, t.keys, p.headdim, t.k_t);
+        transpose_rows(t.v.data, t.ld_v, t.keys, p.headdim_v, t.v_t);
+    }
+    if (!gradients) return;
+    zero_rows(t, b.dk, t.gradients.dk, p.headdim, t.dk);
+    zero_rows(t, b.dv, t.gradients.dv, p.headdim_v, t.dv);
 }
 
 int64_t row_of_q(const KeyTile& t, const QueryBlock& q, int32_t row) {
@@ -414,17 +463,18 @@ void add_block(const KeyTile& t, QueryBlock& q) {
         Panel panel(t, q, key);
         if (panel.empty()) continue;
         panel.scores_and_dp(next);
-        panel.gradients(p.softcap != 0);
+        const bool finite_k = t.finite_k || (t.few_rows && panel.finite_scores());
+        panel.gradients(p.softcap != 0, t.few_rows ? p.scale : 1);
 
         const int rows = panel.rows(), keys = panel.end - panel.begin, first = key + panel.begin;
         const Matrix weight = panel.s().at(0, panel.begin), grad = panel.dp().at(0, panel.begin);
-        const Matrix k = {t.k + first * t.ld_k, t.ld_k}, dk = {t.dk + first * t.ld_k, t.ld_k}, dv = {t.dv + first * t.ld_v, t.ld_v};
+        const Matrix k = t.k.at(first, 0), dk = t.dk.at(first, 0), dv = t.dv.at(first, 0);
         const Matrix dq = {q.dq + panel.row_begin * t.ld_k, t.ld_k};
         if (finite.dout) product<true>(weight, panel.douts(), rows, true, dv, keys, vectors_of(p.headdim_v), next);
         else visible_product<true>(weight, weight, panel.douts(), rows, dv, keys, vectors_of(p.headdim_v));
         if (finite.q) product<true>(grad, panel.queries(), rows, true, dk, keys, vectors_of(p.headdim), next);
         else visible_product<true>(grad, weight, panel.queries(), rows, dk, keys, vectors_of(p.headdim));
-        if (t.finite_k) product<false>(grad, k, keys, true, dq, rows, vectors_of(p.headdim), next);
+        if (finite_k) product<false>(grad, k, keys, true, dq, rows, vectors_of(p.headdim), next);
         else visible_product<false>(grad, weight, k, keys, dq, rows, vectors_of(p.headdim));
     }
 }
@@ -436,7 +486,7 @@ void add_bias(const KeyTile& t, QueryBlock& q, float* dbias, int64_t row_stride)
         Panel panel(t, q, key);
         if (panel.empty()) continue;
         panel.scores_and_dp(next);
-        panel.gradients(false);
+        panel.gradients(false, 1);
         for (int i = panel.row_begin; i < panel.row_end; ++i)
             for (int j = panel.begin; j < panel.end; ++j) dbias[i * row_stride + key + j] += q.ds[i * kPanelKeys + j];
     }
@@ -454,8 +504,8 @@ void sum_rows(const KeyTile& t, QueryBlock& q, float* row_max, float* row_sum) {
     }
 }
 
-void store_rows(const TensorView& to, int64_t first, DType dtype, int rows, int dim, const float* from, int64_t ld, float factor,
-                bool accumulate) {
+void store_rows(const TensorView& to, int64_t first, DType dtype, int rows, int dim, Matrix from, float factor, bool accumulate) {
+    if ((const char*)from.data == address(to.data, first, dtype)) return;
     constexpr int kAhead = 8;  // in rows
     const int bytes = dim * element_size(dtype);
     for (int i = 0; i < rows; ++i) {
@@ -464,7 +514,7 @@ void store_rows(const TensorView& to, int64_t first, DType dtype, int rows, int 
                 __builtin_prefetch(address(to.data, first + (i + kAhead) * to.row, dtype) + byte, 1);
         for (int d = 0; d < dim; d += L) {
             char* const at = const_cast<char*>(address(to.data, first + i * to.row + d, dtype));
-            Vec x = *(const Vec*)(from + i * ld + d) * factor;
+            Vec x = *(const Vec*)(from.at(i, d).data) * factor;
             if (accumulate) x += load_any(at, dim - d, dtype);
             store_any(at, dim - d, dtype, x);
         }
