@@ -104,7 +104,7 @@ def backward(
     wanted = _flag("return_dbias", return_dbias), _flag("return_dsinks", return_dsinks)
     return _differentiate(
         dout, q, k, v, out, lse, dlse, lengths, _options_of("backward", options), *wanted, (dq, dk, dv), accumulate,
-        sign, arrays,
+        sign=sign, arrays=arrays,
     )  # fmt: skip
 
 
