@@ -104,3 +104,29 @@ def test_hidden_values_do_not_leak(past, bad):
     k[0, np.flatnonzero(mask)[5], 1, 3] = np.nan
     dq, dk, dv = fa.backward(*[rows_at(x, past)[0] for x in (dout, q, k, v, out)], lse, mask=mask)
     assert np.isnan(dq[0, :, 1]).all() and np.isfinite(dq[0, :, 0]).all() and np.isfinite(dk[0, :, 0]).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 8, 9])
+def test_a_short_sequence_has_the_same_bits_alone_and_beside_a_long_one(backward_kernel, rows, dtype):
+    """How the rows of a sequence are summed follows from their number, not from the longest sequence of the call."""
+    rng = np.random.default_rng(3)
+    kernel, lengths, keys = {"kernel": backward_kernel.name}, (rows, 40), (130, 61)
+    if backward_kernel.device.name != "cpu":
+        pytest.skip("kernels of the CPU")
+    q, dout = (rng.standard_normal((sum(lengths), 2, 16)).astype(dtype) for _ in range(2))
+    k, v = (rng.standard_normal((sum(keys), 2, 16)).astype(dtype) for _ in range(2))
+    cu = [np.array([0, *np.cumsum(x)], np.int32) for x in (lengths, keys)]
+    out, lse = fa.flash_attn_varlen_func(q, k, v, *cu, max(lengths), max(keys), return_lse=True)
+    packed = {"cu_seqlens_q": cu[0], "cu_seqlens_k": cu[1], "max_seqlen_q": max(lengths), "max_seqlen_k": max(keys)}
+    together = fa.backward(dout, q, k, v, out, lse, **packed, **kernel)
+    own = [x[None, :rows] for x in (dout, q)], [x[None, : keys[0]] for x in (k, v)]
+    alone = fa.backward(*own[0], *own[1], out[None, :rows], np.ascontiguousarray(lse[None, :, :rows]), **kernel)
+    for x, y in zip(alone, together, strict=True):
+        np.testing.assert_array_equal(x[0], y[: x.shape[1]])
+
+
+@pytest.mark.parametrize("keys", [3, 300])
+def test_rows_whole_pages_apart(backward_kernel, keys):
+    """16 heads of 64 elements: rows of K lie 4096 bytes apart, and are copied."""
+    backward_kernel.check(Case(2, keys, 64, nheads=16, nheads_k=16))

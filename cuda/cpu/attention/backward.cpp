@@ -67,12 +67,12 @@ static_assert(sizeof(BlockOrder) == 3 * sizeof(float) && std::is_trivially_destr
 
 struct Layout {
     int64_t ld_k, ld_v, ld_dq;
-    int64_t tile;                                                                         // in keys
-    int64_t matrix_k, matrix_v, matrix_k_t, matrix_v_t, block_k, block_v, panel, thread;  // sizes: floats in a thread's scratch
-    bool few_rows;
-    int64_t rows, blocks;                     // query rows and blocks of the whole call
-    int64_t delta, dq, ready, bounds, total;  // sizes in floats; row_max and log_sum are as large as delta
-    int threads;                              // at most
+    int64_t tile;                                                              // in keys
+    int64_t matrix_k, matrix_v, matrix_kv_t, block_k, block_v, panel, thread;  // sizes: floats in a thread's scratch
+    int64_t few_rows;                                                          // see kFewRows
+    int64_t rows, blocks;                                                      // query rows and blocks of the whole call
+    int64_t delta, dq, ready, bounds, total;                                   // sizes in floats; row_max and log_sum are as large as delta
+    int threads;                                                               // at most
     Layout(const BackwardParams& b, const BackwardTileKernel& kernel) {
         const AttentionParams& p = b.forward;
         // Each row has one cache line more than it needs: with rows a power of two apart, a column would use only a few sets of the cache.
@@ -80,9 +80,11 @@ struct Layout {
         tile = tile_keys(p);
         matrix_k = ld_k * tile, matrix_v = ld_v * tile;
         block_k = ld_k * kBlockRows, block_v = ld_v * kBlockRows, panel = kBlockRows * kPanelKeys;
-        few_rows = int64_t(p.seqlen_q) * p.group <= (p.dtype == DType::kFloat32 ? kFewRowsInPlace : kFewRows);
-        matrix_k_t = few_rows ? 0 : tile * p.headdim, matrix_v_t = few_rows ? matrix_v : tile * p.headdim_v;
-        thread = 2 * matrix_k + matrix_v + matrix_k_t + matrix_v_t + 2 * block_k + block_v + 2 * panel;
+        few_rows = p.dtype != DType::kFloat32 ? kFewRows : kernel.lanes < 16 ? kFewRowsInPlace : kFewWideRowsInPlace;
+        // K^T and V^T, or V of a sequence with few rows
+        const bool all_few = int64_t(p.seqlen_q) * p.group <= few_rows, some_few = all_few || p.cu_seqlens_q;
+        matrix_kv_t = std::max(all_few ? 0 : tile * (p.headdim + p.headdim_v), some_few ? matrix_v : 0);
+        thread = 2 * matrix_k + matrix_v + matrix_kv_t + 2 * block_k + block_v + 2 * panel;
 
         rows = p.nheads * (p.cu_seqlens_q ? p.total_q : int64_t(p.batch) * p.seqlen_q);
         blocks = p.nheads * (p.cu_seqlens_q ? p.total_q / kBlockRows + p.batch : p.batch * blocks_of(p.seqlen_q));
@@ -167,7 +169,7 @@ struct Backward {
         new (&order_of(s, batch, head, block)) BlockOrder{tiles.begin, tiles.begin, tiles.end};
         if (tiles.begin < tiles.end) return;
         std::fill_n(at, layout.block_k, 0.0f);
-        store_dq(g, head, first, rows, at);
+        store_dq(s, g, head, first, rows, at);
     }
 
     // Computes row_max and log_sum of the block's rows with a large lse, from the same S as add_block.
@@ -191,12 +193,13 @@ struct Backward {
         }
     }
 
-    void store_dq(const GradientSequence& g, int32_t head, int32_t first, int32_t rows, float* dq) const {
-        kernel.store_rows(b.dq, g.dq + head * b.dq.head + first * b.dq.row, p.dtype, rows, p.headdim, {dq, layout.ld_k}, scale(),
+    void store_dq(const Sequence& s, const GradientSequence& g, int32_t head, int32_t first, int32_t rows, float* dq) const {
+        kernel.store_rows(b.dq, g.dq + head * b.dq.head + first * b.dq.row, p.dtype, rows, p.headdim, {dq, layout.ld_k}, scale(s),
                           b.accumulate);
     }
+    bool has_few_rows(const Sequence& s) const { return int64_t(s.seqlen_q) * p.group <= layout.few_rows; }
     // What is left to multiply dQ and dK by; with few rows add_block has done so.
-    float scale() const { return layout.few_rows ? 1 : p.scale; }
+    float scale(const Sequence& s) const { return has_few_rows(s) ? 1 : p.scale; }
 
     // ---- the tiles of keys ----
 
@@ -207,11 +210,11 @@ struct Backward {
         t.params = &b, t.sequence = s, t.origin = dropout_origin(p, batch), t.gradients = gradients_of(b, batch);
         t.batch = batch, t.head_k = head_k;
         t.first = tile * int32_t(layout.tile), t.keys = std::min(int32_t(layout.tile), s.seqlen_k - t.first);
-        t.few_rows = layout.few_rows;
+        t.few_rows = has_few_rows(s);
         t.ld_k = layout.ld_k, t.ld_v = layout.ld_v;
         t.k = {at, t.ld_k}, t.dk = {at + layout.matrix_k, t.ld_k}, t.dv = {at + 2 * layout.matrix_k, t.ld_v};
-        t.k_t = t.dv.data + layout.matrix_v, t.v_t = t.k_t + layout.matrix_k_t;
-        t.v = {layout.few_rows ? t.v_t : t.dv.data, t.ld_v};
+        t.k_t = t.dv.data + layout.matrix_v, t.v_t = t.k_t + layout.tile * p.headdim;
+        t.v = {t.few_rows ? t.k_t : t.dv.data, t.ld_v};
         return t;
     }
 
@@ -220,7 +223,7 @@ struct Backward {
         q.head = head, q.first = block * kBlockRows, q.rows = std::min(kBlockRows, t.sequence.seqlen_q - q.first);
         const float* const lse = p.lse + offset + q.first;
         q.row_max = row_max + offset + q.first, q.log_sum = log_sum + offset + q.first, q.delta = delta + offset + q.first;
-        q.q = t.v_t + layout.matrix_v_t, q.dq = q.q + layout.block_k, q.dout = q.dq + layout.block_k;
+        q.q = t.k_t + layout.matrix_kv_t, q.dq = q.q + layout.block_k, q.dout = q.dq + layout.block_k;
         q.p = q.dout + layout.block_v, q.ds = q.p + layout.panel;
         q.next = std::max(q.first - kBlockRows, 0), q.next_rows = q.first - q.next;
         q.next_dq = layout.dq ? dq_sum + (offset + q.next) * layout.ld_dq : nullptr, q.next_ld = layout.ld_dq;
@@ -255,7 +258,7 @@ struct Backward {
                 kernel.add_block(t, q);
                 add_dq(t, q, order, tile, block);
             });
-        kernel.store_rows(b.dk, t.gradients.dk + head_k * b.dk.head + t.first * b.dk.row, p.dtype, t.keys, p.headdim, t.dk, scale(),
+        kernel.store_rows(b.dk, t.gradients.dk + head_k * b.dk.head + t.first * b.dk.row, p.dtype, t.keys, p.headdim, t.dk, scale(s),
                           b.accumulate);
         kernel.store_rows(b.dv, t.gradients.dv + head_k * b.dv.head + t.first * b.dv.row, p.dtype, t.keys, p.headdim_v, t.dv, 1,
                           b.accumulate);
@@ -268,7 +271,7 @@ struct Backward {
         if (tile == order.end - 1) {
             for (int32_t i = 0; tile > order.first && i < q.rows; ++i)
                 for (int32_t d = 0; d < layout.ld_dq; ++d) q.dq[i * layout.ld_k + d] += sum[i * layout.ld_dq + d];
-            store_dq(t.gradients, q.head, q.first, q.rows, q.dq);
+            store_dq(t.sequence, t.gradients, q.head, q.first, q.rows, q.dq);
             return;
         }
         for (int32_t i = 0; i < q.rows; ++i, sum += layout.ld_dq) {

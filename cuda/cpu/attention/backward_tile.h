@@ -16,9 +16,11 @@ namespace fa::cpu {
 constexpr int kBlockRows = 96;     // queries; a multiple of the height of every register tile
 constexpr int kPanelKeys = 64;     // S, P and dS exist for one block of queries and one panel of the tile's keys at a time
 constexpr int kMaxTileKeys = 256;  // a whole number of panels
-// Few rows of all query heads that see a key head are not worth the transposition of K and V: S and dP are sums along head dims. With
-// AVX-512 such sums are faster up to 4 rows, and up to 10 rows of float32, which need not be copied either.
-constexpr int kFewRows = 4, kFewRowsInPlace = 8;
+// If a sequence has few rows, counting all query heads that see a key head, they are not worth the transposition of K and V: S and dP are
+// sums along head dims. Such rows of float32 are read and written in place. Measured on 256 to 1024 keys, headdim 64, float32: with AVX2 a
+// call takes 0.6 to 0.8 of the time up to 8 rows; with AVX-512 0.8 to 0.95 up to 3 rows, and 1.05 to 1.2 from 4 rows on. The number belongs
+// to the sequence, not to the call, so that its gradients have the same bits alone and packed.
+constexpr int kFewRows = 4, kFewRowsInPlace = 8, kFewWideRowsInPlace = 3;  // 16 bits, float32, float32 with AVX-512
 
 struct Matrix {
     float* data;
@@ -34,7 +36,7 @@ struct KeyTile {
     GradientSequence gradients;
     int32_t batch, head_k;
     int32_t first, keys;  // keys first .. first + keys - 1 of the sequence; first is a multiple of kPanelKeys
-    bool few_rows;        // see kFewRows; the same for all tiles of a call
+    bool few_rows;        // see kFewRows; the same for all tiles of a sequence
     Matrix k, dk, dv, v;  // (keys, headdim or headdim_v); with few_rows they may be the caller's, and only then is there a v
     float *k_t, *v_t;     // without few_rows K^T, V^T: (panels, headdim or headdim_v, kPanelKeys), zero past the last key
     int64_t ld_k, ld_v;

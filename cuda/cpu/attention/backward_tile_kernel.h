@@ -217,7 +217,8 @@ struct Panel {
     Matrix queries() const { return {q.q + row_begin * t.ld_k, t.ld_k}; }
     Matrix douts() const { return {q.dout + row_begin * t.ld_v, t.ld_v}; }
 
-    // S without softmax_scale; each product is summed in the order of the forward pass, except with few rows.
+    // S without softmax_scale; each product is summed in the order of the forward pass, except with few rows. A sum
+    // of few rows is that of narrow_kernel.h, which serves up to L / 2 rows.
     void scores(NextBlock& next) const {
         if (t.few_rows) return few_products(queries(), t.k.at(key, 0), p.headdim, s(), rows(), keys());
         const Matrix k_t = {t.k_t + int64_t(panel()) * p.headdim * kPanelKeys, kPanelKeys};
@@ -395,11 +396,12 @@ void transpose_rows(const float* rows, int64_t ld, int count, int dim, float* pa
     }
 }
 
-// With few rows of queries, aligned rows of float32 are read and written where they lie. Returns whether `rows` has become these.
+// With few rows of queries, aligned rows of float32 are read and written where they lie, unless they lie whole pages apart: then they share
+// few sets of the L1 cache, and a copy is faster. Returns whether `rows` has become these.
 bool lie_in_place(const KeyTile& t, const TensorView& x, int64_t first, int dim, Matrix& rows) {
     const DType dtype = t.params->forward.dtype;
     float* const at = (float*)address(x.data, first, dtype);
-    if (!t.few_rows || dtype != DType::kFloat32 || dim % L || x.row % L || uintptr_t(at) % sizeof(Vec)) return false;
+    if (!t.few_rows || dtype != DType::kFloat32 || dim % L || x.row % L || x.row % 1024 == 0 || uintptr_t(at) % sizeof(Vec)) return false;
     rows = {at, x.row};
     return true;
 }
