@@ -338,6 +338,32 @@ def test_gradients_of_a_sequence(usual):
             assert same(y[0], x[0]) and same(z[: case.rows], x[0])
 
 
+@pytest.mark.parametrize(
+    "rows,keys,heads,batch", [(5, 600, 8, 8), (40, 600, 8, 8), (130, 300, 2, 20), (1, 1000, 4, 40)]
+)
+def test_gradients_in_a_large_batch(rows, keys, heads, batch):
+    """dq is summed tile by tile, so tiles may follow neither the batch nor the longest sequence."""
+    rng = np.random.default_rng(0)
+    q, dout = (rng.standard_normal((batch, rows, heads, 32), dtype=np.float32) for _ in range(2))
+    k, v = (rng.standard_normal((batch, keys, heads, 32), dtype=np.float32) for _ in range(2))
+    out, lse = fa.flash_attn_func(q, k, v, return_lse=True)
+    together = fa.backward(dout, q, k, v, out, lse)
+    alone = fa.backward(*(x[:1] for x in (dout, q, k, v, out)), lse[:1])
+    beside = [np.concatenate([x[0], *x[1:], x[1]]) for x in (dout, q, k, v, out)]
+    starts = [np.r_[np.arange(batch) * n, (batch + 1) * n].astype(np.int32) for n in (rows, keys)]  # the last is longer
+    packed_lse = np.concatenate([lse[0], *lse[1:], lse[1]], axis=1)
+    packed = fa.backward(
+        *beside,
+        packed_lse,
+        cu_seqlens_q=starts[0],
+        cu_seqlens_k=starts[1],
+        max_seqlen_q=2 * rows,
+        max_seqlen_k=2 * keys,
+    )
+    for x, y, z in zip(alone, together, packed, strict=True):
+        assert same(y[0], x[0]) and same(z[: x.shape[1]], x[0])
+
+
 def test_the_table_lists_the_ways():
     table = re.search(r"^### Same bits on the CPU\n(.*?)^## ", PAGE.read_text(), re.MULTILINE | re.DOTALL)[1]
     rows = re.findall(r"^\| (.+?) \| (.+?) \|$", table, re.MULTILINE)

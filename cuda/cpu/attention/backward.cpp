@@ -39,12 +39,13 @@ int64_t lines(int64_t floats) { return (floats + kLine - 1) / kLine * kLine; }
 int64_t blocks_of(int64_t rows) { return (rows + kBlockRows - 1) / kBlockRows; }
 
 // Keys per tile. With more keys, Q and dO are read less often and dQ is added to less often. The five matrices of the tile should take
-// at most half of a usual L2 cache, and there should be tiles for many threads. The choice must not depend on the number of threads,
-// because the sums depend on the tiles. Measured with AVX-512 on 2048 keys, headdim 128: 256 keys are 15 % faster than 64, and 512 are
-// no faster than 256.
+// at most half of a usual L2 cache, and calls of few heads should have tiles for many threads. The sums depend on the tiles, so the choice
+// must not depend on the number of threads, on the batch, or on the longest sequence. Measured with AVX-512 on 2048 keys, headdim 128: 256
+// keys are 15 % faster than 64, and 512 are no faster than 256.
 int32_t tile_keys(const AttentionParams& p) {
+    constexpr int kHeads = 4;  // with so many key heads tiles have as many keys as they should
     const int64_t fit = (int64_t(3) << 16) / (3 * p.headdim + 2 * p.headdim_v);
-    const int64_t share = std::max<int64_t>(int64_t(p.seqlen_k) * p.nheads_k * p.batch / 32, kMaxTileKeys / 2);
+    const int64_t share = std::max<int64_t>(int64_t(kMaxTileKeys) * p.nheads_k / kHeads, kMaxTileKeys / 2);
     return int32_t(std::clamp<int64_t>(std::min(fit, share) / kPanelKeys * kPanelKeys, kPanelKeys, kMaxTileKeys));
 }
 
