@@ -92,12 +92,12 @@ def backward(
     """
     sign, arrays = None, ()
     if dq is dk is dv is None and accumulate is return_dbias is return_dsinks is False:
-        lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-        rest = {"out": out, "lse": lse, "dlse": dlse, "dout": dout}
+        others = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+        others |= {"out": out, "lse": lse, "dlse": dlse, "dout": dout}
         values = "backward", max_seqlen_q, max_seqlen_k, torch_modes.deterministic(q)
-        given, arrays, values = joined(QKV, (q, k, v), values, lengths | options | rest, (*ARRAYS, *lengths, *rest))
+        given, arrays, values = joined(QKV, (q, k, v), values, others | options, (*ARRAYS, *others))
         if values is not None:
-            results, sign = find_gradients(given, arrays, values, options.get("window_size", _OPEN))
+            results, sign = _repeats.find(given, arrays, values, options.get("window_size", _OPEN))
             if results is not None:
                 return results
     lengths = _lengths("call", cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -202,13 +202,11 @@ _repeats = Repeats(
 )
 
 
-def find_gradients(
-    given: tuple[str, ...], arrays: tuple, values: tuple, window_size, gradients: bool = False
-) -> tuple[Any, tuple | None]:
+def find_gradients(given: tuple[str, ...], arrays: tuple, values: tuple, window_size) -> tuple[Any, tuple | None]:
     """Repeats an earlier call of the same signature, if there is one: see Repeats.find. Returns the gradients or None,
     and the signature or None. given: the names of the arrays, q, k and v first; values: all else that the call depends
     on."""
-    return _repeats.find(given, arrays, values, window_size, None, gradients)
+    return _repeats.find(given, arrays, values, window_size, None, True)
 
 
 def _launch_backward(

@@ -70,7 +70,7 @@ struct Layout {
     int64_t ld_k, ld_v, ld_dq;
     int64_t tile;                                                              // in keys
     int64_t matrix_k, matrix_v, matrix_kv_t, block_k, block_v, panel, thread;  // sizes: floats in a thread's scratch
-    int64_t few_rows;                                                          // see kFewRows
+    int64_t most_few_rows;                                                     // see kFewRows
     int64_t rows, blocks;                                                      // query rows and blocks of the whole call
     int64_t delta, dq, ready, bounds, total;                                   // sizes in floats; row_max and log_sum are as large as delta
     int threads;                                                               // at most
@@ -81,9 +81,9 @@ struct Layout {
         tile = tile_keys(p);
         matrix_k = ld_k * tile, matrix_v = ld_v * tile;
         block_k = ld_k * kBlockRows, block_v = ld_v * kBlockRows, panel = kBlockRows * kPanelKeys;
-        few_rows = p.dtype != DType::kFloat32 ? kFewRows : kernel.lanes < 16 ? kFewRowsInPlace : kFewWideRowsInPlace;
+        most_few_rows = p.dtype != DType::kFloat32 ? kFewRows : kernel.lanes < 16 ? kFewRowsInPlace : kFewWideRowsInPlace;
         // K^T and V^T, or V of a sequence with few rows
-        const bool all_few = int64_t(p.seqlen_q) * p.group <= few_rows, some_few = all_few || p.cu_seqlens_q;
+        const bool all_few = int64_t(p.seqlen_q) * p.group <= most_few_rows, some_few = all_few || p.cu_seqlens_q;
         matrix_kv_t = std::max(all_few ? 0 : tile * (p.headdim + p.headdim_v), some_few ? matrix_v : 0);
         thread = 2 * matrix_k + matrix_v + matrix_kv_t + 2 * block_k + block_v + 2 * panel;
 
@@ -198,7 +198,7 @@ struct Backward {
         kernel.store_rows(b.dq, g.dq + head * b.dq.head + first * b.dq.row, p.dtype, rows, p.headdim, {dq, layout.ld_k}, scale(s),
                           b.accumulate);
     }
-    bool has_few_rows(const Sequence& s) const { return int64_t(s.seqlen_q) * p.group <= layout.few_rows; }
+    bool has_few_rows(const Sequence& s) const { return int64_t(s.seqlen_q) * p.group <= layout.most_few_rows; }
     // What is left to multiply dQ and dK by; with few rows add_block has done so.
     float scale(const Sequence& s) const { return has_few_rows(s) ? 1 : p.scale; }
 

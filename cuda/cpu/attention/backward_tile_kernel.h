@@ -22,7 +22,7 @@
 namespace fa::cpu::FA_ISA {
 namespace {
 
-#include "cpu/attention/rows.h"
+#include "cpu/attention/row_products.h"
 
 constexpr int kPanelVectors = kPanelKeys / L;
 static_assert(kPanelKeys % (kVectors * L) == 0 && kPanelKeys % 8 == 0, "whole register tiles, whole blocks of dropout bits");
@@ -119,28 +119,16 @@ void visible_product(Matrix a, Matrix p, Matrix b, int length, Matrix c, int row
         }
 }
 
-// C = A B^T for few rows of A (rows, length) and up to kPanelKeys rows of B (columns, length). The rows of both have zeros up to a whole
-// vector. Lanes of the sums are elements of the rows; C has whole vectors, of which lanes past the last column repeat it.
+// C = A B^T for few rows of A (rows, length) and up to kPanelKeys rows of B (columns, length). C has whole vectors, of which lanes past the
+// last column repeat it.
 void few_products(Matrix a, Matrix b, int length, Matrix c, int rows, int columns) {
-    constexpr int kTogether = L < 8 ? L : 8;  // rows of B that share each load of A
-    for (int j = 0; j < columns; j += L)
-        for (int i = 0; i < rows; ++i) {
-            Vec sum[L];
-            for (int part = 0; part < L; part += kTogether) {
-                const float* row[kTogether];
-#pragma GCC unroll 8
-                for (int n = 0; n < kTogether; ++n) row[n] = b.at(j + part + n < columns ? j + part + n : columns - 1, 0).data;
-                Vec acc[kTogether] = {};
-                for (int d = 0; d < length; d += L) {
-                    const Vec left = *(const Vec*)(a.data + i * a.ld + d);
-#pragma GCC unroll 8
-                    for (int n = 0; n < kTogether; ++n) acc[n] += left * *(const Vec*)(row[n] + d);
-                }
-#pragma GCC unroll 8
-                for (int n = 0; n < kTogether; ++n) sum[part + n] = acc[n];
-            }
-            *(Vec*)(c.data + i * c.ld + j) = sum_from<1, L>(sum);
-        }
+    const char* row[kPanelKeys];
+    for (int j = 0; j < columns; ++j) row[j] = (const char*)b.at(j, 0).data;
+    for (int i = 0; i < rows; ++i) {
+        const float* const left = a.at(i, 0).data;
+        float* const to = c.at(i, 0).data;
+        row_products<DType::kFloat32, 1>(row, nullptr, columns, &left, length, 1.0f, &to, [](int) {});
+    }
 }
 
 // ---- a panel: S and dP, which become P and dS ----
@@ -217,8 +205,8 @@ struct Panel {
     Matrix queries() const { return {q.q + row_begin * t.ld_k, t.ld_k}; }
     Matrix douts() const { return {q.dout + row_begin * t.ld_v, t.ld_v}; }
 
-    // S without softmax_scale; each product is summed in the order of the forward pass, except with few rows. A sum
-    // of few rows is that of narrow_kernel.h, which serves up to L / 2 rows.
+    // S without softmax_scale. Each product is summed in the order of the forward pass; with few rows that holds up to the L / 2 rows that
+    // narrow_kernel.h serves.
     void scores(NextBlock& next) const {
         if (t.few_rows) return few_products(queries(), t.k.at(key, 0), p.headdim, s(), rows(), keys());
         const Matrix k_t = {t.k_t + int64_t(panel()) * p.headdim * kPanelKeys, kPanelKeys};

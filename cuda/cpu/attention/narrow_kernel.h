@@ -38,10 +38,6 @@ FA_INLINE Vec lane_numbers() {
     return x;
 }
 
-template <bool b>
-struct Flag {
-    static constexpr bool value = b;
-};
 template <int n>
 struct Width {
     static constexpr int value = n;
@@ -51,52 +47,6 @@ template <int block>
 FA_INLINE Vec max_from(Vec x) {
     if constexpr (block == L) return x;
     else return max_from<block * 2>(max(x, swapped<block>(x, typename MakeLanes<L>::Type())));
-}
-
-// s[n][j] = factor * (k[j] . q[n]), in whole vectors; lanes past the last key repeat it. Meanwhile prefetches row j of `ahead`,
-// unless it is null.
-template <DType dtype, int kQueries>
-FA_INLINE void narrow_scores(const char* const* k, const float* scale, int keys, const float* const* q, int headdim, float factor,
-                             float* const* s, const KeyRows* ahead) {
-    constexpr int size = int(element_size(dtype)), kMost = 4 * kVectors / kQueries;  // as many sums as there are registers for
-    constexpr int kRows = L < 8 ? (L < kMost ? L : kMost) : (8 < kMost ? 8 : kMost);
-    for (int j = 0; j < keys; j += L) {
-        Vec sum[kQueries][L];
-        for (int part = 0; part < L; part += kRows) {
-            const char* row[kRows];
-#pragma GCC unroll 8
-            for (int i = 0; i < kRows; ++i) {
-                const int key = j + part + i < keys ? j + part + i : keys - 1;
-                row[i] = k[key];
-                if (ahead) ahead->prefetch(key);
-            }
-            Vec acc[kQueries][kRows] = {};
-            const auto add = [&](int d, auto whole) __attribute__((always_inline)) {
-                Vec query[kQueries];
-#pragma GCC unroll 4
-                for (int n = 0; n < kQueries; ++n) query[n] = *(const Vec*)(q[n] + d);
-#pragma GCC unroll 8
-                for (int i = 0; i < kRows; ++i) {
-                    const char* const from = row[i] + d * size;
-                    const Vec key = decltype(whole)::value ? load_vector<dtype>(from) : load_partial<dtype>(from, headdim - d);
-#pragma GCC unroll 4
-                    for (int n = 0; n < kQueries; ++n) acc[n][i] += key * query[n];
-                }
-            };
-            int d = 0;
-            for (; d + L <= headdim; d += L) add(d, Flag<true>());
-            if (d < headdim) add(d, Flag<false>());
-#pragma GCC unroll 4
-            for (int n = 0; n < kQueries; ++n)
-#pragma GCC unroll 8
-                for (int i = 0; i < kRows; ++i) sum[n][part + i] = acc[n][i];
-        }
-        for (int n = 0; n < kQueries; ++n) {
-            Vec score = sum_from<1, L>(sum[n]);
-            if (is_8bit(dtype)) score *= load_unaligned<Vec>(scale + j);
-            *(Vec*)(s[n] + j) = score * factor;
-        }
-    }
 }
 
 // out[n][d] = out[n][d] * correction[n] + sum of p[n][j] v[j][d], for kColumns vectors of d, of which the last has `left` numbers.
@@ -260,7 +210,11 @@ void attend_narrow(NarrowRow* rows, const KeyRows& k, const KeyRows& v, const Ke
     const float *q[kQueries], *weights[kQueries];
     float *s[kQueries], *out[kQueries], correction[kQueries];
     for (int n = 0; n < kQueries; ++n) q[n] = rows[n].q, weights[n] = s[n] = rows[n].s, out[n] = rows[n].out;
-    narrow_scores<dtype, kQueries>(k.at + begin, k.scale + begin, keys, q, p.headdim, p.scale, s, ahead ? &v : nullptr);
+    const KeyRows* const values = ahead ? &v : nullptr;
+    const auto prefetch = [values](int key) __attribute__((always_inline)) {
+        if (values) values->prefetch(key);
+    };
+    row_products<dtype, kQueries>(k.at + begin, k.scale + begin, keys, q, p.headdim, p.scale, s, prefetch);
     bool hidden = false;
     for (int n = 0; n < kQueries; ++n) rows[n].transform(first + begin, keys), hidden |= rows[n].hides(keys);
 

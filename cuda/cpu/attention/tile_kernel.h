@@ -135,6 +135,8 @@ FA_INLINE Seen seen_by(const QueryTile& t, int64_t key, int32_t first, int32_t l
     return shown == Seen::kEverything ? seen : shown;
 }
 
+#include "cpu/attention/row_products.h"
+//
 #include "cpu/attention/narrow_kernel.h"
 
 // ---- a group: query vectors that go through the products together ----

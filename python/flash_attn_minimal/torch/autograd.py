@@ -196,7 +196,7 @@ class _Recorder:
         given, found, sign = (*arrays, out, lse, dout, *(() if dlse is None else (dlse,))), None, None
         if self.values is not None and not torch.is_grad_enabled():
             values = *self.values, want_dbias, want_dsinks, torch.are_deterministic_algorithms_enabled()
-            found, sign = find_gradients(self.names[dlse is not None], given, values, self.window_size, True)
+            found, sign = find_gradients(self.names[dlse is not None], given, values, self.window_size)
         if found is None:
             of = dict(zip(self.given, arrays, strict=True))
             arguments = (dout, dlse, out, lse, want_dbias, want_dsinks, *[of.get(x) for x in ARRAYS], *self.rest)
