@@ -204,6 +204,52 @@ def test_wide_heads_repeat(cuda_kernel, headdim):
         assert all(torch.equal(x, y) for x, y in zip(again, first, strict=True))
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("batch, seqlen, heads, headdim", [
+    (4, 269, (32, 2), 128),
+    (2, 1000, (7, 1), 64),
+    (1, 2048, (16, 1), 256),
+    (3, 333, (12, 2), 192),
+    (1, 130, (64, 1), 40),
+])  # fmt: skip
+def test_groups_in_parts(cuda_kernel, batch, seqlen, heads, headdim, deterministic):
+    """Few key heads and short sequences: wgmma_sm90 cuts groups into parts. The gradients are those of key heads that
+    are repeated for each query head, summed; they repeat their bits, add to what is there, and leave gaps between
+    packed sequences as they are."""
+    if "wgmma" not in cuda_kernel.name or "float32" in cuda_kernel.name:
+        pytest.skip("for the kernels that cut groups into parts")
+    arrays = inputs(seqlen, headdim, heads, batch, dtype="bfloat16")
+    served(cuda_kernel, *arrays[1:4], causal=True)
+    options = {"causal": True, "kernel": cuda_kernel.name, "deterministic": deterministic}
+    got = fa.backward(*arrays, **options)
+    dout, q, k, v, out, lse = arrays
+    group = heads[0] // heads[1]
+    many = [x.repeat_interleave(group, 2) for x in (k, v)]
+    dq, dk, dv = fa.backward(dout, q, *many, out, lse, causal=True, kernel="simple")
+    sums = [x.float().unflatten(2, (heads[1], group)).sum(3).bfloat16() for x in (dk, dv)]
+    close(got, (dq, *sums), 1e-2)
+    again = fa.backward(*arrays, **options)
+    assert all(
+        torch.equal(x, y)
+        for x, y in zip(again[0 if deterministic else 1 :], got[0 if deterministic else 1 :], strict=True)
+    )
+    old = [torch.randn_like(x) for x in (q, k, v)]
+    results = {name: x.clone() for name, x in zip(("dq", "dk", "dv"), old, strict=True)}
+    fa.backward(*arrays, **options, accumulate=True, **results)
+    close(results.values(), [(x.float() + y.float()).bfloat16() for x, y in zip(old, got, strict=True)], 1e-2)
+
+    more = 5  # rows after the last sequence
+    flat = [torch.nn.functional.pad(x.flatten(0, 1), (0, 0, 0, 0, 0, more), value=float("nan")) for x in arrays[:5]]
+    packed_lse = torch.nn.functional.pad(lse.transpose(0, 1).flatten(1), (0, more), value=float("nan")).contiguous()
+    ends = torch.arange(batch + 1, device="cuda", dtype=torch.int32) * seqlen
+    lengths = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": seqlen, "max_seqlen_k": seqlen}
+    results = {name: torch.full_like(x, 7.0) for name, x in zip(("dq", "dk", "dv"), flat[1:4], strict=True)}
+    fa.backward(*flat, packed_lse, **lengths, **options, **results)
+    for x, y in zip(results.values(), got, strict=True):
+        assert (x[-more:] == 7).all()
+        close([x[:-more]], [y.flatten(0, 1)], 1e-2)
+
+
 def test_beyond_2_to_31_elements(cuda_kernel):
     """Every tensor starts or ends beyond 2^31 elements of its buffer. The same values in compact tensors give the same
     results."""

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "attention/backward/wgmma_sm90/group_parts.h"
 #include "attention/backward/wgmma_sm90/work.cuh"
 #include "attention/common/mask.h"
 #include "attention/forward/common/work_list.h"
@@ -499,10 +500,42 @@ void test_failed_map() {
 
 }  // namespace
 
+// ---- backward: parts of groups ----
+
+BackwardParams shared_heads(int batch, int seqlen, int heads, int heads_k, bool causal, int headdim) {
+    BackwardParams b{};
+    AttentionParams& p = b.forward;
+    p.batch = batch, p.seqlen_q = p.seqlen_k = seqlen, p.nheads = heads, p.nheads_k = heads_k, p.group = heads / heads_k;
+    p.headdim = p.headdim_v = headdim, p.scale = 0.1f, p.window_left = -1, p.window_right = causal ? 0 : -1;
+    return b;
+}
+int parts_of(const BackwardParams& b) { return backward_group_parts(b, backward_plan(backward_choose(b.forward)), 132); }
+
+// Parts divide the group and stay few; calls that fill the GPU have one, as have calls without groups.
+void test_group_parts() {
+    for (int batch : {1, 2, 4, 16})
+        for (int seqlen : {1, 64, 269, 1024, 2048, 8192})
+            for (int heads_k : {1, 2, 3, 8})
+                for (int group : {1, 2, 4, 7, 16})
+                    for (int headdim : {64, 128, 192, 256})
+                        for (bool causal : {false, true}) {
+                            const BackwardParams b = shared_heads(batch, seqlen, heads_k * group, heads_k, causal, headdim);
+                            const int64_t blocks = backward_blocks(b.forward, backward_plan(backward_choose(b.forward)));
+                            const int parts = parts_of(b);
+                            EXPECT(parts >= 1 && group % parts == 0, "%d parts of a group of %d", parts, group);
+                            EXPECT(parts == 1 || blocks * parts <= 4 * 132, "%d parts of %lld blocks", parts, (long long)blocks);
+                            EXPECT(parts == 1 || blocks < 2 * 132, "%d parts where %lld blocks fill the GPU", parts, (long long)blocks);
+                        }
+    EXPECT(parts_of(shared_heads(4, 269, 32, 2, true, 128)) >= 4, "24 blocks with walks of 16 heads stay whole");
+    EXPECT(parts_of(shared_heads(4, 2048, 4, 1, true, 128)) >= 2, "64 blocks of uneven walks stay whole");
+    EXPECT(parts_of(shared_heads(1, 64, 2, 1, true, 64)) == 1, "a short call is cut");
+}
+
 int main() {
     test_items();
     test_any_lengths();
     test_choice();
+    test_group_parts();
     std::printf("work items: %s\n", failures ? "FAILED" : "passed");
     int major = 0, minor = 0;
     const bool hopper = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) == cudaSuccess &&

@@ -1,5 +1,6 @@
 // wgmma_sm90/entry.cu: the entry point of the Hopper backward. It chooses the instantiation; wgmma_sm90/kernel.cuh is the kernel for head
 // dims up to 128, wgmma_pair_sm90/kernel.cuh the one above, and one small file per head dim compiles them.
+#include "attention/backward/wgmma_sm90/group_parts.h"
 #include "attention/backward/wgmma_sm90/masked_tiles.h"
 #include "attention/backward/wgmma_sm90/tiles.h"
 #include "attention/common/interval_bounds.h"
@@ -10,10 +11,12 @@ namespace fa {
 template <BackwardPlanId kId>
 cudaError_t launch_backward_wgmma(const BackwardParams& b, int multiprocessors, cudaStream_t stream);
 
-cudaError_t backward_wgmma_sm90(const BackwardParams& b, const DeviceInfo& device, cudaStream_t stream) {
-    switch (backward_choose(b.forward)) {
+namespace {
+
+cudaError_t launch_plan(BackwardPlanId plan, const BackwardParams& b, int multiprocessors, cudaStream_t stream) {
+    switch (plan) {
 #define FA_BACKWARD_CASE(id) \
-    case BackwardPlanId::id: return launch_backward_wgmma<BackwardPlanId::id>(b, device.multiprocessors, stream);
+    case BackwardPlanId::id: return launch_backward_wgmma<BackwardPlanId::id>(b, multiprocessors, stream);
         FA_BACKWARD_CASE(kD64)
         FA_BACKWARD_CASE(kD64Options)
         FA_BACKWARD_CASE(kD64Softcap)
@@ -41,11 +44,31 @@ cudaError_t backward_wgmma_sm90(const BackwardParams& b, const DeviceInfo& devic
     return cudaErrorInvalidValue;
 }
 
-size_t backward_wgmma_sm90_workspace(const BackwardParams& b, const DeviceInfo&) {
-    const BackwardPlan plan = backward_plan(backward_choose(b.forward));
+// Of a launch, without the sums of parts.
+size_t launch_bytes(const BackwardParams& b, const BackwardPlan& plan) {
     const size_t bounds = plan.intervals ? interval_bounds_bytes(b.forward, plan.block_n) : 0;
     const size_t masks = plan.masks ? masked_tiles_bytes(b.forward, plan) : 0;
     return query_tiles_bytes(query_tiles(b, plan)) + 128 + bounds + masks;  // and room to align the first
+}
+
+}  // namespace
+
+cudaError_t backward_wgmma_sm90(const BackwardParams& b, const DeviceInfo& device, cudaStream_t stream) {
+    const BackwardPlanId plan = backward_choose(b.forward);
+    GroupParts parts = group_parts(b, backward_plan(plan), device.multiprocessors);
+    if (parts.count == 1) return launch_plan(plan, b, device.multiprocessors, stream);
+    BackwardParams call = call_of_parts(b, &parts, nullptr);
+    const size_t bytes = launch_bytes(call, backward_plan(plan));  // the same for every place of the sums
+    call = call_of_parts(b, &parts, static_cast<char*>(b.forward.workspace) + bytes);
+    if (cudaError_t error = launch_plan(plan, call, device.multiprocessors, stream)) return error;
+    return add_group_parts(b, parts, stream);
+}
+
+size_t backward_wgmma_sm90_workspace(const BackwardParams& b, const DeviceInfo& device) {
+    const BackwardPlan plan = backward_plan(backward_choose(b.forward));
+    GroupParts parts = group_parts(b, plan, device.multiprocessors);
+    if (parts.count == 1) return launch_bytes(b, plan);
+    return launch_bytes(call_of_parts(b, &parts, nullptr), plan) + parts.bytes(b.forward);
 }
 
 }  // namespace fa

@@ -2,6 +2,7 @@
 // after.
 #pragma once
 
+#include "attention/backward/wgmma_sm90/group_parts.h"
 #include "attention/backward/wgmma_sm90/masked_tiles.cuh"
 #include "attention/backward/wgmma_sm90/options.cuh"
 #include "attention/backward/wgmma_sm90/rows.h"
@@ -18,6 +19,7 @@ cudaError_t launch_backward_block(Kernel function, int shared_bytes, const Backw
                                   const Maps&... maps) {
     constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
     const AttentionParams& p = b.forward;
+    const BackwardParams groups = call_of_groups(b);
     const bool varlen = p.cu_seqlens_q;
 
     BackwardSchedule schedule{};
@@ -28,6 +30,7 @@ cudaError_t launch_backward_block(Kernel function, int shared_bytes, const Backw
     schedule.by_section = p.window_right >= 0 || schedule.in_order;
     schedule.section_heads = int(schedule.in_order ? backward_section_heads_in_order(p) : backward_section_heads(p));
     schedule.blocks = int(backward_blocks(p, kPlan));
+    schedule.group_parts = b.group_parts > 1 ? b.group_parts : 1;
     if (kPlan.softcap) schedule.softcap = softcap_factors(p);
 
     CUtensorMap map_q, map_k, map_v, map_dout;
@@ -40,10 +43,11 @@ cudaError_t launch_backward_block(Kernel function, int shared_bytes, const Backw
     const int64_t rows_q = varlen ? p.total_q : p.seqlen_q, rows_k = varlen ? p.total_k : p.seqlen_k;
     if (cudaError_t error = encode("q", p.q, p.headdim, rows_q, p.nheads, kPlan.block_m, kPlan.columns(), &map_q, &schedule.q_loads))
         return error;
-    if (cudaError_t error =
-            encode("k", p.k, p.headdim, rows_k, p.nheads_k, kPlan.block_n, kPlan.columns(), &map_k, &schedule.k_loads, kPlan.blocks() > 1))
+    if (cudaError_t error = encode("k", p.k, p.headdim, rows_k, groups.forward.nheads_k, kPlan.block_n, kPlan.columns(), &map_k,
+                                   &schedule.k_loads, kPlan.blocks() > 1))
         return error;
-    if (cudaError_t error = encode("v", p.v, p.headdim_v, rows_k, p.nheads_k, kPlan.block_n, kPlan.columns_v(), &map_v, &schedule.v_loads))
+    if (cudaError_t error =
+            encode("v", p.v, p.headdim_v, rows_k, groups.forward.nheads_k, kPlan.block_n, kPlan.columns_v(), &map_v, &schedule.v_loads))
         return error;
     if (cudaError_t error =
             encode("dout", b.dout, p.headdim_v, rows_q, p.nheads, kPlan.block_m, kPlan.columns_v(), &map_dout, &schedule.dout_loads))
@@ -59,7 +63,7 @@ cudaError_t launch_backward_block(Kernel function, int shared_bytes, const Backw
         void* const memory = static_cast<char*>(align_up(p.workspace, 128)) + query_tiles_bytes(schedule.tiles);
         if (cudaError_t error = launch_masked_tiles(p, kPlan, memory, &schedule.masks, stream)) return error;
     }
-    if (cudaError_t error = backward_rows_before(b, schedule.tiles, stream)) return error;
+    if (cudaError_t error = backward_rows_before(groups, schedule.tiles, stream)) return error;
     if (cudaError_t error = launch_kernel(function, unsigned(grid), kBackwardThreads, size_t(shared_bytes), stream, LaunchOptions{}, map_q,
                                           map_k, map_v, map_dout, maps..., b, schedule))
         return error;

@@ -75,6 +75,7 @@ struct BackwardSchedule {
     bool by_section;    // the first blocks of all heads of a section come before their second blocks; else one head after another
     bool in_order;      // deterministic: blocks add to every query tile in the order of their keys
     int blocks;         // blocks of 128 keys; the thread blocks of the grid take them in turn
+    int group_parts;    // key heads of the schedule that share a key head of K and V (group_parts.h)
     int q_loads, k_loads, v_loads, dout_loads;  // boxes of a tile
     SoftcapFactors softcap;
     IntervalBounds bounds;  // plans for intervals: of each block of keys
@@ -120,7 +121,9 @@ FA_HOST_DEVICE Visited visited(const BackwardWork& w, int it) {
 // The keys of block `index` and the query tiles that see any of them. False when the block has no keys.
 //
 // Blocks of one head that run at the same time add to the same sums of dQ, so they should be at different query tiles. Under a causal mask
-// each block starts at its own first tile, and these differ. Without a right edge, the starts are spread over the tiles.
+// each block starts at its own first tile, and these differ. Without a right edge, the starts are spread over the tiles, but no further
+// apart than a block has keys: with more queries than keys, a tile would have left L2 before the next block comes to it (8192 queries on
+// 2048 keys of 8 heads: 66 MB).
 //
 // Deterministic blocks add to every tile in the order of their keys, and a block may wait only for blocks of lower numbers, which have
 // started before it. All begin with the last tile and go down; at every tile they go through all heads of the group. So a block follows the
@@ -172,7 +175,10 @@ FA_HOST_DEVICE bool find_key_block(const AttentionParams& p, const BackwardSched
         w.start_place = w.wrap_place = w.end_m * w.width - 1, w.last_place = w.first_m * w.width;
     } else {
         w.rounds = tiles.begin < tiles.end ? p.group : 0, w.first_step = w.start_step = w.first_m, w.end_step = w.end_m, w.width = 1;
-        if (p.window_right < 0) w.start_step += int(int64_t(w.end_m - w.first_m) * w.key0 / (w.seqlen_k > 0 ? w.seqlen_k : 1));
+        if (p.window_right < 0) {
+            const int spread = int(int64_t(w.end_m - w.first_m) * w.key0 / (w.seqlen_k > 0 ? w.seqlen_k : 1));
+            w.start_step += min(spread, w.key0 / kBlockM);
+        }
         w.start_place = w.start_step, w.last_place = w.end_m - 1, w.wrap_place = w.first_m;
     }
     const int hidden_rows = min(w.key0 + kBlockN, w.seqlen_k) - 1 - w.right;
