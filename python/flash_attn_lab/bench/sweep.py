@@ -39,7 +39,7 @@ from .timing import Protocol
 SECONDS = 300
 BURST_S = {"cuda": 0.002, "cpu": 0.004}
 CHECK_EVERY = 3  # each third call is checked against float64, where that takes at most a second
-PER_GPU = 4  # worker processes, which take turns: while one has the GPU, the others' peers compile their plans
+PER_GPU = 2, 8  # worker processes, which take turns: while one has the GPU, the others' peers compile their plans
 CALL_S = 120  # of a call, before it counts as hanging
 WORST = 100
 CLASSES = {"D <= 64": (0, 64), "D 65 .. 128": (65, 128), "D > 128": (129, 1 << 30)}
@@ -169,7 +169,9 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
         raise BenchError(f"--device {device}: the library sees no GPU")
     if options.devices and device == "cpu":
         raise BenchError(f"--devices {options.devices}: there is no GPU here")
-    per_device = PER_GPU if device == "cuda" and not options.call else 1
+    per_device = 1
+    if device == "cuda" and not options.call:  # two cores each
+        per_device = min(max(cores() // (2 * len(named)), PER_GPU[0]), PER_GPU[1])
     about = {
         "device": device, "framework": options.framework, "threads": options.threads, "seed": options.seed,
         "rounds": options.rounds or (3 if options.quick or device == "cuda" else 5),
