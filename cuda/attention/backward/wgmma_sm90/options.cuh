@@ -123,6 +123,15 @@ __device__ __forceinline__ void add_bias(float (&S)[kCount], const AttentionPara
     }
 }
 
+// Sets the scores of queries past the end of a varlen sequence to -inf: the rows of their bias may hold anything. `rows`: the sequence's
+// queries from that of element 0 on.
+template <int kCount>
+__device__ __forceinline__ void hide_rows_past_end(float (&S)[kCount], int rows) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+        if (i / 4 * 8 + i % 2 >= rows) S[i] = -INFINITY;
+}
+
 // ---- dropout ----
 
 // A tile's first query, head, sequence, and first column / 8, as Philox counts them.
