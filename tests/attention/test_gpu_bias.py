@@ -185,18 +185,53 @@ def test_large_rows(headdim):
 
 @pytest.mark.parametrize("headdim", [64, 128])
 def test_which_plan(headdim):
-    """Strides that the copy engine does not take, float32, and options that change products go to the general plans."""
+    """Strides that the copy engine does not take go to the general plans in short calls; float32 and options that
+    change products go there in any call."""
     x = torch.zeros(2, 512, 2, headdim, device="cuda", dtype=torch.bfloat16)
     bias = torch.zeros(2, 2, 512, 512, device="cuda", dtype=torch.bfloat16)
     assert served(x, x, x, bias=bias).endswith("_bias")
     assert served(x, x, x, bias=bias[:1, :1, :1]).endswith("_bias")
     wide = torch.zeros(2, 2, 512, 516, device="cuda", dtype=torch.bfloat16)[..., :512]
     shifted = torch.zeros(2 * 2 * 512 * 512 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(2, 2, 512, 512)
-    for other in (wide, shifted, bias.float()):
-        assert served(x, x, x, bias=other).endswith("_general")
+    assert served(x, x, x, bias=bias.float()).endswith("_general")
+    for other in (wide, shifted):
+        assert served(x, x, x, bias=other).endswith("_bias")
+        assert served(x[:, :64], x, x, bias=other[:, :, :64]).endswith("_general")
     slopes = torch.ones(2, device="cuda")
     for options in ({"softcap": 30.0}, {"alibi_slopes": slopes}, {"dropout_p": 0.1, "dropout_seed": 1}):
         assert served(x, x, x, bias=bias, **options).endswith("_general")
+
+
+COPIES = {
+    "odd rows": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (500, 30)},
+    "mask of keys": {"mask": (True, False, False)},
+    "mask of pairs": {"mask": (True, False, True)},
+    "mask of all pairs, causal": {"mask": (True, True, True), "causal": True},
+    "sinks": {"sinks": True},
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("others", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("axes", AXES.values(), ids=AXES)
+@pytest.mark.parametrize("headdim", [64, 128])
+def test_copies(headdim, axes, others, dtype):
+    """A bias whose rows the copy engine cannot load, or beside a mask of pairs, is copied to the workspace first."""
+    case = Case(513, 607, headdim, batch=2, nheads=4, nheads_k=2, dtype=dtype, bias=axes, **others)
+    (q, k, v, options), exact, plain = accuracy.expected(case)
+    check(case, forward(case, q, k, v, options), exact, plain)
+    BackwardKernel(CUDA, KERNEL).check(case)
+
+
+@pytest.mark.parametrize("headdim", [64, 128])
+def test_copies_of_packed_sequences(headdim):
+    cu = {"cu_seqlens_q": (0, 500, 1013), "cu_seqlens_k": (0, 601, 1201)}
+    case = Case(513, 603, headdim, batch=2, nheads=4, nheads_k=2, dtype="bfloat16", bias=(True, True, True), **cu)
+    (q, k, v, options), exact, plain = accuracy.expected(case)
+    check(case, forward(case, q, k, v, options), exact, plain)
+    BackwardKernel(CUDA, KERNEL).check(case)
 
 
 @pytest.mark.parametrize("headdim", [24, 64, 128])

@@ -454,7 +454,10 @@ void plans_by_options() {
         p.window_left = 8, p.mask.data = floats, p.scale = -1;
         expect(p, "bias, window, mask of keys and a scale below zero", small, !small);
         p.bias.row = 4097;
-        expect(p, "bias with rows that the copy engine cannot address", false, true);
+        expect(p, "bias with rows that the copy engine cannot address", small, !small);
+        p.seqlen_q = p.seqlen_k = 100;
+        expect(p, "such a bias in a short call", false, true);
+        p.seqlen_q = p.seqlen_k = 4096;
         p.bias.row = 4096, p.bias_dtype = fa::DType::kFloat32;
         expect(p, "bias of float32", false, true);
         p.bias_dtype = p.dtype, p.alibi_slopes = floats;

@@ -45,7 +45,8 @@ size_t backward_wgmma_sm90_workspace(const BackwardParams& b, const DeviceInfo&)
     const BackwardPlan plan = backward_plan(backward_choose(b.forward));
     const size_t bounds = plan.intervals ? interval_bounds_bytes(b.forward, plan.block_n) : 0;
     const size_t masks = plan.masks ? masked_tiles_bytes(b.forward, plan) : 0;
-    return query_tiles_bytes(query_tiles(b, plan)) + 128 + bounds + masks;  // and room to align the first
+    const size_t copy = plan.bias() && backward_copies_bias(b.forward) ? bias_copy_bytes(backward_bias_copy(b.forward)) : 0;
+    return query_tiles_bytes(query_tiles(b, plan)) + 128 + bounds + masks + copy;  // and room to align the first
 }
 
 }  // namespace fa

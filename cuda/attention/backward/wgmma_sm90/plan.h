@@ -1,6 +1,7 @@
 // wgmma_sm90/plan.h: the instantiations of the Hopper backward and their shapes, with the reason for each number.
 #pragma once
 
+#include "attention/common/bias_copy.h"
 #include "attention/common/bias_tiles.h"
 #include "attention/common/dropout.h"
 #include "attention/common/params.h"
@@ -160,12 +161,20 @@ inline bool backward_serves_bias(const AttentionParams& p) {
     return bias_has_tiles(p) && backward_serves_options(rest) && p.softcap == 0 && !p.alibi_slopes;
 }
 
+// Whether they serve it with a copy of the bias (attention/common/bias_copy.h), which takes in a mask that does not hide whole keys.
+inline bool backward_mask_of_pairs(const AttentionParams& p) { return p.mask.data && !backward_masks_keys(p); }
+inline BiasCopy backward_bias_copy(const AttentionParams& p) { return bias_copy(p, backward_mask_of_pairs(p)); }
+inline bool backward_copies_bias(const AttentionParams& p) {
+    return wants_bias_copy(p, backward_mask_of_pairs(p)) && backward_serves_bias(with_bias_copy(p, backward_bias_copy(p)));
+}
+
 inline BackwardPlanId backward_choose(const AttentionParams& p) {
     const bool general = backward_scores_are_natural(p) || p.window_left >= 0;
     const int d = p.headdim > p.headdim_v ? p.headdim : p.headdim_v;
     if (p.intervals.data && d <= 128) return d <= 64 ? BackwardPlanId::kD64Intervals : BackwardPlanId::kD128Intervals;
     if (backward_serves_masks(p)) return d <= 64 ? BackwardPlanId::kD64Masks : BackwardPlanId::kD128Masks;
-    if (d <= 128 && backward_serves_bias(p)) return d <= 64 ? BackwardPlanId::kD64Bias : BackwardPlanId::kD128Bias;
+    if (d <= 128 && (backward_serves_bias(p) || backward_copies_bias(p)))
+        return d <= 64 ? BackwardPlanId::kD64Bias : BackwardPlanId::kD128Bias;
     if (d <= 128 && backward_serves_dropout(p)) return d <= 64 ? BackwardPlanId::kD64Dropout : BackwardPlanId::kD128Dropout;
     if (general && d <= 128 && backward_serves_options(p)) {
         if (p.softcap != 0) return d <= 64 ? BackwardPlanId::kD64Softcap : BackwardPlanId::kD128Softcap;

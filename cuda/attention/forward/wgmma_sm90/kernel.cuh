@@ -32,6 +32,7 @@
 #include <numeric>
 #include <type_traits>
 
+#include "attention/common/bias_copy.cuh"
 #include "attention/common/seen_blocks.cuh"
 #include "attention/forward/wgmma_sm90/block.cuh"
 #include "attention/forward/wgmma_sm90/consume.cuh"
@@ -403,9 +404,14 @@ cudaError_t launch_wgmma(const AttentionParams& p, int multiprocessors, cudaStre
     ForwardWorkList list = forward_work_list(p, kBlockM, multiprocessors);
     add_leading_sections(p, multiprocessors, &list);
     if constexpr (kWgmmaPlan<kId>.bias) {
+        AttentionParams call = p;
+        if (wgmma_copies_bias(p)) {
+            void* const workspace = static_cast<char*>(p.workspace) + kWorkListBytes;
+            if (cudaError_t error = launch_bias_copy(p, wgmma_bias_copy(p), workspace, &call, stream)) return error;
+        }
         CUtensorMap map_bias;
-        if (cudaError_t error = encode_bias<kId>(p, &map_bias)) return error;
-        return launch_wgmma<T, kId>(p, list, forward_wgmma_bias_kernel<T, kId>, stream, map_bias);
+        if (cudaError_t error = encode_bias<kId>(call, &map_bias)) return error;
+        return launch_wgmma<T, kId>(call, list, forward_wgmma_bias_kernel<T, kId>, stream, map_bias);
     } else if constexpr (kWgmmaPlan<kId>.blocks) {
         SeenBlocks blocks;
         void* const workspace = static_cast<char*>(p.workspace) + kWorkListBytes;

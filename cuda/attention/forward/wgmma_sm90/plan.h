@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "attention/common/bias_copy.h"
 #include "attention/common/bias_tiles.h"
 #include "attention/common/dropout.h"
 #include "attention/common/params.h"
@@ -247,13 +248,14 @@ constexpr int kWgmmaMaxHeadDim = 256, kWgmmaWideMaxHeadDim = 512;  // of wgmma_s
 FA_HOST_DEVICE bool wgmma_scores_are_natural(const AttentionParams& p) { return p.general_scores() || !(p.scale > 0); }
 inline bool wgmma_needs_general(const AttentionParams& p) { return wgmma_scores_are_natural(p) || p.window_left >= 0; }
 
+inline bool wgmma_mask_of_pairs(const AttentionParams& p) { return p.mask.data && p.mask.row != 0 && p.seqlen_q > 1; }
+
 // Whether a plan with options serves a call that no bare plan serves. It divides ALiBi's slopes by the unit of the scores before they are
 // scaled.
 inline bool wgmma_options_serve(const AttentionParams& p) {
     const bool rest = p.cache.entries || p.max_score || p.bias.data || p.tree.rows || p.hides_tiles() || p.dropout_threshold;
-    const bool pairs = p.mask.data && p.mask.row != 0 && p.seqlen_q > 1;
     constexpr float kLeastUnit = 1e-6f;
-    return !rest && !pairs && p.scale > kLeastUnit && (p.softcap == 0 || p.softcap > kLeastUnit);
+    return !rest && !wgmma_mask_of_pairs(p) && p.scale > kLeastUnit && (p.softcap == 0 || p.softcap > kLeastUnit);
 }
 
 // Whether a plan with dropout serves the call. To head dim 64, 128 or 256.
@@ -268,6 +270,12 @@ inline bool wgmma_bias_serves(const AttentionParams& p) {
     rest.bias.data = nullptr;
     rest.scale = 1.0f;  // any scale
     return bias_has_tiles(p) && wgmma_options_serve(rest) && p.softcap == 0 && !p.alibi_slopes;
+}
+
+// Whether it serves the call with a copy of the bias (attention/common/bias_copy.h), which takes a mask of pairs in.
+inline BiasCopy wgmma_bias_copy(const AttentionParams& p) { return bias_copy(p, wgmma_mask_of_pairs(p)); }
+inline bool wgmma_copies_bias(const AttentionParams& p) {
+    return wants_bias_copy(p, wgmma_mask_of_pairs(p)) && wgmma_bias_serves(with_bias_copy(p, wgmma_bias_copy(p)));
 }
 
 // Whether a plan for intervals serves a call with intervals. No other plan does.
@@ -307,7 +315,7 @@ inline WgmmaPlanId wgmma_choose(const AttentionParams& p, int multiprocessors) {
         if (d <= 128) return of_64 ? WgmmaPlanId::kD128Blocks64 : WgmmaPlanId::kD128Blocks;
         return WgmmaPlanId::kD256Blocks;
     }
-    if (d <= 128 && wgmma_bias_serves(p)) return d <= 64 ? WgmmaPlanId::kD64Bias : WgmmaPlanId::kD128Bias;
+    if (d <= 128 && (wgmma_bias_serves(p) || wgmma_copies_bias(p))) return d <= 64 ? WgmmaPlanId::kD64Bias : WgmmaPlanId::kD128Bias;
     if (wgmma_dropout_serves(p))
         return d <= 64 ? WgmmaPlanId::kD64Dropout : d <= 128 ? WgmmaPlanId::kD128Dropout : WgmmaPlanId::kD256Dropout;
     if (d <= 64) {
