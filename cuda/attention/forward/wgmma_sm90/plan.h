@@ -49,7 +49,12 @@ enum class WgmmaPlanId {
     kD128Blocks,
     kD256Blocks,
     kD64Blocks64,
-    kD128Blocks64
+    kD128Blocks64,
+    kD192Bias,
+    kD256Bias,
+    kD64BiasDropout,
+    kD128BiasDropout,
+    kD256BiasDropout
 };
 
 // How the running row maximum is kept. P = 2^(S - m) gives the right answer for any m as long as nothing overflows, so m need not be the
@@ -182,6 +187,14 @@ FA_HOST_DEVICE constexpr WgmmaPlan wgmma_plan(WgmmaPlanId id) {
         case WgmmaPlanId::kD128Dropout: plan = with_options(wgmma_plan(WgmmaPlanId::kD128Long)), plan.dropout = true; break;
         case WgmmaPlanId::kD256Dropout: plan = with_options(wgmma_plan(WgmmaPlanId::kD256)), plan.dropout = true; break;
         case WgmmaPlanId::kD128Bias: plan = with_options(wgmma_plan(WgmmaPlanId::kD128Middle)), plan.stages = 2, plan.bias = true; break;
+        // Tiles of bias are whole chunks of 64 keys.
+        case WgmmaPlanId::kD192Bias:
+            plan = with_options(wgmma_plan(WgmmaPlanId::kD192)), plan.block_n = 64, plan.stages = 3, plan.bias = true;
+            break;
+        case WgmmaPlanId::kD256Bias: plan = with_options(wgmma_plan(WgmmaPlanId::kD256)), plan.bias = true; break;
+        case WgmmaPlanId::kD64BiasDropout: plan = wgmma_plan(WgmmaPlanId::kD64Bias), plan.dropout = true; break;
+        case WgmmaPlanId::kD128BiasDropout: plan = wgmma_plan(WgmmaPlanId::kD128Bias), plan.dropout = true; break;
+        case WgmmaPlanId::kD256BiasDropout: plan = wgmma_plan(WgmmaPlanId::kD256Bias), plan.dropout = true; break;
         // Two row blocks, because a tile is loaded for all rows of the item if one row block sees it. No turns, because a warpgroup passes
         // over tiles that its own row block does not see.
         // Blocks of 64 keys have tiles of 64: one of 128 would be loaded and multiplied for the sake of either half.
@@ -226,6 +239,11 @@ constexpr const char* wgmma_plan_name(WgmmaPlanId id) {
         case WgmmaPlanId::kD256Intervals: return "d256_intervals";
         case WgmmaPlanId::kD64Bias: return "d64_bias";
         case WgmmaPlanId::kD128Bias: return "d128_bias";
+        case WgmmaPlanId::kD192Bias: return "d192_bias";
+        case WgmmaPlanId::kD256Bias: return "d256_bias";
+        case WgmmaPlanId::kD64BiasDropout: return "d64_bias_dropout";
+        case WgmmaPlanId::kD128BiasDropout: return "d128_bias_dropout";
+        case WgmmaPlanId::kD256BiasDropout: return "d256_bias_dropout";
         case WgmmaPlanId::kD64Dropout: return "d64_dropout";
         case WgmmaPlanId::kD128Dropout: return "d128_dropout";
         case WgmmaPlanId::kD256Dropout: return "d256_dropout";
@@ -264,10 +282,11 @@ inline bool wgmma_dropout_serves(const AttentionParams& p) {
     rest.dropout_threshold = 0;
     return drops_in_pairs(p) && wgmma_options_serve(rest);
 }
-// Whether a plan with a bias serves the call. To head dim 64 or 128.
+// Whether a plan with a bias, alone or with dropout, serves the call.
 inline bool wgmma_bias_serves(const AttentionParams& p) {
     AttentionParams rest = p;
     rest.bias.data = nullptr;
+    if (drops_in_pairs(p)) rest.dropout_threshold = 0;
     rest.scale = 1.0f;  // any scale
     return bias_has_tiles(p) && wgmma_options_serve(rest) && p.softcap == 0 && !p.alibi_slopes;
 }
@@ -315,7 +334,12 @@ inline WgmmaPlanId wgmma_choose(const AttentionParams& p, int multiprocessors) {
         if (d <= 128) return of_64 ? WgmmaPlanId::kD128Blocks64 : WgmmaPlanId::kD128Blocks;
         return WgmmaPlanId::kD256Blocks;
     }
-    if (d <= 128 && (wgmma_bias_serves(p) || wgmma_copies_bias(p))) return d <= 64 ? WgmmaPlanId::kD64Bias : WgmmaPlanId::kD128Bias;
+    if (wgmma_bias_serves(p) || wgmma_copies_bias(p)) {
+        if (d <= 64) return p.dropout_threshold ? WgmmaPlanId::kD64BiasDropout : WgmmaPlanId::kD64Bias;
+        if (d <= 128) return p.dropout_threshold ? WgmmaPlanId::kD128BiasDropout : WgmmaPlanId::kD128Bias;
+        if (p.dropout_threshold) return WgmmaPlanId::kD256BiasDropout;
+        return d <= 192 ? WgmmaPlanId::kD192Bias : WgmmaPlanId::kD256Bias;
+    }
     if (wgmma_dropout_serves(p))
         return d <= 64 ? WgmmaPlanId::kD64Dropout : d <= 128 ? WgmmaPlanId::kD128Dropout : WgmmaPlanId::kD256Dropout;
     if (d <= 64) {
