@@ -50,7 +50,8 @@ def forward(case, q, k, v, options):
     """out and lse, whose memory holds NaN before."""
     arrays = [torch.tensor(x, device="cuda", dtype=getattr(torch, case.dtype)) for x in (q, k, v)]
     options = {name: torch.tensor(x, device="cuda") if isinstance(x, np.ndarray) else x for name, x in options.items()}
-    options["bias"] = options["bias"].to(arrays[0].dtype)
+    if not case.bias_float32:
+        options["bias"] = options["bias"].to(arrays[0].dtype)
     if case.varlen:
         cu = [torch.tensor(x, device="cuda", dtype=torch.int32) for x in (case.cu_seqlens_q, case.cu_seqlens_k)]
         arrays += [*cu, case.seqlen_q, case.seqlen_k]
@@ -85,6 +86,20 @@ def test_backward(headdim, axes, others, dtype):
     for rows, keys, top_left in ((270, 336, False), (333, 136, True)):
         shape = {"batch": 2, "nheads": 4, "nheads_k": 2, "dtype": dtype, "top_left": top_left}
         kernel.check(Case(rows, keys, headdim, bias=axes, **shape, **others))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("others", list(OTHERS)[:-2])
+@pytest.mark.parametrize("axes", AXES.values(), ids=AXES)
+@pytest.mark.parametrize("headdim", [40, 64, 96, 128])
+def test_float32(headdim, axes, others, dtype):
+    """A bias of float32 in place, and copied because its rows are not whole 16 bytes."""
+    shape = {"batch": 2, "nheads": 4, "nheads_k": 2, "dtype": dtype, "bias": axes, "bias_float32": True}
+    for rows, keys in ((333, 592), (513, 607)):
+        case = Case(rows, keys, headdim, **shape, **OTHERS[others])
+        (q, k, v, options), exact, plain = accuracy.expected(case)
+        check(case, forward(case, q, k, v, options), exact, plain)
+        BackwardKernel(CUDA, KERNEL).check(case)
 
 
 @pytest.mark.parametrize("axes", AXES.values(), ids=AXES)
@@ -187,15 +202,17 @@ def test_large_rows(headdim):
 
 @pytest.mark.parametrize("headdim", [64, 128])
 def test_which_plan(headdim):
-    """Strides that the copy engine does not take go to the general plans in short calls; float32 and options that
-    change products go there in any call."""
+    """Strides that the copy engine does not take go to the general plans in short calls; options that change
+    products go there in any call."""
     x = torch.zeros(2, 512, 2, headdim, device="cuda", dtype=torch.bfloat16)
     bias = torch.zeros(2, 2, 512, 512, device="cuda", dtype=torch.bfloat16)
     assert served(x, x, x, bias=bias).endswith("_bias")
     assert served(x, x, x, bias=bias[:1, :1, :1]).endswith("_bias")
     wide = torch.zeros(2, 2, 512, 516, device="cuda", dtype=torch.bfloat16)[..., :512]
     shifted = torch.zeros(2 * 2 * 512 * 512 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(2, 2, 512, 512)
-    assert served(x, x, x, bias=bias.float()).endswith("_general")
+    assert served(x, x, x, bias=bias.float()).endswith("_bias_float32")
+    assert served(x, x, x, bias=wide.float()).endswith("_bias_float32")
+    assert served(x, x, x, bias=bias.float(), dropout_p=0.1, dropout_seed=1).endswith("_general")
     for other in (wide, shifted):
         assert served(x, x, x, bias=other).endswith("_bias")
         assert served(x[:, :64], x, x, bias=other[:, :, :64]).endswith("_general")

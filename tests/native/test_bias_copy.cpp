@@ -37,12 +37,14 @@ Element element_of(const ScoreView& view, int b, int h, int i, int j) {
     return static_cast<const Element*>(view.data)[b * view.batch + h * view.head + i * view.row + j];
 }
 
+// Element: uint16_t, or uint32_t for float32.
+template <typename Element>
 void check_copy() {
     AttentionParams p{};
     p.batch = 1 + below(3), p.nheads = 1 + below(3), p.seqlen_q = 1 + below(9), p.seqlen_k = 1 + below(40);
-    p.dtype = p.bias_dtype = below(2) ? DType::kFloat16 : DType::kBFloat16;
-    constexpr uint16_t kPoison = 0x7FFF;
-    const auto bias = make_source<uint16_t>(p, kPoison, [] { return uint16_t(below(1 << 14)); });
+    p.dtype = below(2) ? DType::kFloat16 : DType::kBFloat16, p.bias_dtype = sizeof(Element) == 4 ? DType::kFloat32 : p.dtype;
+    constexpr Element kPoison = 0x7FFF;
+    const auto bias = make_source<Element>(p, kPoison, [] { return Element(below(1 << 14) * 0x10001); });
     const auto mask = make_source<uint8_t>(p, 1, [] { return uint8_t(below(2) << below(8)); });
     p.bias = bias.view;
     const bool masked = below(2);
@@ -56,18 +58,19 @@ void check_copy() {
                 for (int x = 0; x < copy.chunks(); ++x) to[index++] = bias_chunk(copy, b, h, i, x);
     EXPECT(index == to.size(), "%zu chunks for %zu", index, to.size());
     const AttentionParams after = with_bias_copy(p, copy, to.data());
-    EXPECT(!after.mask.data == !(p.mask.data && !masked) && after.bias_dtype == p.dtype, "the mask is in the copy");
+    EXPECT(!after.mask.data == !(p.mask.data && !masked) && after.bias_dtype == p.bias_dtype, "the mask is in the copy");
     EXPECT(bias_has_tiles(with_bias_copy(p, copy)), "rows of %d keys", p.seqlen_k);
-    const uint16_t hidden = p.dtype == DType::kFloat16 ? 0xFC00 : 0xFF80;
+    const Element hidden = sizeof(Element) == 4 ? Element(0xFF800000u) : p.dtype == DType::kFloat16 ? 0xFC00 : 0xFF80;
     for (int b = 0; b < p.batch; ++b)
         for (int h = 0; h < p.nheads; ++h)
             for (int i = 0; i < p.seqlen_q; ++i)
-                for (int j = 0; j < copy.chunks() * kBiasChunk; ++j) {
-                    uint16_t wanted = 0;
+                for (int j = 0; j < copy.chunks() * copy.elements; ++j) {
+                    Element wanted = 0;
                     if (j < p.seqlen_k)
-                        wanted = masked && !element_of<uint8_t>(p.mask, b, h, i, j) ? hidden : element_of<uint16_t>(p.bias, b, h, i, j);
-                    const uint16_t got = element_of<uint16_t>(after.bias, b, h, i, j);
-                    EXPECT(got == wanted, "element (%d, %d, %d, %d) of %d keys is %x, not %x", b, h, i, j, p.seqlen_k, got, wanted);
+                        wanted = masked && !element_of<uint8_t>(p.mask, b, h, i, j) ? hidden : element_of<Element>(p.bias, b, h, i, j);
+                    const Element got = element_of<Element>(after.bias, b, h, i, j);
+                    EXPECT(got == wanted, "element (%d, %d, %d, %d) of %d keys is %x, not %x", b, h, i, j, p.seqlen_k, unsigned(got),
+                           unsigned(wanted));
                 }
 }
 
@@ -109,6 +112,12 @@ void check_choices() {
     });
     expect("a short call", false, [](AttentionParams& p) { p.seqlen_q = p.seqlen_k = p.bias.row = 301; });
     expect("300 MiB", false, [](AttentionParams& p) { p.batch = 40, p.bias.head = 1001 * 1001, p.bias.batch = 4 * 1001 * 1001; });
+    expect("float32, rows of 1001", true, [](AttentionParams& p) { p.bias_dtype = DType::kFloat32; });
+    expect("float32, rows of 1004", false, [](AttentionParams& p) { p.bias_dtype = DType::kFloat32, p.bias.row = 1004; });
+    expect("float32 and a mask of pairs", true,
+           [](AttentionParams& p) { p.bias_dtype = DType::kFloat32, p.bias.row = 1004, p.mask = {mask, 0, 0, 1001}; });
+    expect("float32 and dropout", false, [](AttentionParams& p) { p.bias_dtype = DType::kFloat32, p.dropout_threshold = 9; });
+    expect("dropout", true, [](AttentionParams& p) { p.dropout_threshold = 9; });
     expect("softcap", false, [](AttentionParams& p) { p.softcap = 50; });
     expect("a scale below zero", true, [](AttentionParams& p) { p.scale = -1; });
     expect("no keys", false, [](AttentionParams& p) { p.seqlen_k = 0; });
@@ -117,7 +126,7 @@ void check_choices() {
 }  // namespace
 
 int main() {
-    for (int i = 0; i < 3000; ++i) check_copy();
+    for (int i = 0; i < 3000; ++i) check_copy<uint16_t>(), check_copy<uint32_t>();
     check_choices();
     if (failures) return std::printf("%d failures\n", failures), 1;
     std::printf("the copy of a bias is right\n");

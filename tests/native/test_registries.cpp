@@ -461,7 +461,11 @@ void plans_by_options() {
         expect(p, "such a bias in a short call", false, true);
         p.seqlen_q = p.seqlen_k = 4096;
         p.bias.row = 4096, p.bias_dtype = fa::DType::kFloat32;
-        expect(p, "bias of float32", false, true);
+        const bool small = headdim <= 128;
+        expect(p, "bias of float32", small, !small);
+        p.dropout_threshold = 9;
+        expect(p, "bias of float32 and dropout", false, true);
+        p.dropout_threshold = 0;
         p.bias_dtype = p.dtype, p.alibi_slopes = floats;
         expect(p, "bias and ALiBi", false, true);
     }

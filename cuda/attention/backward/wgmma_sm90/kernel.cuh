@@ -281,9 +281,10 @@ template <BackwardPlanId kId>
 cudaError_t encode_bias(const AttentionParams& p, CUtensorMap* map) {
     const ScoreView& bias = p.bias;
     int loads;
-    return encode_tiles({"bias", bias.data, p.dtype == DType::kFloat16, p.seqlen_k, bias.row ? p.seqlen_q : 1, bias.head ? p.nheads : 1,
-                         bias.batch ? p.batch : 1, 2 * bias.row, 2 * bias.head, 2 * bias.batch, bias.row ? kBackwardPlan<kId>.block_m : 1,
-                         kBackwardPlan<kId>.block_n, true},
+    constexpr int kPlaces = kBackwardPlan<kId>.bias_float32 ? 2 : 1, kBytes = 2 * kPlaces;  // places of 16 bits in an element
+    return encode_tiles({"bias", bias.data, p.dtype == DType::kFloat16, int64_t(kPlaces) * p.seqlen_k, bias.row ? p.seqlen_q : 1,
+                         bias.head ? p.nheads : 1, bias.batch ? p.batch : 1, kBytes * bias.row, kBytes * bias.head, kBytes * bias.batch,
+                         bias.row ? kBackwardPlan<kId>.block_m : 1, kPlaces * kBackwardPlan<kId>.block_n, true},
                         map, &loads);
 }
 

@@ -303,7 +303,9 @@ struct MainWarpgroup {
     __device__ __forceinline__ void add_tile_of_bias(Scores& s, uint32_t it) const {
         const uint32_t slot = it % kPlan.bias_stages;
         mbarrier_wait(shared_address(&smem.bias_barriers.full[slot]), it / kPlan.bias_stages & 1);
-        add_bias<T, kBlockM>(s, p, shared_address(smem.bias[slot]), wg * 64 + warp * 16, opaque(lane));
+        if constexpr (kPlan.bias_float32)
+            add_float32_bias<kBlockM>(s, p, shared_address(smem.bias[slot]), wg * 64 + warp * 16, opaque(lane));
+        else add_bias<T, kBlockM>(s, p, shared_address(smem.bias[slot]), wg * 64 + warp * 16, opaque(lane));
         __syncwarp();
         release(shared_address(smem.bias_barriers.empty), slot);
     }

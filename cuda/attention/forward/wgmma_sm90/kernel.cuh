@@ -391,9 +391,10 @@ template <WgmmaPlanId kId>
 cudaError_t encode_bias(const AttentionParams& p, CUtensorMap* map) {
     const ScoreView& bias = p.bias;
     int loads;
-    return encode_tiles({"bias", bias.data, p.dtype == DType::kFloat16, p.seqlen_k, bias.row ? p.seqlen_q : 1, bias.head ? p.nheads : 1,
-                         bias.batch ? p.batch : 1, 2 * bias.row, 2 * bias.head, 2 * bias.batch, bias.row ? kWgmmaPlan<kId>.block_m() : 1,
-                         kWgmmaPlan<kId>.block_n, true},
+    constexpr int kBytes = WgmmaBias<kId>::kElementBytes, kPlaces = kBytes / 2;  // places of 16 bits in an element
+    return encode_tiles({"bias", bias.data, p.dtype == DType::kFloat16, int64_t(kPlaces) * p.seqlen_k, bias.row ? p.seqlen_q : 1,
+                         bias.head ? p.nheads : 1, bias.batch ? p.batch : 1, kBytes * bias.row, kBytes * bias.head, kBytes * bias.batch,
+                         bias.row ? kWgmmaPlan<kId>.block_m() : 1, kPlaces * kWgmmaPlan<kId>.block_n, true},
                         map, &loads);
 }
 
