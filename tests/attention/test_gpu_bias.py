@@ -91,7 +91,7 @@ def test_backward(headdim, axes, others, dtype):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("others", list(OTHERS)[:-2])
 @pytest.mark.parametrize("axes", AXES.values(), ids=AXES)
-@pytest.mark.parametrize("headdim", [40, 64, 96, 128])
+@pytest.mark.parametrize("headdim", [40, 64, 96, 128, 176, 256])
 def test_float32(headdim, axes, others, dtype):
     """A bias of float32 in place, and copied because its rows are not whole 16 bytes."""
     shape = {"batch": 2, "nheads": 4, "nheads_k": 2, "dtype": dtype, "bias": axes, "bias_float32": True}
@@ -99,7 +99,8 @@ def test_float32(headdim, axes, others, dtype):
         case = Case(rows, keys, headdim, **shape, **OTHERS[others])
         (q, k, v, options), exact, plain = accuracy.expected(case)
         check(case, forward(case, q, k, v, options), exact, plain)
-        BackwardKernel(CUDA, KERNEL).check(case)
+        if headdim <= 128:
+            BackwardKernel(CUDA, KERNEL).check(case)
 
 
 @pytest.mark.parametrize("axes", AXES.values(), ids=AXES)

@@ -111,7 +111,7 @@ template <WgmmaPlanId kId, bool kBias = kWgmmaPlan<kId>.bias>
 struct WgmmaBias {};
 template <WgmmaPlanId kId>
 struct WgmmaBias<kId, true> {
-    static constexpr int kStages = 2;
+    static constexpr int kStages = kWgmmaPlan<kId>.bias_stages;
     static constexpr int kElementBytes = kWgmmaPlan<kId>.bias_float32 ? 4 : 2;
     alignas(1024) uint8_t tiles[kStages][kWgmmaPlan<kId>.block_m() * kWgmmaPlan<kId>.block_n * kElementBytes];
     uint64_t full[kStages], empty[kStages];

@@ -47,6 +47,8 @@ cudaError_t forward_wgmma_sm90(const AttentionParams& p, const DeviceInfo& devic
         FA_WGMMA_CASE(kD256BiasDropout)
         FA_WGMMA_CASE(kD64BiasFloat32)
         FA_WGMMA_CASE(kD128BiasFloat32)
+        FA_WGMMA_CASE(kD192BiasFloat32)
+        FA_WGMMA_CASE(kD256BiasFloat32)
         FA_WGMMA_CASE(kD64Dropout)
         FA_WGMMA_CASE(kD128Dropout)
         FA_WGMMA_CASE(kD256Dropout)

@@ -56,7 +56,9 @@ enum class WgmmaPlanId {
     kD128BiasDropout,
     kD256BiasDropout,
     kD64BiasFloat32,
-    kD128BiasFloat32
+    kD128BiasFloat32,
+    kD192BiasFloat32,
+    kD256BiasFloat32
 };
 
 // How the running row maximum is kept. P = 2^(S - m) gives the right answer for any m as long as nothing overflows, so m need not be the
@@ -86,6 +88,7 @@ struct WgmmaPlan {
     // With options, but neither ALiBi nor softcap: also a 16-bit bias, always (bias.cuh). Scores are in natural units.
     bool bias = false;
     bool bias_float32 = false;  // with a bias, and without dropout: the bias is float32
+    int bias_stages = 2;        // tiles of bias in flight
     bool dropout = false;       // with options: also dropout, always (dropout.cuh)
     // Speculative plans: wait for O before the exponentials instead of after them. The packing of P is then interleaved with the
     // exponentials and hides under them. This warpgroup's own product no longer hides there: the products of other warpgroups must fill the
@@ -205,6 +208,11 @@ FA_HOST_DEVICE constexpr WgmmaPlan wgmma_plan(WgmmaPlanId id) {
         case WgmmaPlanId::kD128BiasFloat32:
             plan = wgmma_plan(WgmmaPlanId::kD128Bias), plan.block_n = 64, plan.stages = 4, plan.bias_float32 = true;
             break;
+        case WgmmaPlanId::kD192BiasFloat32: plan = wgmma_plan(WgmmaPlanId::kD192Bias), plan.stages = 2, plan.bias_float32 = true; break;
+        // One tile of bias is all that fits.
+        case WgmmaPlanId::kD256BiasFloat32:
+            plan = wgmma_plan(WgmmaPlanId::kD256Bias), plan.bias_float32 = true, plan.bias_stages = 1;
+            break;
         // Two row blocks, because a tile is loaded for all rows of the item if one row block sees it. No turns, because a warpgroup passes
         // over tiles that its own row block does not see.
         // Blocks of 64 keys have tiles of 64: one of 128 would be loaded and multiplied for the sake of either half.
@@ -256,6 +264,8 @@ constexpr const char* wgmma_plan_name(WgmmaPlanId id) {
         case WgmmaPlanId::kD256BiasDropout: return "d256_bias_dropout";
         case WgmmaPlanId::kD64BiasFloat32: return "d64_bias_float32";
         case WgmmaPlanId::kD128BiasFloat32: return "d128_bias_float32";
+        case WgmmaPlanId::kD192BiasFloat32: return "d192_bias_float32";
+        case WgmmaPlanId::kD256BiasFloat32: return "d256_bias_float32";
         case WgmmaPlanId::kD64Dropout: return "d64_dropout";
         case WgmmaPlanId::kD128Dropout: return "d128_dropout";
         case WgmmaPlanId::kD256Dropout: return "d256_dropout";
@@ -294,12 +304,11 @@ inline bool wgmma_dropout_serves(const AttentionParams& p) {
     rest.dropout_threshold = 0;
     return drops_in_pairs(p) && wgmma_options_serve(rest);
 }
-// Whether a plan with a bias serves the call: alone or, in 16 bits, with dropout. In float32 to head dim 128.
+// Whether a plan with a bias serves the call: alone or, in 16 bits, with dropout.
 inline bool wgmma_bias_serves(const AttentionParams& p) {
     AttentionParams rest = p;
     rest.bias.data = nullptr;
     if (drops_in_pairs(p) && !bias_is_float32(p)) rest.dropout_threshold = 0;
-    if (bias_is_float32(p) && (p.headdim > 128 || p.headdim_v > 128)) return false;
     rest.scale = 1.0f;  // any scale
     return bias_has_tiles(p) && wgmma_options_serve(rest) && p.softcap == 0 && !p.alibi_slopes;
 }
@@ -348,7 +357,10 @@ inline WgmmaPlanId wgmma_choose(const AttentionParams& p, int multiprocessors) {
         return WgmmaPlanId::kD256Blocks;
     }
     if (wgmma_bias_serves(p) || wgmma_copies_bias(p)) {
-        if (bias_is_float32(p)) return d <= 64 ? WgmmaPlanId::kD64BiasFloat32 : WgmmaPlanId::kD128BiasFloat32;
+        if (bias_is_float32(p)) {
+            if (d <= 128) return d <= 64 ? WgmmaPlanId::kD64BiasFloat32 : WgmmaPlanId::kD128BiasFloat32;
+            return d <= 192 ? WgmmaPlanId::kD192BiasFloat32 : WgmmaPlanId::kD256BiasFloat32;
+        }
         if (d <= 64) return p.dropout_threshold ? WgmmaPlanId::kD64BiasDropout : WgmmaPlanId::kD64Bias;
         if (d <= 128) return p.dropout_threshold ? WgmmaPlanId::kD128BiasDropout : WgmmaPlanId::kD128Bias;
         if (p.dropout_threshold) return WgmmaPlanId::kD256BiasDropout;
