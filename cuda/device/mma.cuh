@@ -61,6 +61,13 @@ __device__ __forceinline__ float4 load_shared_16(uint32_t shared) {
     return x;
 }
 
+// ld.shared.v2
+__device__ __forceinline__ float2 load_shared_8(uint32_t shared) {
+    float2 x;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];\n" : "=f"(x.x), "=f"(x.y) : "r"(shared) : "memory");
+    return x;
+}
+
 // st.shared.v4
 __device__ __forceinline__ void store_shared_16(uint32_t shared, uint4 x) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"r"(shared), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");

@@ -33,6 +33,8 @@ OTHERS = {
     "mask and window": {"mask": (True, False, False), "window_size": (200, -1), "causal": True},
     "sinks": {"sinks": True},
     "scale below zero": {"softmax_scale": -0.1},
+    "dropout": {"dropout_p": 0.2},
+    "dropout, mask and causal": {"dropout_p": 0.5, "mask": (True, False, False), "causal": True},
 }
 
 
@@ -48,11 +50,12 @@ def forward(case, q, k, v, options):
     """out and lse, whose memory holds NaN before."""
     arrays = [torch.tensor(x, device="cuda", dtype=getattr(torch, case.dtype)) for x in (q, k, v)]
     options = {name: torch.tensor(x, device="cuda") if isinstance(x, np.ndarray) else x for name, x in options.items()}
-    options["bias"] = options["bias"].to(arrays[0].dtype)
+    if not case.bias_float32:
+        options["bias"] = options["bias"].to(arrays[0].dtype)
     if case.varlen:
         cu = [torch.tensor(x, device="cuda", dtype=torch.int32) for x in (case.cu_seqlens_q, case.cu_seqlens_k)]
         arrays += [*cu, case.seqlen_q, case.seqlen_k]
-    assert served(*arrays, **options).endswith("_bias")
+    assert "_bias" in served(*arrays, **options)
     out = torch.full((*q.shape[:-1], v.shape[-1]), math.nan, device="cuda", dtype=arrays[0].dtype)
     call = fa.flash_attn_varlen_func if case.varlen else fa.flash_attn_func
     _, lse = call(*arrays, out=out, return_lse=True, kernel=KERNEL, **options)
@@ -67,7 +70,7 @@ def check(case, got, exact, plain):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("others", OTHERS.values(), ids=OTHERS)
 @pytest.mark.parametrize("axes", AXES.values(), ids=AXES)
-@pytest.mark.parametrize("headdim", [40, 64, 96, 128])
+@pytest.mark.parametrize("headdim", [40, 64, 96, 128, 160, 256])
 def test_forward(headdim, axes, others, dtype):
     case = Case(333, 592, headdim, batch=2, nheads=4, nheads_k=2, dtype=dtype, bias=axes, **others)
     (q, k, v, options), exact, plain = accuracy.expected(case)
@@ -83,6 +86,21 @@ def test_backward(headdim, axes, others, dtype):
     for rows, keys, top_left in ((270, 336, False), (333, 136, True)):
         shape = {"batch": 2, "nheads": 4, "nheads_k": 2, "dtype": dtype, "top_left": top_left}
         kernel.check(Case(rows, keys, headdim, bias=axes, **shape, **others))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("others", list(OTHERS)[:-2])
+@pytest.mark.parametrize("axes", AXES.values(), ids=AXES)
+@pytest.mark.parametrize("headdim", [40, 64, 96, 128, 176, 256])
+def test_float32(headdim, axes, others, dtype):
+    """A bias of float32 in place, and copied because its rows are not whole 16 bytes."""
+    shape = {"batch": 2, "nheads": 4, "nheads_k": 2, "dtype": dtype, "bias": axes, "bias_float32": True}
+    for rows, keys in ((333, 592), (513, 607)):
+        case = Case(rows, keys, headdim, **shape, **OTHERS[others])
+        (q, k, v, options), exact, plain = accuracy.expected(case)
+        check(case, forward(case, q, k, v, options), exact, plain)
+        if headdim <= 128:
+            BackwardKernel(CUDA, KERNEL).check(case)
 
 
 @pytest.mark.parametrize("axes", AXES.values(), ids=AXES)
@@ -116,7 +134,7 @@ def hiding_bias(kind, rows, keys, low):
 @pytest.mark.parametrize("spread", [1, 30])
 @pytest.mark.parametrize("low", ["-inf", "finfo.min"])
 @pytest.mark.parametrize("kind", ["causal", "padding", "holes", "random", "rows", "everything"])
-@pytest.mark.parametrize("headdim", [64, 128])
+@pytest.mark.parametrize("headdim", [64, 128, 192, 256])
 def test_bias_that_hides(headdim, kind, low, spread):
     """Keys hidden from all rows hold NaN in K and V if the bias is -inf there. finfo.min is a number: a row of nothing
     else is the mean of V."""
@@ -185,18 +203,57 @@ def test_large_rows(headdim):
 
 @pytest.mark.parametrize("headdim", [64, 128])
 def test_which_plan(headdim):
-    """Strides that the copy engine does not take, float32, and options that change products go to the general plans."""
+    """Strides that the copy engine does not take go to the general plans in short calls; options that change
+    products go there in any call."""
     x = torch.zeros(2, 512, 2, headdim, device="cuda", dtype=torch.bfloat16)
     bias = torch.zeros(2, 2, 512, 512, device="cuda", dtype=torch.bfloat16)
     assert served(x, x, x, bias=bias).endswith("_bias")
     assert served(x, x, x, bias=bias[:1, :1, :1]).endswith("_bias")
     wide = torch.zeros(2, 2, 512, 516, device="cuda", dtype=torch.bfloat16)[..., :512]
     shifted = torch.zeros(2 * 2 * 512 * 512 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(2, 2, 512, 512)
-    for other in (wide, shifted, bias.float()):
-        assert served(x, x, x, bias=other).endswith("_general")
+    assert served(x, x, x, bias=bias.float()).endswith("_bias_float32")
+    assert served(x, x, x, bias=wide.float()).endswith("_bias_float32")
+    assert served(x, x, x, bias=bias.float(), dropout_p=0.1, dropout_seed=1).endswith("_general")
+    for other in (wide, shifted):
+        assert served(x, x, x, bias=other).endswith("_bias")
+        assert served(x[:, :64], x, x, bias=other[:, :, :64]).endswith("_general")
     slopes = torch.ones(2, device="cuda")
-    for options in ({"softcap": 30.0}, {"alibi_slopes": slopes}, {"dropout_p": 0.1, "dropout_seed": 1}):
+    for options in ({"softcap": 30.0}, {"alibi_slopes": slopes}):
         assert served(x, x, x, bias=bias, **options).endswith("_general")
+    assert served(x, x, x, bias=bias, dropout_p=0.1, dropout_seed=1).endswith("_bias_dropout")
+
+
+COPIES = {
+    "odd rows": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (500, 30)},
+    "mask of keys": {"mask": (True, False, False)},
+    "mask of pairs": {"mask": (True, False, True)},
+    "mask of all pairs, causal": {"mask": (True, True, True), "causal": True},
+    "sinks": {"sinks": True},
+    "dropout and a mask of pairs": {"dropout_p": 0.2, "mask": (True, False, True)},
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("others", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("axes", AXES.values(), ids=AXES)
+@pytest.mark.parametrize("headdim", [64, 128])
+def test_copies(headdim, axes, others, dtype):
+    """A bias whose rows the copy engine cannot load, or beside a mask of pairs, is copied to the workspace first."""
+    case = Case(513, 607, headdim, batch=2, nheads=4, nheads_k=2, dtype=dtype, bias=axes, **others)
+    (q, k, v, options), exact, plain = accuracy.expected(case)
+    check(case, forward(case, q, k, v, options), exact, plain)
+    BackwardKernel(CUDA, KERNEL).check(case)
+
+
+@pytest.mark.parametrize("headdim", [64, 128])
+def test_copies_of_packed_sequences(headdim):
+    cu = {"cu_seqlens_q": (0, 500, 1013), "cu_seqlens_k": (0, 601, 1201)}
+    case = Case(513, 603, headdim, batch=2, nheads=4, nheads_k=2, dtype="bfloat16", bias=(True, True, True), **cu)
+    (q, k, v, options), exact, plain = accuracy.expected(case)
+    check(case, forward(case, q, k, v, options), exact, plain)
+    BackwardKernel(CUDA, KERNEL).check(case)
 
 
 @pytest.mark.parametrize("headdim", [24, 64, 128])

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from accuracy import Case, expected
+from accuracy import Case, check, expected, expected_backward, gradient_floor, rounding_floor
 
 import flash_attn_minimal as fa
 
@@ -36,6 +36,47 @@ def test_options_count_from_the_start_of_each_sequence(kernel, extra):
     options = {"bias": (True, True, True), "mask": (True, False, True), "alibi": 2, "dropout_p": 0.2, "sinks": True}
     kernel.check(varlen_case(LENGTHS["different"], extra, headdim=33, headdim_v=24, window_size=(50, 9), **options))
     kernel.check(varlen_case(LENGTHS["zero_length"], extra, headdim=33, causal=True, top_left=True, **options))
+
+
+def poisoned_past_the_end(case, bias):
+    """The bias with NaN in rows and columns past the end of its sequence."""
+    bias = bias.copy()
+    for own, rows, keys in zip(bias, np.diff(case.cu_seqlens_q), np.diff(case.cu_seqlens_k), strict=True):
+        own[:, :, keys:] = np.nan
+        if own.shape[1] > 1:
+            own[:, rows:] = np.nan
+    return bias
+
+
+BIAS_PAST_THE_END = [
+    varlen_case(lengths, extra, nheads=4, nheads_k=2, headdim=headdim, dtype="float16", bias=axes, causal=causal)
+    for lengths in (((1, 65, 31, 129), (63, 65, 1, 203)), ((70, 200, 0), (136, 130, 9)))
+    for axes, extra in (((True, True, True), 5), ((True, False, True), 53), ((True, True, False), 0))
+    for headdim, causal in ((64, False), (128, True))
+]
+
+
+@pytest.mark.parametrize("case", BIAS_PAST_THE_END)
+def test_bias_past_the_end_of_a_sequence(kernel, case):
+    (q, k, v, options), exact, plain = expected(case)
+    options = options | {"bias": poisoned_past_the_end(case, options["bias"])}
+    cu_seqlens = case.cu_seqlens_q, case.cu_seqlens_k, case.seqlen_q, case.seqlen_k
+    out, lse = kernel(q, k, v, case.dtype, cu_seqlens, **options)
+    check("out", out, exact[0], plain[0], case.dtype, floor=rounding_floor(q, k, None))
+    check("lse", lse, exact[1], plain[1], "float32", floor=rounding_floor(q, k, None))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("case", BIAS_PAST_THE_END)
+def test_gradients_with_bias_past_the_end_of_a_sequence(backward_kernel, case, deterministic):
+    (dout, q, k, v, out, lse, options), exact, plain = expected_backward(case)
+    options = options | {"bias": poisoned_past_the_end(case, options["bias"]), "deterministic": deterministic}
+    cu_seqlens = case.cu_seqlens_q, case.cu_seqlens_k, case.seqlen_q, case.seqlen_k
+    got = backward_kernel(dout, q, k, v, out, lse, case.dtype, cu_seqlens, return_dbias=True, **options)
+    for name, x in zip(("dq", "dk", "dv", "dbias"), got, strict=False):
+        dtype = "float32" if name == "dbias" else case.dtype
+        floor = gradient_floor(case, getattr(exact, name))
+        check(name, x, getattr(exact, name), getattr(plain, name), dtype, floor=floor)
 
 
 def test_equals_the_sequences_one_by_one(kernel):

@@ -432,7 +432,6 @@ void plans_by_options() {
         expect(p, "ALiBi", true, false);
         p.scale = -1;
         expect(p, "ALiBi and a scale below zero", false, true);
-        const bool small = headdim <= 128;  // these have plans with a bias, too
         p = bare, p.softcap = 30;
         expect(p, "softcap", true, false);
         p.softcap = 1e-7f;
@@ -450,13 +449,22 @@ void plans_by_options() {
         expect(p, "mask of pairs and dropout", false, true);
         p = bare, p.dtype = p.bias_dtype = fa::DType::kBFloat16, p.bias.data = reinterpret_cast<const void*>(uintptr_t(4096)),
         p.bias.row = 4096;
-        expect(p, "bias", small, !small);
+        expect(p, "bias", true, false);
         p.window_left = 8, p.mask.data = floats, p.scale = -1;
-        expect(p, "bias, window, mask of keys and a scale below zero", small, !small);
+        expect(p, "bias, window, mask of keys and a scale below zero", true, false);
+        p.dropout_threshold = 9;
+        expect(p, "the same with dropout", true, false);
+        p.dropout_threshold = 0;
         p.bias.row = 4097;
-        expect(p, "bias with rows that the copy engine cannot address", false, true);
+        expect(p, "bias with rows that the copy engine cannot address", true, false);
+        p.seqlen_q = p.seqlen_k = 100;
+        expect(p, "such a bias in a short call", false, true);
+        p.seqlen_q = p.seqlen_k = 4096;
         p.bias.row = 4096, p.bias_dtype = fa::DType::kFloat32;
-        expect(p, "bias of float32", false, true);
+        expect(p, "bias of float32", true, false);
+        p.dropout_threshold = 9;
+        expect(p, "bias of float32 and dropout", false, true);
+        p.dropout_threshold = 0;
         p.bias_dtype = p.dtype, p.alibi_slopes = floats;
         expect(p, "bias and ALiBi", false, true);
     }

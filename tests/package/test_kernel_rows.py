@@ -42,6 +42,7 @@ ROWS = {
         "forward": ["mma_sm80", "mma_tf32_sm80", "wgmma_sm90"],
         "backward": ["wgmma_sm90"],
     },
+    "attention/common/bias_copy.cu": {"forward": ["wgmma_sm90"], "backward": ["wgmma_sm90"]},
     "attention/common/seen_blocks.cu": {"forward": ["wgmma_sm90"], "backward": ["wgmma_sm90"]},
     "attention/backward/wgmma_sm90/masked_tiles.cu": {"backward": ["wgmma_sm90"]},
     "attention/backward/delta.cu": {

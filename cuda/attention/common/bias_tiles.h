@@ -1,16 +1,20 @@
-// bias_tiles.h: whether the copy engine can load tiles of a 16-bit bias.
+// bias_tiles.h: whether the copy engine can load tiles of a bias.
 #pragma once
 
 #include "attention/common/params.h"
 
 namespace fa {
 
-// For a call of dtype float16 or bfloat16. The copy engine takes strides of 16 bytes and their multiples; on an axis whose stride is 0 it
-// sees one element. A packed call may say max_seqlen_q=0: no tile has 0 rows.
+// For calls of dtype float16 or bfloat16.
+FA_HOST_DEVICE bool bias_is_float32(const AttentionParams& p) { return p.bias_dtype == DType::kFloat32; }
+FA_HOST_DEVICE int bias_element_bytes(const AttentionParams& p) { return bias_is_float32(p) ? 4 : 2; }
+
+// The copy engine takes strides of 16 bytes and their multiples; on an axis whose stride is 0 it sees one element. A packed call may say
+// max_seqlen_q=0: no tile has 0 rows.
 inline bool bias_has_tiles(const AttentionParams& p) {
-    const auto fits = [](int64_t stride) { return stride >= 0 && stride % 8 == 0; };
-    return p.bias.data && p.seqlen_q > 0 && p.bias_dtype == p.dtype && reinterpret_cast<uintptr_t>(p.bias.data) % 16 == 0 &&
-           fits(p.bias.batch) && fits(p.bias.head) && fits(p.bias.row);
+    const auto fits = [&](int64_t stride) { return stride >= 0 && stride * bias_element_bytes(p) % 16 == 0; };
+    return p.bias.data && p.seqlen_q > 0 && (p.bias_dtype == p.dtype || bias_is_float32(p)) &&
+           reinterpret_cast<uintptr_t>(p.bias.data) % 16 == 0 && fits(p.bias.batch) && fits(p.bias.head) && fits(p.bias.row);
 }
 
 }  // namespace fa

@@ -48,8 +48,9 @@ struct alignas(1024) BackwardSmem {
     T q[kStages][kBlockM * kColumns], dout[kStages][kBlockM * kColumns];
     T ds[2][kBlockN * kBlockM];  // a row per key
     union {
-        T p[kPlan.general ? kBlockN * kBlockM : 8];                                          // general: P after dropout, a row per key
-        T bias[kPlan.bias() ? kPlan.bias_stages : 1][kPlan.bias() ? kBlockM * kBlockN : 8];  // a row per query
+        T p[kPlan.general ? kBlockN * kBlockM : 8];  // general: P after dropout, a row per key
+        T bias[kPlan.bias() ? kPlan.bias_stages : 1]
+              [kPlan.bias() ? kBlockM * kBlockN * (kPlan.bias_float32 ? 2 : 1) : 8];  // a row per query
     };
     alignas(128) std::conditional_t<kPlan.dq_stages != 0, DqStages<kPlan.dq_stages>, char> stages;
     alignas(16) float lse[kStages][kBlockM], delta[kStages][kBlockM];    // in quad order

@@ -23,6 +23,8 @@ cudaError_t launch_plan(BackwardPlanId plan, const BackwardParams& b, int multip
         FA_BACKWARD_CASE(kD64Intervals)
         FA_BACKWARD_CASE(kD64Masks)
         FA_BACKWARD_CASE(kD64Bias)
+        FA_BACKWARD_CASE(kD64BiasDropout)
+        FA_BACKWARD_CASE(kD64BiasFloat32)
         FA_BACKWARD_CASE(kD64Dropout)
         FA_BACKWARD_CASE(kD64General)
         FA_BACKWARD_CASE(kD128)
@@ -31,6 +33,8 @@ cudaError_t launch_plan(BackwardPlanId plan, const BackwardParams& b, int multip
         FA_BACKWARD_CASE(kD128Intervals)
         FA_BACKWARD_CASE(kD128Masks)
         FA_BACKWARD_CASE(kD128Bias)
+        FA_BACKWARD_CASE(kD128BiasDropout)
+        FA_BACKWARD_CASE(kD128BiasFloat32)
         FA_BACKWARD_CASE(kD128Dropout)
         FA_BACKWARD_CASE(kD128General)
         FA_BACKWARD_CASE(kD192V128)
@@ -48,7 +52,8 @@ cudaError_t launch_plan(BackwardPlanId plan, const BackwardParams& b, int multip
 size_t launch_bytes(const BackwardParams& b, const BackwardPlan& plan) {
     const size_t bounds = plan.intervals ? interval_bounds_bytes(b.forward, plan.block_n) : 0;
     const size_t masks = plan.masks ? masked_tiles_bytes(b.forward, plan) : 0;
-    return query_tiles_bytes(query_tiles(b, plan)) + 128 + bounds + masks;  // and room to align the first
+    const size_t copy = plan.bias() && backward_copies_bias(b.forward) ? bias_copy_bytes(backward_bias_copy(b.forward)) : 0;
+    return query_tiles_bytes(query_tiles(b, plan)) + 128 + bounds + masks + copy;  // and room to align the first
 }
 
 }  // namespace

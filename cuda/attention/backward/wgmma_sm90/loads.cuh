@@ -41,13 +41,15 @@ __device__ __forceinline__ void load_query_tiles(const AttentionParams& p, const
 template <BackwardPlanId kId, typename T, int kStages, int kCount, typename Barriers>
 __device__ __forceinline__ void load_bias(const CUtensorMap& map, const AttentionParams& p, T (&tiles)[kStages][kCount], Barriers& barriers,
                                           uint32_t it, int row, int key, int head, int batch) {
-    constexpr uint32_t kChunks = kBackwardPlan<kId>.block_n / kChunkColumns, kChunkBytes = kBackwardPlan<kId>.block_m * kChunkRowBytes;
+    constexpr int kPlaces = kBackwardPlan<kId>.bias_float32 ? 2 : 1;  // of 16 bits in an element
+    constexpr uint32_t kChunks = kPlaces * kBackwardPlan<kId>.block_n / kChunkColumns,
+                       kChunkBytes = kBackwardPlan<kId>.block_m * kChunkRowBytes;
     const uint32_t slot = it % kStages, full = shared_address(&barriers.full[slot]);
     mbarrier_wait(shared_address(&barriers.empty[slot]), it / kStages & 1 ^ 1);
     mbarrier_arrive_expect_tx(full, kChunks * (p.bias.row ? kChunkBytes : uint32_t(kChunkRowBytes)));
 #pragma unroll 1
     for (uint32_t c = 0; c < kChunks; ++c)
-        tma_load(shared_address(tiles[slot]) + c * kChunkBytes, &map, full, key + c * kChunkColumns, p.bias.row ? row : 0, 0,
+        tma_load(shared_address(tiles[slot]) + c * kChunkBytes, &map, full, kPlaces * key + c * kChunkColumns, p.bias.row ? row : 0, 0,
                  p.bias.head ? head : 0, p.bias.batch ? batch : 0);
 }
 

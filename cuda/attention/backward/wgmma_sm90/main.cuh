@@ -121,7 +121,7 @@ struct MainWarpgroup {
         if (!kGeneral) read_lse(lse, slot0);
         if constexpr (kMasks) read_seen(seen, slot0, code & 1);
         wgmma_wait<0>(s);
-        if constexpr (kOptions) change_scores(w, s, seen, slot0, place, code & 1, mask_place, left_place, it0, 0);
+        if constexpr (kOptions) change_scores(w, s, seen, slot0, place, code & 1, mask_place, left_place, ragged, it0, 0);
 #pragma unroll 1
         for (uint32_t it = it0; it < it0 + tiles; ++it) {  // S of this tile is complete, nothing is in flight
             const uint32_t slot = it % kStages, phase = it / kStages & 1, ds_slot = it & 1;
@@ -170,7 +170,7 @@ struct MainWarpgroup {
             if constexpr (kOptions) {  // while dK is multiplied
                 wgmma_wait<kDropout ? 2 : 1>(s);
                 if (it + 1 < it0 + tiles)
-                    change_scores(w, s, seen, next_slot, next, code & 1, mask_place, left_place, it + 1, it + 1 - it0);
+                    change_scores(w, s, seen, next_slot, next, code & 1, mask_place, left_place, ragged, it + 1, it + 1 - it0);
             }
             if constexpr (kDropout) wgmma_wait<0>(dk, dv), release(dout_empty, slot), read_lse(lse, next_slot);
             else wgmma_wait<0>(dk, s);
@@ -267,8 +267,12 @@ struct MainWarpgroup {
     }
     // All options of a tile's scores that change S. cut: whether intervals or a mask cut the tile.
     __device__ __forceinline__ void change_scores(const BackwardWork& w, Scores& s, const SeenPairs& seen, uint32_t slot, int place,
-                                                  bool cut, int mask_place, int left_place, uint32_t it, uint32_t walked) const {
-        if constexpr (kBias) add_tile_of_bias(s, it);
+                                                  bool cut, int mask_place, int left_place, int ragged, uint32_t it,
+                                                  uint32_t walked) const {
+        if constexpr (kBias) {
+            add_tile_of_bias(s, it);
+            if (place >= ragged) hide_rows_past_end(s, w.seqlen_q - place / w.width * kBlockM - opaque(lane) % 4 * 2);
+        }
         if constexpr (kSoftcap) cap_scores(s, schedule.softcap);
         if (place < mask_place) mask_scores(w, s, slot, place, walked);
         if (place >= left_place) {
@@ -299,7 +303,9 @@ struct MainWarpgroup {
     __device__ __forceinline__ void add_tile_of_bias(Scores& s, uint32_t it) const {
         const uint32_t slot = it % kPlan.bias_stages;
         mbarrier_wait(shared_address(&smem.bias_barriers.full[slot]), it / kPlan.bias_stages & 1);
-        add_bias<T, kBlockM>(s, p, shared_address(smem.bias[slot]), wg * 64 + warp * 16, opaque(lane));
+        if constexpr (kPlan.bias_float32)
+            add_float32_bias<kBlockM>(s, p, shared_address(smem.bias[slot]), wg * 64 + warp * 16, opaque(lane));
+        else add_bias<T, kBlockM>(s, p, shared_address(smem.bias[slot]), wg * 64 + warp * 16, opaque(lane));
         __syncwarp();
         release(shared_address(smem.bias_barriers.empty), slot);
     }

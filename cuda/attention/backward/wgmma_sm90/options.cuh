@@ -6,7 +6,7 @@
 //                   hidden key may be anything. Its dS, packed, is cleared in every tile, and its dK and dV once, before they are stored.
 //                   Blocks whose keys are all hidden walk no tiles, except in order.
 //     ALiBi         two operations a score
-//     bias          S becomes a score in natural units. The copy engine brings tiles of a 16-bit bias, and ldmatrix transposes them.
+//     bias          S becomes a score in natural units. The copy engine brings its tiles; ldmatrix transposes those of 16 bits.
 //     dropout       one Philox call decides eight keys of a query. A warp draws for its own keys while dP is multiplied, and exchanges the
 //                   bits through shared memory. P is dropped after dS has been stored, and dV is multiplied with S of the next tile.
 //     softcap       S becomes tanh. Its derivative is found again from P and lse, without registers or shared memory for it.
@@ -121,6 +121,36 @@ __device__ __forceinline__ void add_bias(float (&S)[kCount], const AttentionPara
             }
         }
     }
+}
+
+// The same in float32, without ldmatrix: eight keys of four queries are 32 different banks.
+template <int kBlockM, int kCount>
+__device__ __forceinline__ void add_float32_bias(float (&S)[kCount], const AttentionParams& p, uint32_t tile, int key0, int ln) {
+    const bool rows = p.bias.row != 0;
+    const int key = key0 + ln / 4, quad = ln % 4;
+    // Of elements 0 and 1; elements 2 and 3 are 8 keys further: two pieces of four floats.
+    const auto place_of = [&](int e) { return tile + swizzled_offset(kBlockM, rows ? 2 * quad + e : 0, key / 4) + key % 4 * 4; };
+    const uint32_t place[2] = {place_of(0), place_of(1)}, step = rows ? 8 * kChunkRowBytes : 0;
+#pragma unroll
+    for (int i = 0; i < kCount / 4; ++i)
+#pragma unroll
+        for (int x = 0; x < 2; ++x)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const float own = __uint_as_float(load_shared_4((place[e] ^ x << 5) + i * step));
+                float& score = S[4 * i + 2 * x + e];
+                const uint32_t product = opaque(own == -INFINITY ? 0u : __float_as_uint(score));  // it may be NaN
+                score = __fadd_rn(__fmul_rn(__uint_as_float(product), p.scale), own);
+            }
+}
+
+// Sets the scores of queries past the end of a varlen sequence to -inf: the rows of their bias may hold anything. `rows`: the sequence's
+// queries from that of element 0 on.
+template <int kCount>
+__device__ __forceinline__ void hide_rows_past_end(float (&S)[kCount], int rows) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+        if (i / 4 * 8 + i % 2 >= rows) S[i] = -INFINITY;
 }
 
 // ---- dropout ----

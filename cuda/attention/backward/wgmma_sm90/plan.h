@@ -1,6 +1,7 @@
 // wgmma_sm90/plan.h: the instantiations of the Hopper backward and their shapes, with the reason for each number.
 #pragma once
 
+#include "attention/common/bias_copy.h"
 #include "attention/common/bias_tiles.h"
 #include "attention/common/dropout.h"
 #include "attention/common/params.h"
@@ -33,7 +34,11 @@ enum class BackwardPlanId {
     kD64Dropout,
     kD128Dropout,
     kD64Masks,
-    kD128Masks
+    kD128Masks,
+    kD64BiasDropout,
+    kD128BiasDropout,
+    kD64BiasFloat32,
+    kD128BiasFloat32
 };
 
 // The warpgroups of a block: one copies, two are the main warpgroups, which own 64 keys each, and one multiplies dQ.
@@ -49,19 +54,21 @@ struct BackwardPlan {
     int stages = 2;                  // slots of Q and of dout
     int dq_stages = 0;               // slots for 64 x 64 pieces of dQ on their way through shared memory; 0: dQ leaves from registers
     bool general = false;
-    bool options = false;    // windows with a left edge, masks of keys, and ALiBi or softcap
-    bool softcap = false;    // with options: softcap, always, and no ALiBi
-    bool intervals = false;  // with options: masks by intervals and a left edge, and no other option
-    bool masks = false;      // with options: a mask by blocks, a mask of pairs or both, a left edge, and no other option
-    bool dropout = false;    // with options: dropout, always
-    int bias_stages = 0;     // with options: a 16-bit bias, always, and no ALiBi: slots for its tiles. Scores are in natural units
+    bool options = false;       // windows with a left edge, masks of keys, and ALiBi or softcap
+    bool softcap = false;       // with options: softcap, always, and no ALiBi
+    bool intervals = false;     // with options: masks by intervals and a left edge, and no other option
+    bool masks = false;         // with options: a mask by blocks, a mask of pairs or both, a left edge, and no other option
+    bool dropout = false;       // with options: dropout, always
+    int bias_stages = 0;        // with options: a bias, always, and no ALiBi: slots for its tiles. Scores are in natural units
+    bool bias_float32 = false;  // with a bias, and without dropout: it is float32, else of 16 bits
 
     FA_HOST_DEVICE constexpr bool bias() const { return bias_stages != 0; }
     FA_HOST_DEVICE constexpr int columns() const { return (headdim + 63) / 64 * 64; }  // in shared memory, in chunks of 64
     FA_HOST_DEVICE constexpr int columns_v() const { return (headdim_v + 63) / 64 * 64; }
     // Slots of K and V. A block takes one set of 128 keys after another. With two slots, the next set is loaded while the block works on
-    // the current one. Two fit up to head dim 64.
-    FA_HOST_DEVICE constexpr int key_stages() const { return headdim <= 64 ? 2 : 1; }
+    // the current one. Two fit up to head dim 64, unless a bias in float32, or
+    // bias and dropout, need room.
+    FA_HOST_DEVICE constexpr int key_stages() const { return headdim <= 64 && !(bias() && (bias_float32 || dropout)) ? 2 : 1; }
     // Blocks of a cluster that share the keys.
     FA_HOST_DEVICE constexpr int blocks() const { return headdim > 128 ? 2 : 1; }
     // 16-key steps of K^T that dQ's warpgroup keeps in registers. In fp16 the main warpgroups need those registers.
@@ -87,6 +94,12 @@ FA_HOST_DEVICE constexpr BackwardPlan backward_plan(BackwardPlanId id) {
         case BackwardPlanId::kD128Dropout: plan = backward_plan(BackwardPlanId::kD128Options), plan.dropout = true; break;
         // A tile of bias takes the last 32 KiB of shared memory.
         case BackwardPlanId::kD64Bias: plan = backward_plan(BackwardPlanId::kD64Options), plan.bias_stages = 1; break;
+        case BackwardPlanId::kD64BiasDropout: plan = backward_plan(BackwardPlanId::kD64Bias), plan.dropout = true; break;
+        case BackwardPlanId::kD128BiasDropout: plan = backward_plan(BackwardPlanId::kD128Bias), plan.dropout = true; break;
+        case BackwardPlanId::kD64BiasFloat32: plan = backward_plan(BackwardPlanId::kD64Bias), plan.bias_float32 = true; break;
+        case BackwardPlanId::kD128BiasFloat32:
+            plan = backward_plan(BackwardPlanId::kD128Bias), plan.bias_float32 = true, plan.bias_stages = 1;
+            break;
         case BackwardPlanId::kD64General: plan.headdim = plan.headdim_v = 64, plan.general = true; break;
         case BackwardPlanId::kD64Intervals: plan = backward_plan(BackwardPlanId::kD64Options), plan.intervals = true; break;
         case BackwardPlanId::kD64Masks: plan = backward_plan(BackwardPlanId::kD64Options), plan.masks = true; break;
@@ -152,12 +165,20 @@ inline bool backward_serves_dropout(const AttentionParams& p) {
     rest.dropout_threshold = 0;
     return drops_in_pairs(p) && backward_serves_options(rest) && p.softcap == 0;
 }
-// Whether the plans with a bias serve the call.
+// Whether the plans with a bias serve the call: alone or, in 16 bits, with dropout.
 inline bool backward_serves_bias(const AttentionParams& p) {
     AttentionParams rest = p;
     rest.bias.data = nullptr;
+    if (drops_in_pairs(p) && !bias_is_float32(p)) rest.dropout_threshold = 0;
     rest.scale = 1.0f;  // any scale
     return bias_has_tiles(p) && backward_serves_options(rest) && p.softcap == 0 && !p.alibi_slopes;
+}
+
+// Whether they serve it with a copy of the bias (attention/common/bias_copy.h), which takes in a mask that does not hide whole keys.
+inline bool backward_mask_of_pairs(const AttentionParams& p) { return p.mask.data && !backward_masks_keys(p); }
+inline BiasCopy backward_bias_copy(const AttentionParams& p) { return bias_copy(p, backward_mask_of_pairs(p)); }
+inline bool backward_copies_bias(const AttentionParams& p) {
+    return wants_bias_copy(p, backward_mask_of_pairs(p)) && backward_serves_bias(with_bias_copy(p, backward_bias_copy(p)));
 }
 
 inline BackwardPlanId backward_choose(const AttentionParams& p) {
@@ -165,7 +186,11 @@ inline BackwardPlanId backward_choose(const AttentionParams& p) {
     const int d = p.headdim > p.headdim_v ? p.headdim : p.headdim_v;
     if (p.intervals.data && d <= 128) return d <= 64 ? BackwardPlanId::kD64Intervals : BackwardPlanId::kD128Intervals;
     if (backward_serves_masks(p)) return d <= 64 ? BackwardPlanId::kD64Masks : BackwardPlanId::kD128Masks;
-    if (d <= 128 && backward_serves_bias(p)) return d <= 64 ? BackwardPlanId::kD64Bias : BackwardPlanId::kD128Bias;
+    if (d <= 128 && (backward_serves_bias(p) || backward_copies_bias(p))) {
+        if (bias_is_float32(p)) return d <= 64 ? BackwardPlanId::kD64BiasFloat32 : BackwardPlanId::kD128BiasFloat32;
+        if (p.dropout_threshold) return d <= 64 ? BackwardPlanId::kD64BiasDropout : BackwardPlanId::kD128BiasDropout;
+        return d <= 64 ? BackwardPlanId::kD64Bias : BackwardPlanId::kD128Bias;
+    }
     if (d <= 128 && backward_serves_dropout(p)) return d <= 64 ? BackwardPlanId::kD64Dropout : BackwardPlanId::kD128Dropout;
     if (general && d <= 128 && backward_serves_options(p)) {
         if (p.softcap != 0) return d <= 64 ? BackwardPlanId::kD64Softcap : BackwardPlanId::kD128Softcap;

@@ -105,14 +105,15 @@ struct WgmmaKeyTiles<kId, true> {
     SeenKeyTilesOf<kId> seen;
 };
 
-// Plans with a bias have this in shared memory, too: tiles of bias, which count as tiles of K do. The rows of the item, as chunks of 64
-// keys in the swizzle of wgmma.cuh; of a bias that all rows share, the first row.
+// Plans with a bias have this in shared memory, too: tiles of bias, which count as tiles of K do. The rows of the item, as chunks of 128
+// bytes in the swizzle of wgmma.cuh; of a bias that all rows share, the first row.
 template <WgmmaPlanId kId, bool kBias = kWgmmaPlan<kId>.bias>
 struct WgmmaBias {};
 template <WgmmaPlanId kId>
 struct WgmmaBias<kId, true> {
-    static constexpr int kStages = 2;
-    alignas(1024) uint16_t tiles[kStages][kWgmmaPlan<kId>.block_m() * kWgmmaPlan<kId>.block_n];
+    static constexpr int kStages = kWgmmaPlan<kId>.bias_stages;
+    static constexpr int kElementBytes = kWgmmaPlan<kId>.bias_float32 ? 4 : 2;
+    alignas(1024) uint8_t tiles[kStages][kWgmmaPlan<kId>.block_m() * kWgmmaPlan<kId>.block_n * kElementBytes];
     uint64_t full[kStages], empty[kStages];
 };
 

@@ -22,7 +22,7 @@ struct KeptPairs {
     static_assert(kWords <= 2, "draw() chooses between two words");
     uint32_t words[2];
 
-    // Draws for tile n. Two calls at a time, where that is possible: more take registers that the products need.
+    // Draws for tile n. Two calls at a time, where that is possible: more take registers that the products need. One beside a bias.
     __device__ __forceinline__ void draw(const AttentionParams& p, const ForwardWork& w, int n, const Consumer& me) {
         const Consumer at = me.rare();
         const int quad = at.quad();
@@ -31,7 +31,7 @@ struct KeptPairs {
                        row0 = origin.row + uint32_t(*static_cast<const volatile int*>(&w.row0) + at.row());
         const uint32_t head = origin.head + uint32_t(*static_cast<const volatile int*>(&w.head)), threshold = dropout_threshold_pair(p);
         words[0] = words[1] = 0;
-#pragma unroll(kCalls % 2 == 0 ? 2 : 1)
+#pragma unroll(kCalls % 2 == 0 && !kWgmmaPlan<kId>.bias ? 2 : 1)
         for (int call = 0; call < kCalls; ++call) {
             const int own = 4 * call + quad;
             const bool second = own >= kGroups;

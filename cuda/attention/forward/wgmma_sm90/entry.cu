@@ -40,6 +40,15 @@ cudaError_t forward_wgmma_sm90(const AttentionParams& p, const DeviceInfo& devic
         FA_WGMMA_CASE(kD256Intervals)
         FA_WGMMA_CASE(kD64Bias)
         FA_WGMMA_CASE(kD128Bias)
+        FA_WGMMA_CASE(kD192Bias)
+        FA_WGMMA_CASE(kD256Bias)
+        FA_WGMMA_CASE(kD64BiasDropout)
+        FA_WGMMA_CASE(kD128BiasDropout)
+        FA_WGMMA_CASE(kD256BiasDropout)
+        FA_WGMMA_CASE(kD64BiasFloat32)
+        FA_WGMMA_CASE(kD128BiasFloat32)
+        FA_WGMMA_CASE(kD192BiasFloat32)
+        FA_WGMMA_CASE(kD256BiasFloat32)
         FA_WGMMA_CASE(kD64Dropout)
         FA_WGMMA_CASE(kD128Dropout)
         FA_WGMMA_CASE(kD256Dropout)
@@ -60,6 +69,7 @@ size_t forward_wgmma_sm90_workspace(const AttentionParams& p, const DeviceInfo& 
     const WgmmaPlan plan = wgmma_plan(wgmma_choose(p, device.multiprocessors));
     if (plan.intervals) return kWorkListBytes + interval_bounds_bytes(p, plan.block_n);
     if (plan.blocks) return kWorkListBytes + seen_blocks_bytes(seen_blocks_shape(p));
+    if (plan.bias && wgmma_copies_bias(p)) return kWorkListBytes + bias_copy_bytes(wgmma_bias_copy(p));
     return work_list_workspace(p, plan.block_m(), device.multiprocessors);
 }
 

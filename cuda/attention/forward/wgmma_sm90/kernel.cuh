@@ -32,6 +32,7 @@
 #include <numeric>
 #include <type_traits>
 
+#include "attention/common/bias_copy.cuh"
 #include "attention/common/seen_blocks.cuh"
 #include "attention/forward/wgmma_sm90/block.cuh"
 #include "attention/forward/wgmma_sm90/consume.cuh"
@@ -391,9 +392,10 @@ template <WgmmaPlanId kId>
 cudaError_t encode_bias(const AttentionParams& p, CUtensorMap* map) {
     const ScoreView& bias = p.bias;
     int loads;
-    return encode_tiles({"bias", bias.data, p.dtype == DType::kFloat16, p.seqlen_k, bias.row ? p.seqlen_q : 1, bias.head ? p.nheads : 1,
-                         bias.batch ? p.batch : 1, 2 * bias.row, 2 * bias.head, 2 * bias.batch, bias.row ? kWgmmaPlan<kId>.block_m() : 1,
-                         kWgmmaPlan<kId>.block_n, true},
+    constexpr int kBytes = WgmmaBias<kId>::kElementBytes, kPlaces = kBytes / 2;  // places of 16 bits in an element
+    return encode_tiles({"bias", bias.data, p.dtype == DType::kFloat16, int64_t(kPlaces) * p.seqlen_k, bias.row ? p.seqlen_q : 1,
+                         bias.head ? p.nheads : 1, bias.batch ? p.batch : 1, kBytes * bias.row, kBytes * bias.head, kBytes * bias.batch,
+                         bias.row ? kWgmmaPlan<kId>.block_m() : 1, kPlaces * kWgmmaPlan<kId>.block_n, true},
                         map, &loads);
 }
 
@@ -404,9 +406,14 @@ cudaError_t launch_wgmma(const AttentionParams& p, int multiprocessors, cudaStre
     ForwardWorkList list = forward_work_list(p, kBlockM, multiprocessors);
     add_leading_sections(p, multiprocessors, &list);
     if constexpr (kWgmmaPlan<kId>.bias) {
+        AttentionParams call = p;
+        if (wgmma_copies_bias(p)) {
+            void* const workspace = static_cast<char*>(p.workspace) + kWorkListBytes;
+            if (cudaError_t error = launch_bias_copy(p, wgmma_bias_copy(p), workspace, &call, stream)) return error;
+        }
         CUtensorMap map_bias;
-        if (cudaError_t error = encode_bias<kId>(p, &map_bias)) return error;
-        return launch_wgmma<T, kId>(p, list, forward_wgmma_bias_kernel<T, kId>, stream, map_bias);
+        if (cudaError_t error = encode_bias<kId>(call, &map_bias)) return error;
+        return launch_wgmma<T, kId>(call, list, forward_wgmma_bias_kernel<T, kId>, stream, map_bias);
     } else if constexpr (kWgmmaPlan<kId>.blocks) {
         SeenBlocks blocks;
         void* const workspace = static_cast<char*>(p.workspace) + kWorkListBytes;

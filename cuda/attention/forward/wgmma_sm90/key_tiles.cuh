@@ -35,6 +35,8 @@ constexpr uint32_t kNoMoreTiles = ~0u;
 template <typename T, WgmmaPlanId kId>
 struct KeyTileLoads {
     static constexpr int kBlockN = kWgmmaPlan<kId>.block_n, kStages = kWgmmaPlan<kId>.stages;
+    // With one slot, a tile of bias waits for the consumers' last one, for which V must not wait.
+    static constexpr bool kLateBias = kWgmmaPlan<kId>.bias && kWgmmaPlan<kId>.bias_stages == 1;
     static constexpr bool kBias = kWgmmaPlan<kId>.bias, kSkips = kWgmmaPlan<kId>.skips();
     static constexpr int kStride = 32 * 16 / kBlockN;  // tiles whose bytes of the mask the lanes read at once, 16 bytes each
     using Stages = Ring<kStages>;
@@ -128,9 +130,16 @@ struct KeyTileLoads {
         __syncwarp();
         if (lane() == 0) {
             tiles.load_k(w, n, Stages(smem.k_full, smem.k_empty, count));
-            if constexpr (kBias) load_bias<T, kId>(map_bias, p, w, smem, n, count);
+            if constexpr (kBias && !kLateBias) load_bias<T, kId>(map_bias, p, w, smem, n, count);
         }
         __syncwarp();
+    }
+    // The bias of tile number `count`, if load_k has not loaded it.
+    __device__ __forceinline__ void load_late_bias(const ForwardWork& w, int n, uint32_t count) const {
+        if constexpr (kLateBias) {
+            if (lane() == 0) load_bias<T, kId>(map_bias, p, w, smem, n, count);
+            __syncwarp();
+        }
     }
     __device__ __forceinline__ void load_q(const CUtensorMap& map, const ForwardWork& w, uint32_t item) const {
         const Ring<1> q(smem.q_full, smem.q_empty, item);
@@ -186,6 +195,7 @@ __device__ __forceinline__ void produce_with_options(const CUtensorMap& map_q, c
             if (before != kNoTile) loads.load_v(w, before, count - 1);
             else loads.load_q(map_q, w, item);
             if (n == kNoTile) break;
+            loads.load_late_bias(w, n, count);
             before = n, n = next;
         }
     };

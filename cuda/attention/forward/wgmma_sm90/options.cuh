@@ -123,7 +123,8 @@ struct TileOptions {
     __device__ __forceinline__ void add_tile_of_bias(Scores& S) const {
         const BiasRing<kId> ring(smem.bias.full, smem.bias.empty, entry - 1);
         ring.wait_full();
-        add_bias<kInfinities, T, kId>(S, p, shared_address(smem.bias.tiles[ring.slot]), me);
+        if constexpr (kPlan.bias_float32) add_float32_bias<kInfinities, kId>(S, p, shared_address(smem.bias.tiles[ring.slot]), me);
+        else add_bias<kInfinities, T, kId>(S, p, shared_address(smem.bias.tiles[ring.slot]), me);
     }
     // The warp is done with the tile's bias.
     __device__ __forceinline__ void release_bias() const {

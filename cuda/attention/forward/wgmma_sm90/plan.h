@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "attention/common/bias_copy.h"
 #include "attention/common/bias_tiles.h"
 #include "attention/common/dropout.h"
 #include "attention/common/params.h"
@@ -49,6 +50,15 @@ enum class WgmmaPlanId {
     kD256Blocks,
     kD64Blocks64,
     kD128Blocks64,
+    kD192Bias,
+    kD256Bias,
+    kD64BiasDropout,
+    kD128BiasDropout,
+    kD256BiasDropout,
+    kD64BiasFloat32,
+    kD128BiasFloat32,
+    kD192BiasFloat32,
+    kD256BiasFloat32,
     kD64Alibi,
     kD128Alibi,
     kD128MiddleAlibi
@@ -80,7 +90,9 @@ struct WgmmaPlan {
     bool blocks = false;
     // With options, but neither ALiBi nor softcap: also a 16-bit bias, always (bias.cuh). Scores are in natural units.
     bool bias = false;
-    bool dropout = false;  // with options: also dropout, always (dropout.cuh)
+    bool bias_float32 = false;  // with a bias, and without dropout: the bias is float32
+    int bias_stages = 2;        // tiles of bias in flight
+    bool dropout = false;       // with options: also dropout, always (dropout.cuh)
     // With options, but no softcap: ALiBi, always. Beside the diagonal a step of 16 more columns of Q K^T adds it (positions.cuh).
     bool alibi = false;
     // Speculative plans: wait for O before the exponentials instead of after them. The packing of P is then interleaved with the
@@ -186,6 +198,26 @@ FA_HOST_DEVICE constexpr WgmmaPlan wgmma_plan(WgmmaPlanId id) {
         case WgmmaPlanId::kD128Dropout: plan = with_options(wgmma_plan(WgmmaPlanId::kD128Long)), plan.dropout = true; break;
         case WgmmaPlanId::kD256Dropout: plan = with_options(wgmma_plan(WgmmaPlanId::kD256)), plan.dropout = true; break;
         case WgmmaPlanId::kD128Bias: plan = with_options(wgmma_plan(WgmmaPlanId::kD128Middle)), plan.stages = 2, plan.bias = true; break;
+        // Tiles of bias are whole chunks of 64 keys.
+        case WgmmaPlanId::kD192Bias:
+            plan = with_options(wgmma_plan(WgmmaPlanId::kD192)), plan.block_n = 64, plan.stages = 3, plan.bias = true;
+            break;
+        case WgmmaPlanId::kD256Bias: plan = with_options(wgmma_plan(WgmmaPlanId::kD256)), plan.bias = true; break;
+        case WgmmaPlanId::kD64BiasDropout: plan = wgmma_plan(WgmmaPlanId::kD64Bias), plan.dropout = true; break;
+        case WgmmaPlanId::kD128BiasDropout: plan = wgmma_plan(WgmmaPlanId::kD128Bias), plan.dropout = true; break;
+        case WgmmaPlanId::kD256BiasDropout: plan = wgmma_plan(WgmmaPlanId::kD256Bias), plan.dropout = true; break;
+        // Tiles of 64 keys take the memory that those of 128 keys take in 16 bits.
+        case WgmmaPlanId::kD64BiasFloat32:
+            plan = wgmma_plan(WgmmaPlanId::kD64Bias), plan.block_n = 64, plan.stages = 5, plan.bias_float32 = true;
+            break;
+        case WgmmaPlanId::kD128BiasFloat32:
+            plan = wgmma_plan(WgmmaPlanId::kD128Bias), plan.block_n = 64, plan.stages = 4, plan.bias_float32 = true;
+            break;
+        case WgmmaPlanId::kD192BiasFloat32: plan = wgmma_plan(WgmmaPlanId::kD192Bias), plan.stages = 2, plan.bias_float32 = true; break;
+        // One tile of bias is all that fits.
+        case WgmmaPlanId::kD256BiasFloat32:
+            plan = wgmma_plan(WgmmaPlanId::kD256Bias), plan.bias_float32 = true, plan.bias_stages = 1;
+            break;
         case WgmmaPlanId::kD64Alibi: plan = with_options(wgmma_plan(WgmmaPlanId::kD64Long)), plan.alibi = true; break;
         case WgmmaPlanId::kD128Alibi: plan = with_options(wgmma_plan(WgmmaPlanId::kD128Long)), plan.alibi = true; break;
         // The places of 128 keys would not fit beside three stages.
@@ -236,6 +268,15 @@ constexpr const char* wgmma_plan_name(WgmmaPlanId id) {
         case WgmmaPlanId::kD256Intervals: return "d256_intervals";
         case WgmmaPlanId::kD64Bias: return "d64_bias";
         case WgmmaPlanId::kD128Bias: return "d128_bias";
+        case WgmmaPlanId::kD192Bias: return "d192_bias";
+        case WgmmaPlanId::kD256Bias: return "d256_bias";
+        case WgmmaPlanId::kD64BiasDropout: return "d64_bias_dropout";
+        case WgmmaPlanId::kD128BiasDropout: return "d128_bias_dropout";
+        case WgmmaPlanId::kD256BiasDropout: return "d256_bias_dropout";
+        case WgmmaPlanId::kD64BiasFloat32: return "d64_bias_float32";
+        case WgmmaPlanId::kD128BiasFloat32: return "d128_bias_float32";
+        case WgmmaPlanId::kD192BiasFloat32: return "d192_bias_float32";
+        case WgmmaPlanId::kD256BiasFloat32: return "d256_bias_float32";
         case WgmmaPlanId::kD64Dropout: return "d64_dropout";
         case WgmmaPlanId::kD128Dropout: return "d128_dropout";
         case WgmmaPlanId::kD256Dropout: return "d256_dropout";
@@ -261,13 +302,14 @@ constexpr int kWgmmaMaxHeadDim = 256, kWgmmaWideMaxHeadDim = 512;  // of wgmma_s
 FA_HOST_DEVICE bool wgmma_scores_are_natural(const AttentionParams& p) { return p.general_scores() || !(p.scale > 0); }
 inline bool wgmma_needs_general(const AttentionParams& p) { return wgmma_scores_are_natural(p) || p.window_left >= 0; }
 
+inline bool wgmma_mask_of_pairs(const AttentionParams& p) { return p.mask.data && p.mask.row != 0 && p.seqlen_q > 1; }
+
 // Whether a plan with options serves a call that no bare plan serves. It divides ALiBi's slopes by the unit of the scores before they are
 // scaled.
 inline bool wgmma_options_serve(const AttentionParams& p) {
     const bool rest = p.cache.entries || p.max_score || p.bias.data || p.tree.rows || p.hides_tiles() || p.dropout_threshold;
-    const bool pairs = p.mask.data && p.mask.row != 0 && p.seqlen_q > 1;
     constexpr float kLeastUnit = 1e-6f;
-    return !rest && !pairs && p.scale > kLeastUnit && (p.softcap == 0 || p.softcap > kLeastUnit);
+    return !rest && !wgmma_mask_of_pairs(p) && p.scale > kLeastUnit && (p.softcap == 0 || p.softcap > kLeastUnit);
 }
 
 // Whether a plan with dropout serves the call. To head dim 64, 128 or 256.
@@ -276,12 +318,19 @@ inline bool wgmma_dropout_serves(const AttentionParams& p) {
     rest.dropout_threshold = 0;
     return drops_in_pairs(p) && wgmma_options_serve(rest);
 }
-// Whether a plan with a bias serves the call. To head dim 64 or 128.
+// Whether a plan with a bias serves the call: alone or, in 16 bits, with dropout.
 inline bool wgmma_bias_serves(const AttentionParams& p) {
     AttentionParams rest = p;
     rest.bias.data = nullptr;
+    if (drops_in_pairs(p) && !bias_is_float32(p)) rest.dropout_threshold = 0;
     rest.scale = 1.0f;  // any scale
     return bias_has_tiles(p) && wgmma_options_serve(rest) && p.softcap == 0 && !p.alibi_slopes;
+}
+
+// Whether it serves the call with a copy of the bias (attention/common/bias_copy.h), which takes a mask of pairs in.
+inline BiasCopy wgmma_bias_copy(const AttentionParams& p) { return bias_copy(p, wgmma_mask_of_pairs(p)); }
+inline bool wgmma_copies_bias(const AttentionParams& p) {
+    return wants_bias_copy(p, wgmma_mask_of_pairs(p)) && wgmma_bias_serves(with_bias_copy(p, wgmma_bias_copy(p)));
 }
 
 // Whether a plan for intervals serves a call with intervals. No other plan does.
@@ -321,7 +370,16 @@ inline WgmmaPlanId wgmma_choose(const AttentionParams& p, int multiprocessors) {
         if (d <= 128) return of_64 ? WgmmaPlanId::kD128Blocks64 : WgmmaPlanId::kD128Blocks;
         return WgmmaPlanId::kD256Blocks;
     }
-    if (d <= 128 && wgmma_bias_serves(p)) return d <= 64 ? WgmmaPlanId::kD64Bias : WgmmaPlanId::kD128Bias;
+    if (wgmma_bias_serves(p) || wgmma_copies_bias(p)) {
+        if (bias_is_float32(p)) {
+            if (d <= 128) return d <= 64 ? WgmmaPlanId::kD64BiasFloat32 : WgmmaPlanId::kD128BiasFloat32;
+            return d <= 192 ? WgmmaPlanId::kD192BiasFloat32 : WgmmaPlanId::kD256BiasFloat32;
+        }
+        if (d <= 64) return p.dropout_threshold ? WgmmaPlanId::kD64BiasDropout : WgmmaPlanId::kD64Bias;
+        if (d <= 128) return p.dropout_threshold ? WgmmaPlanId::kD128BiasDropout : WgmmaPlanId::kD128Bias;
+        if (p.dropout_threshold) return WgmmaPlanId::kD256BiasDropout;
+        return d <= 192 ? WgmmaPlanId::kD192Bias : WgmmaPlanId::kD256Bias;
+    }
     if (wgmma_dropout_serves(p))
         return d <= 64 ? WgmmaPlanId::kD64Dropout : d <= 128 ? WgmmaPlanId::kD128Dropout : WgmmaPlanId::kD256Dropout;
     if (d <= 64) {

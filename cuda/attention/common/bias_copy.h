@@ -1,0 +1,161 @@
+// bias_copy.h: a copy of a bias, of 16 bits or float32, in the workspace, for Hopper's plans with a bias, which load it by the copy engine.
+// A call gets one where the copy engine cannot load the bias from where it lies (its rows are not whole 16 bytes, or do not begin at such
+// places), or where a mask of pairs stands beside the bias: the copy is -inf where the mask hides a pair, and a bias of -inf hides as a
+// mask does.
+//
+// An axis on which the bias (and the mask) is shared has one entry in the copy, too. Rows are padded to whole 16 bytes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "attention/common/bias_tiles.h"
+#include "attention/common/mask.h"
+#include "attention/common/params.h"
+#include "common/divisor.h"
+
+namespace fa {
+
+constexpr int kBiasChunkBytes = 16;
+
+struct BiasCopy {
+    ScoreView bias, mask;  // mask.data = nullptr: no mask in the copy
+    uint32_t hidden;       // -inf, or two of it in 16 bits
+    int32_t elements;      // of a chunk of 16 bytes
+    int32_t batches, heads, rows, keys;
+    int64_t batch, head, row;  // strides of the copy; 0 on a shared axis
+
+    FA_HOST_DEVICE int32_t chunks() const { return (keys + elements - 1) / elements; }  // of a row
+    FA_HOST_DEVICE int64_t all_rows() const { return int64_t(batches) * heads * rows; }
+    FA_HOST_DEVICE int64_t bytes() const { return all_rows() * chunks() * kBiasChunkBytes; }
+};
+// with_mask: the mask goes into the copy.
+inline BiasCopy bias_copy(const AttentionParams& p, bool with_mask) {
+    BiasCopy copy{};
+    copy.bias = p.bias;
+    if (with_mask) copy.mask = p.mask;
+    copy.elements = kBiasChunkBytes / bias_element_bytes(p);
+    copy.hidden = bias_is_float32(p) ? 0xFF800000u : p.dtype == DType::kFloat16 ? 0xFC00FC00u : 0xFF80FF80u;
+    const bool own_batch = copy.bias.batch || copy.mask.batch, own_head = copy.bias.head || copy.mask.head,
+               own_row = copy.bias.row || copy.mask.row;
+    copy.batches = own_batch ? p.batch : 1, copy.heads = own_head ? p.nheads : 1, copy.rows = own_row ? p.seqlen_q : 1;
+    copy.keys = p.seqlen_k;
+    const int64_t row = int64_t(copy.chunks()) * copy.elements;
+    copy.row = own_row ? row : 0, copy.head = own_head ? copy.rows * row : 0,
+    copy.batch = own_batch ? int64_t(copy.heads) * copy.rows * row : 0;
+    return copy;
+}
+// The call as kernels see it after the copy to `place`, which starts at a multiple of kBiasCopyAlignment.
+constexpr uintptr_t kBiasCopyAlignment = 128;
+inline AttentionParams with_bias_copy(AttentionParams p, const BiasCopy& copy, const void* place) {
+    p.bias = {place, copy.batch, copy.head, copy.row};
+    if (copy.mask.data) p.mask = {};
+    return p;
+}
+inline AttentionParams with_bias_copy(const AttentionParams& p, const BiasCopy& copy) {  // somewhere, for choices
+    return with_bias_copy(p, copy, reinterpret_cast<const void*>(kBiasCopyAlignment));
+}
+inline size_t bias_copy_bytes(const BiasCopy& copy) { return size_t(copy.bytes()) + kBiasCopyAlignment; }
+
+// The pairs of rows and keys that causal and window leave visible, of all heads, as far as the host knows: lengths of packed sequences are
+// taken to be equal.
+inline double visible_pairs(const AttentionParams& p) {
+    if (p.batch == 0) return 0;
+    Sequence s{};
+    s.seqlen_q = p.cu_seqlens_q ? p.total_q / p.batch : p.seqlen_q, s.seqlen_k = p.cu_seqlens_q ? p.total_k / p.batch : p.seqlen_k;
+    s.shift = p.top_left ? 0 : s.seqlen_k - s.seqlen_q;
+    constexpr int kSamples = 16;
+    double keys = 0;
+    for (int x = 0; x < kSamples && s.seqlen_q > 0; ++x) {
+        const KeyRange range = window_range(p, s, int32_t(int64_t(s.seqlen_q) * (2 * x + 1) / (2 * kSamples)));
+        keys += range.begin < range.end ? range.end - range.begin : 0;
+    }
+    return keys / kSamples * s.seqlen_q * p.nheads * p.batch;
+}
+// Whether the copy is worth its time and memory. It takes 1.3 ps an element of 16 bits and 3 us. A pair of a general plan takes 3 ps longer
+// forward, and 10 ps backward, than one of a plan with a bias (sweep of 2026-11-27, one H200). So at least half of the copy must be read.
+constexpr int64_t kMostBiasCopy = int64_t(256) << 20;  // bytes
+inline bool bias_copy_pays(const AttentionParams& p, const BiasCopy& copy) {
+    constexpr double kLeastPairs = 1 << 20;
+    if (double(copy.all_rows()) * copy.chunks() * kBiasChunkBytes > double(kMostBiasCopy)) return false;
+    const double pairs = visible_pairs(p), elements = double(copy.all_rows()) * copy.keys * bias_element_bytes(p) / 2;
+    return pairs >= kLeastPairs && 2 * pairs >= elements;
+}
+// Whether the bias of a call of dtype float16 or bfloat16 is to be copied, if the plans with a bias then serve it. with_mask: these plans
+// do not take the call's mask.
+inline bool wants_bias_copy(const AttentionParams& p, bool with_mask) {
+    if (!p.bias.data || !(p.bias_dtype == p.dtype || bias_is_float32(p)) || p.seqlen_q <= 0 || p.seqlen_k <= 0) return false;
+    return (with_mask || !bias_has_tiles(p)) && bias_copy_pays(p, bias_copy(p, with_mask));
+}
+
+// ---- one chunk of the copy ----
+
+template <typename Word>
+FA_HOST_DEVICE Word load_word(const void* address) {
+#if defined(__CUDA_ARCH__)
+    return __ldg(static_cast<const Word*>(address));
+#else
+    Word word;
+    std::memcpy(&word, address, sizeof word);
+    return word;
+#endif
+}
+struct alignas(kBiasChunkBytes) BiasChunk {
+    uint32_t pair[4];  // the elements of two neighbouring keys each, the even key in the low half; in float32 of one key each
+};
+// 16 bytes from anywhere, by the widest loads that read nothing beside them.
+FA_HOST_DEVICE BiasChunk load_bias_chunk(const char* bytes) {
+    BiasChunk chunk;
+    if (reinterpret_cast<uintptr_t>(bytes) % 4 == 0) {
+        for (int x = 0; x < 4; ++x) chunk.pair[x] = load_word<uint32_t>(bytes + 4 * x);
+        return chunk;
+    }
+    uint32_t before = load_word<uint16_t>(bytes);
+    for (int x = 0; x < 4; ++x) {
+        const uint32_t word = x < 3 ? load_word<uint32_t>(bytes + 2 + 4 * x) : load_word<uint16_t>(bytes + 14);
+        chunk.pair[x] = before | word << 16;
+        before = word >> 16;
+    }
+    return chunk;
+}
+// Chunk `place` of row `row` of the copy, with zeros past the last key.
+FA_HOST_DEVICE BiasChunk bias_chunk(const BiasCopy& copy, int32_t batch, int32_t head, int32_t row, int32_t place) {
+    const bool wide = copy.elements == 4;  // float32
+    const int32_t key = place * copy.elements, left = copy.keys - key;
+    const int64_t first = batch * copy.bias.batch + head * copy.bias.head + row * copy.bias.row + key;
+    const char* const from = static_cast<const char*>(copy.bias.data) + first * (wide ? 4 : 2);
+    BiasChunk chunk;
+    if (left >= copy.elements) {
+        chunk = load_bias_chunk(from);
+    } else {
+        for (int x = 0; x < 4; ++x) {
+            if (wide) {
+                chunk.pair[x] = x < left ? load_word<uint32_t>(from + 4 * x) : 0;
+                continue;
+            }
+            const uint32_t low = 2 * x < left ? load_word<uint16_t>(from + 4 * x) : 0;
+            chunk.pair[x] = low | (2 * x + 1 < left ? uint32_t(load_word<uint16_t>(from + 4 * x + 2)) << 16 : 0);
+        }
+    }
+    if (!copy.mask.data) return chunk;
+    const uint8_t* const attend =
+        static_cast<const uint8_t*>(copy.mask.data) + batch * copy.mask.batch + head * copy.mask.head + row * copy.mask.row + key;
+    uint32_t sees[2] = {0, 0};  // a byte for each key
+    if (left >= copy.elements && reinterpret_cast<uintptr_t>(attend) % 4 == 0) {
+        sees[0] = load_word<uint32_t>(attend);
+        if (!wide) sees[1] = load_word<uint32_t>(attend + 4);
+    } else {
+        for (int x = 0; x < 8; ++x)
+            if (x < left && x < copy.elements) sees[x / 4] |= uint32_t(load_word<uint8_t>(attend + x)) << x % 4 * 8;
+    }
+    for (int x = 0; x < 8; ++x) {
+        if (x >= left || x >= copy.elements || (sees[x / 4] >> x % 4 * 8 & 0xFF)) continue;
+        const uint32_t part = wide ? ~0u : x % 2 ? 0xFFFF0000u : 0x0000FFFFu;
+        for (int y = 0; y < 4; ++y)
+            if (y == (wide ? x : x / 2)) chunk.pair[y] = (chunk.pair[y] & ~part) | (copy.hidden & part);
+    }
+    return chunk;
+}
+
+}  // namespace fa

@@ -1,0 +1,134 @@
+// test_bias_copy.cpp: the copy of a bias for Hopper's plans with a bias, element by element, for random shapes, strides and alignments; and
+// which calls get one. The kernel is written again here, but each chunk is that of attention/common/bias_copy.h, which is plain C++.
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+
+#include "attention/backward/wgmma_sm90/plan.h"
+#include "attention/common/bias_copy.h"
+#include "attention/forward/wgmma_sm90/plan.h"
+#include "expect.h"
+#include "random_calls.h"
+
+namespace {
+
+using namespace fa;
+using namespace random_calls;
+
+template <typename Element>
+struct Source {
+    std::vector<Element> memory;
+    ScoreView view{};
+};
+// Rows of `columns` elements, some axes shared, from any element of the memory on. Before, after and between rows stands `poison`.
+template <typename Element, typename Make>
+Source<Element> make_source(const AttentionParams& p, Element poison, const Make& make) {
+    Source<Element> source;
+    const int64_t first = below(9), row = p.seqlen_k + below(10);
+    const int64_t rows = below(3) ? p.seqlen_q : 1, heads = below(2) ? p.nheads : 1, batches = below(2) ? p.batch : 1;
+    source.memory.assign(size_t(first + row * rows * heads * batches + 9), poison);
+    for (int64_t x = 0; x < rows * heads * batches; ++x)
+        for (int64_t j = 0; j < p.seqlen_k; ++j) source.memory[size_t(first + x * row + j)] = make();
+    source.view = {source.memory.data() + first, batches > 1 ? row * rows * heads : 0, heads > 1 ? row * rows : 0, rows > 1 ? row : 0};
+    return source;
+}
+template <typename Element>
+Element element_of(const ScoreView& view, int b, int h, int i, int j) {
+    return static_cast<const Element*>(view.data)[b * view.batch + h * view.head + i * view.row + j];
+}
+
+// Element: uint16_t, or uint32_t for float32.
+template <typename Element>
+void check_copy() {
+    AttentionParams p{};
+    p.batch = 1 + below(3), p.nheads = 1 + below(3), p.seqlen_q = 1 + below(9), p.seqlen_k = 1 + below(40);
+    p.dtype = below(2) ? DType::kFloat16 : DType::kBFloat16, p.bias_dtype = sizeof(Element) == 4 ? DType::kFloat32 : p.dtype;
+    constexpr Element kPoison = 0x7FFF;
+    const auto bias = make_source<Element>(p, kPoison, [] { return Element(below(1 << 14) * 0x10001); });
+    const auto mask = make_source<uint8_t>(p, 1, [] { return uint8_t(below(2) << below(8)); });
+    p.bias = bias.view;
+    const bool masked = below(2);
+    if (masked) p.mask = mask.view;
+    const BiasCopy copy = bias_copy(p, masked);
+    std::vector<BiasChunk> to(size_t(copy.bytes()) / sizeof(BiasChunk));
+    size_t index = 0;
+    for (int b = 0; b < copy.batches; ++b)
+        for (int h = 0; h < copy.heads; ++h)
+            for (int i = 0; i < copy.rows; ++i)
+                for (int x = 0; x < copy.chunks(); ++x) to[index++] = bias_chunk(copy, b, h, i, x);
+    EXPECT(index == to.size(), "%zu chunks for %zu", index, to.size());
+    const AttentionParams after = with_bias_copy(p, copy, to.data());
+    EXPECT(!after.mask.data == !(p.mask.data && !masked) && after.bias_dtype == p.bias_dtype, "the mask is in the copy");
+    EXPECT(bias_has_tiles(with_bias_copy(p, copy)), "rows of %d keys", p.seqlen_k);
+    const Element hidden = sizeof(Element) == 4 ? Element(0xFF800000u) : p.dtype == DType::kFloat16 ? 0xFC00 : 0xFF80;
+    for (int b = 0; b < p.batch; ++b)
+        for (int h = 0; h < p.nheads; ++h)
+            for (int i = 0; i < p.seqlen_q; ++i)
+                for (int j = 0; j < copy.chunks() * copy.elements; ++j) {
+                    Element wanted = 0;
+                    if (j < p.seqlen_k)
+                        wanted = masked && !element_of<uint8_t>(p.mask, b, h, i, j) ? hidden : element_of<Element>(p.bias, b, h, i, j);
+                    const Element got = element_of<Element>(after.bias, b, h, i, j);
+                    EXPECT(got == wanted, "element (%d, %d, %d, %d) of %d keys is %x, not %x", b, h, i, j, p.seqlen_k, unsigned(got),
+                           unsigned(wanted));
+                }
+}
+
+// Which calls get a copy, in both passes.
+void check_choices() {
+    static const uint8_t mask[1] = {};
+    static const int32_t lengths[] = {0, 1};
+    const auto expect = [](const char* what, bool wanted, const auto& change) {
+        for (const int headdim : {40, 64, 128}) {
+            AttentionParams p{};
+            p.batch = 2, p.nheads = p.nheads_k = 4, p.group = 1, p.headdim = p.headdim_v = headdim, p.seqlen_q = p.seqlen_k = 1001;
+            p.scale = 0.125f, p.window_left = p.window_right = -1, p.dtype = p.bias_dtype = DType::kBFloat16;
+            p.bias = {reinterpret_cast<const void*>(uintptr_t(4096)), 0, 0, 1001};
+            change(p);
+            const bool forward = wgmma_plan(wgmma_choose(p, 132)).bias && wgmma_copies_bias(p);
+            const bool backward = backward_plan(backward_choose(p)).bias() && backward_copies_bias(p);
+            EXPECT(forward == wanted && backward == wanted, "head dim %d, %s: forward %d, backward %d", headdim, what, forward, backward);
+        }
+    };
+    expect("rows of 1001", true, [](AttentionParams&) {});
+    expect("rows of 1008", false, [](AttentionParams& p) { p.bias.row = 1008; });
+    expect("any address", true,
+           [](AttentionParams& p) { p.bias.row = 1008, p.bias.data = reinterpret_cast<const void*>(uintptr_t(4098)); });
+    expect("rows of 1008 and a mask of pairs", true, [](AttentionParams& p) { p.bias.row = 1008, p.mask = {mask, 0, 0, 1001}; });
+    expect("rows of 1008 and a mask of keys", false, [](AttentionParams& p) { p.bias.row = 1008, p.mask = {mask, 1001, 0, 0}; });
+    expect("rows of 1001 and a mask of keys", true, [](AttentionParams& p) { p.mask = {mask, 1001, 0, 0}; });
+    expect("a bias of keys", true, [](AttentionParams& p) { p.bias = {reinterpret_cast<const void*>(uintptr_t(4098)), 1001, 0, 0}; });
+    expect("causal", true, [](AttentionParams& p) { p.window_right = 0; });
+    expect("own for every head, causal", true, [](AttentionParams& p) { p.bias.head = 1001 * 1001, p.bias.batch = 4 * 1001 * 1001; });
+    expect("own for every head, in a narrow window", false,
+           [](AttentionParams& p) { p.bias.head = 1001 * 1001, p.bias.batch = 4 * 1001 * 1001, p.window_left = 100, p.window_right = 0; });
+    expect("packed sequences that are short", false, [](AttentionParams& p) {
+        p.bias.head = 1001 * 1001, p.bias.batch = 4 * 1001 * 1001;
+        p.cu_seqlens_q = p.cu_seqlens_k = lengths, p.total_q = p.total_k = 600;
+    });
+    expect("packed sequences", true, [](AttentionParams& p) {
+        p.bias.head = 1001 * 1001, p.bias.batch = 4 * 1001 * 1001;
+        p.cu_seqlens_q = p.cu_seqlens_k = lengths, p.total_q = p.total_k = 1900;
+    });
+    expect("a short call", false, [](AttentionParams& p) { p.seqlen_q = p.seqlen_k = p.bias.row = 301; });
+    expect("300 MiB", false, [](AttentionParams& p) { p.batch = 40, p.bias.head = 1001 * 1001, p.bias.batch = 4 * 1001 * 1001; });
+    expect("float32, rows of 1001", true, [](AttentionParams& p) { p.bias_dtype = DType::kFloat32; });
+    expect("float32, rows of 1004", false, [](AttentionParams& p) { p.bias_dtype = DType::kFloat32, p.bias.row = 1004; });
+    expect("float32 and a mask of pairs", true,
+           [](AttentionParams& p) { p.bias_dtype = DType::kFloat32, p.bias.row = 1004, p.mask = {mask, 0, 0, 1001}; });
+    expect("float32 and dropout", false, [](AttentionParams& p) { p.bias_dtype = DType::kFloat32, p.dropout_threshold = 9; });
+    expect("dropout", true, [](AttentionParams& p) { p.dropout_threshold = 9; });
+    expect("softcap", false, [](AttentionParams& p) { p.softcap = 50; });
+    expect("a scale below zero", true, [](AttentionParams& p) { p.scale = -1; });
+    expect("no keys", false, [](AttentionParams& p) { p.seqlen_k = 0; });
+}
+
+}  // namespace
+
+int main() {
+    for (int i = 0; i < 3000; ++i) check_copy<uint16_t>(), check_copy<uint32_t>();
+    check_choices();
+    if (failures) return std::printf("%d failures\n", failures), 1;
+    std::printf("the copy of a bias is right\n");
+    return 0;
+}
