@@ -17,19 +17,7 @@ from .. import _arrays
 from .._arrays import View
 from .._arrays.words import pass_cast
 from ..errors import BadArgument
-from .checks import (
-    _LEAST_FLOAT,
-    _OPEN,
-    _check_dtype,
-    _check_last_axis,
-    _check_same_place,
-    _dtype_name,
-    _flag,
-    _integer,
-    _number,
-    _quoted,
-    _window,
-)
+from . import checks
 from .fields import _broadcast, _columns, _destination, _empty, _option, _put_strides, _put_tensor, _small_option
 from .structs import DTYPES, AttentionArgs, new
 
@@ -106,7 +94,7 @@ def default_of(hint: str) -> Any:
     """The default of every option of this type."""
     if hint.endswith("| None"):
         return None
-    return {"bool": False, "int": 0, "float": 0.0, "tuple[int, int]": _OPEN}[hint]
+    return {"bool": False, "int": 0, "float": 0.0, "tuple[int, int]": checks.OPEN}[hint]
 
 
 def arrays_of(declared: type) -> tuple[str, ...]:
@@ -114,14 +102,20 @@ def arrays_of(declared: type) -> tuple[str, ...]:
     return tuple(name for name, hint in hints_of(declared).items() if hint.startswith("AnyArray"))
 
 
-def with_signature(declared: type) -> Callable[[Any], Any]:
-    """Shows the options that a function takes as **options as parameters of its signature."""
+def with_signature(declared: type, **defaults: Any) -> Callable[[Any], Any]:
+    """Shows the options that a function takes as **options as parameters of its signature. defaults: those that do not
+    follow from the types."""
 
     def named(function: Any) -> Any:
         signature = inspect.signature(function)
         *before, _ = signature.parameters.values()
         after = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default_of(hint), annotation=hint)
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                annotation=hint,
+                default=defaults[name] if name in defaults else default_of(hint),
+            )  # fmt: skip
             for name, hint in hints_of(declared).items()
         ]
         function.__signature__ = signature.replace(parameters=[*before, *after])
@@ -151,7 +145,7 @@ class Options(namedtuple("_Options", _HINTS, defaults=map(default_of, _HINTS.val
         """Checks the options and writes them into a struct with sizes and dtype; their arrays are added to views."""
         batch, nheads, nheads_k, dtype = args.batch, args.nheads, args.nheads_k, views[0].dtype
         self._put_scores(args, views, (batch, nheads, args.seqlen_q, args.seqlen_k), dtype)
-        if chance := _number("dropout_p", self.dropout_p):
+        if chance := checks.number("dropout_p", self.dropout_p):
             args.dropout_p = chance
             if self.dropout_seed is None:
                 raise BadArgument(
@@ -159,22 +153,22 @@ class Options(namedtuple("_Options", _HINTS, defaults=map(default_of, _HINTS.val
                     "name the seed, so that the same call drops the same elements"
                 )
         if self.dropout_seed is not None:
-            args.dropout_seed = _integer("dropout_seed", self.dropout_seed, 0, 2**64 - 1)
-        args.dropout_offset = _integer("dropout_offset", self.dropout_offset, 0, 2**64 - 1)
+            args.dropout_seed = checks.integer("dropout_seed", self.dropout_seed, 0, 2**64 - 1)
+        args.dropout_offset = checks.integer("dropout_offset", self.dropout_offset, 0, 2**64 - 1)
         if self.deterministic is not False:
-            args.deterministic = _flag("deterministic", self.deterministic)
+            args.deterministic = checks.flag("deterministic", self.deterministic)
         if self.allow_tf32 is not False:
-            args.allow_tf32 = _flag("allow_tf32", self.allow_tf32)
-        args.num_threads = _integer("num_threads", self.num_threads, -(2**31), 2**31 - 1)
+            args.allow_tf32 = checks.flag("allow_tf32", self.allow_tf32)
+        args.num_threads = checks.integer("num_threads", self.num_threads, -(2**31), 2**31 - 1)
         for name, heads in (("q_descale", nheads), ("k_descale", nheads_k), ("v_descale", nheads_k)):
             if (factors := getattr(self, name)) is not None:
                 view = _option(views, name, factors, ("float32",))
                 strides = _broadcast(name, view, (batch, heads), "batch, heads", least=0)
                 _put_strides(args, name, view.pointer, strides, ("batch", "head"))
         if self.out_dtype is not None:
-            args.out_dtype = DTYPES[_dtype_name("out_dtype", self.out_dtype, DTYPES)]
+            args.out_dtype = DTYPES[checks.dtype_name("out_dtype", self.out_dtype, DTYPES)]
         if self.fast_accum is not False:
-            args.fast_accum = _flag("fast_accum", self.fast_accum)
+            args.fast_accum = checks.flag("fast_accum", self.fast_accum)
         _put_kernel(args, self.kernel)
 
     def _put_scores(self, args: AttentionArgs, views: list[View], scores: tuple[int, ...], dtype: str) -> None:
@@ -182,17 +176,17 @@ class Options(namedtuple("_Options", _HINTS, defaults=map(default_of, _HINTS.val
         seqlen_k)."""
         batch, nheads, *_ = scores
         if self.causal is not False:
-            args.causal = _flag("causal", self.causal)
+            args.causal = checks.flag("causal", self.causal)
         if self.softmax_scale is not None:
-            args.softmax_scale, args.has_softmax_scale = _number("softmax_scale", self.softmax_scale), 1
-        args.softcap = cap = _number("softcap", self.softcap)
-        if 0 < abs(cap) < _LEAST_FLOAT:
-            raise BadArgument(f"softcap={_quoted(self.softcap)} is below the normal numbers of a float32")
-        if self.window_size is not _OPEN:
-            args.window_left, args.window_right = _window(self.window_size)
+            args.softmax_scale, args.has_softmax_scale = checks.number("softmax_scale", self.softmax_scale), 1
+        args.softcap = cap = checks.number("softcap", self.softcap)
+        if 0 < abs(cap) < checks.LEAST_FLOAT:
+            raise BadArgument(f"softcap={checks.quoted(self.softcap)} is below the normal numbers of a float32")
+        if self.window_size is not checks.OPEN:
+            args.window_left, args.window_right = checks.window(self.window_size)
             args.has_window = 1
         if type(self.attention_chunk) is not int or self.attention_chunk:
-            args.attention_chunk = _integer("attention_chunk", self.attention_chunk, -(2**31), 2**31 - 1)
+            args.attention_chunk = checks.integer("attention_chunk", self.attention_chunk, -(2**31), 2**31 - 1)
         if self.alibi_slopes is not None:
             view = _small_option(views, "alibi_slopes", self.alibi_slopes)
             if tuple(view.shape) not in ((nheads,), (batch, nheads)):
@@ -200,7 +194,7 @@ class Options(namedtuple("_Options", _HINTS, defaults=map(default_of, _HINTS.val
                     f"alibi_slopes has shape {tuple(view.shape)}: expected ({nheads},) or ({batch}, {nheads})"
                     f"{_flat('alibi_slopes', view, nheads)}"
                 )
-            _check_last_axis("alibi_slopes", view)
+            checks.last_axis("alibi_slopes", view)
             args.alibi_slopes = view.pointer
             args.alibi_batch_stride = view.strides[0] if len(view.shape) == 2 else 0
         if self.sinks is not None:
@@ -209,10 +203,10 @@ class Options(namedtuple("_Options", _HINTS, defaults=map(default_of, _HINTS.val
                 raise BadArgument(
                     f"sinks has shape {tuple(view.shape)}: expected ({nheads},){_flat('sinks', view, nheads)}"
                 )
-            _check_last_axis("sinks", view)
+            checks.last_axis("sinks", view)
             args.sinks = view.pointer
         if self.top_left is not False:
-            args.top_left = _flag("top_left", self.top_left)
+            args.top_left = checks.flag("top_left", self.top_left)
         for name, dtypes in (("bias", (dtype, "float32")), ("mask", ("bool", "uint8"))):
             if (array := getattr(self, name)) is None:
                 continue
@@ -251,7 +245,7 @@ def _put_row_indices(args: AttentionArgs, views: list[View], array: Any) -> None
             f"{name} has {shape[-1]} number{'s' if shape[-1] > 1 else ''} for each key: with causal={causal} it has "
             f"{numbers[0]} or {numbers[1]}"
         )
-    _check_last_axis(name, view)
+    checks.last_axis(name, view)
     steps = [stride if size != 1 else 0 for size, stride in zip(shape[:-1], strides, strict=False)]
     _put_strides(args, name, view.pointer, [0] * (3 - len(steps)) + steps, ("batch", "head", "key"))
     args.startend_row_indices_heads, args.startend_row_indices_numbers = shape[-3], shape[-1]
@@ -272,7 +266,7 @@ def _put_block_mask(args: AttentionArgs, views: list[View], array: Any) -> None:
             f"{name} has shape {shape}: expected (batch, heads, blocks of rows, blocks of keys) = ({', '.join(wanted)})"
             f", for blocks of 128 or 64 of {ends[0]}={lengths[0]} and {ends[1]}={lengths[1]}"
         )
-    _check_last_axis(name, view)
+    checks.last_axis(name, view)
     steps = [stride if size != 1 else 0 for size, stride in zip(shape[:-1], view.strides, strict=False)]
     _put_strides(args, name, view.pointer, steps, ("batch", "head", "row"))
     args.block_mask_heads = shape[1]
@@ -297,7 +291,7 @@ def _options_of(function: str, given: Mapping[str, Any], **named: Any) -> Option
 def _put_kernel(args: Any, kernel: Any) -> None:
     if kernel is not None:
         if not isinstance(kernel, str) or not kernel.isascii() or "\0" in kernel:
-            raise BadArgument(f"kernel={_quoted(kernel)} is not the name of a kernel")
+            raise BadArgument(f"kernel={checks.quoted(kernel)} is not the name of a kernel")
         args.kernel = kernel.encode()
 
 
@@ -315,22 +309,21 @@ def _prepare(q: Any, k: Any, v: Any, varlen: tuple | None, options: Options) -> 
                 f"{name} has shape {tuple(view.shape)}: expected {expected}{_regrouped(name, view, rank)}"
             )
         if view.strides[-1] != 1 and view.shape[-1] > 1:
-            _check_last_axis(name, view)
-    _check_same_place("k", kv, "q", qv)
-    _check_same_place("v", vv, "q", qv)
+            checks.last_axis(name, view)
+    checks.same_place("k", kv, "q", qv)
+    checks.same_place("v", vv, "q", qv)
     if kv.dtype != qv.dtype or vv.dtype != qv.dtype:
         name, like = ("k" if kv.dtype != qv.dtype else "v", "q") if qv.dtype in DTYPES else ("q", "k")
         advice = pass_cast(qv.door.name, name, f"{like}.dtype", {"q": qv, "k": kv, "v": vv}[name].dtype)
         raise BadArgument(f"q is {qv.dtype}, k is {kv.dtype}, v is {vv.dtype}: they must be the same{advice}")
-    _check_dtype("q", qv)
+    checks.dtype("q", qv)
 
     *batch, seqlen_q, nheads, headdim = qv.shape
     *batch_k, seqlen_k, nheads_k, headdim_k = kv.shape
     if batch_k != batch or headdim_k != headdim:
         must = "headdim" if varlen else "batch and headdim"
         raise BadArgument(f"k has shape {tuple(kv.shape)}, but q has {tuple(qv.shape)}: {must} must agree")
-    if vv.shape[:-1] != kv.shape[:-1]:
-        raise BadArgument(f"v has shape {tuple(vv.shape)}, but k has {tuple(kv.shape)}: all but headdim must agree")
+    checks.values_like_keys("v", vv, "k", kv)
     args = new(AttentionArgs)
     args.device, args.dtype = qv.device, DTYPES[qv.dtype]
     for name, view in (("q", qv), ("k", kv), ("v", vv)):
@@ -338,8 +331,6 @@ def _prepare(q: Any, k: Any, v: Any, varlen: tuple | None, options: Options) -> 
     if varlen is not None:
         args.total_q, args.total_k = seqlen_q, seqlen_k
         batch[:], seqlen_q, seqlen_k = _sequences(args, views, *varlen)
-    if vv.shape[-1] < 1:  # 0 would mean "the same as headdim" to the library
-        raise BadArgument(f"v has shape {tuple(vv.shape)}: headdim_v=0 is outside 1 .. 512")
     args.batch, args.seqlen_q, args.seqlen_k = batch[0], seqlen_q, seqlen_k
     args.nheads, args.nheads_k, args.headdim, args.headdim_v = nheads, nheads_k, headdim, vv.shape[-1]
     options.put(args, views)
@@ -383,7 +374,7 @@ def _sequences(args: AttentionArgs, views: list[View], cu_q, cu_k, max_q, max_k)
     for name, view in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
         if len(view.shape) != 1 or view.shape[0] < 1:
             raise BadArgument(f"{name} has shape {tuple(view.shape)}: expected (batch + 1,)")
-        _check_last_axis(name, view)
+        checks.last_axis(name, view)
     if cu_k.shape[0] != cu_q.shape[0]:
         raise BadArgument(
             f"cu_seqlens_k has {cu_k.shape[0]} entries, but cu_seqlens_q has {cu_q.shape[0]}: both have batch + 1"
@@ -397,9 +388,9 @@ def _longest(of: str, value: Any) -> int:
     if value is None or math.prod(getattr(value, "shape", ())) != 1:  # PyTorch makes an integer of a tensor (1,)
         starts = f"cu_seqlens_{of}"
         raise BadArgument(
-            f"max_seqlen_{of}={_quoted(value)} is not an integer; pass int(({starts}[1:] - {starts}[:-1]).max())"
+            f"max_seqlen_{of}={checks.quoted(value)} is not an integer; pass int(({starts}[1:] - {starts}[:-1]).max())"
         )
-    return _integer(f"max_seqlen_{of}", value, 0, 2**63 - 1)
+    return checks.integer(f"max_seqlen_{of}", value, 0, 2**63 - 1)
 
 
 def _output(args: AttentionArgs, views: list[View], out: Any, shape: tuple[int, ...], zeroed: bool) -> View:

@@ -88,35 +88,37 @@ class AttentionArgs(ct.Structure):
     """fa_attention_args. A fresh one is all zero, and zero always means the default."""
 
     _fields_ = sized(
-        "int32 device dtype out_dtype batch nheads nheads_k headdim headdim_v",
-        "int64 seqlen_q seqlen_k total_q total_k",
-        "tensor q k v",
-        "factors q_descale k_descale v_descale",
-        "pointer cu_seqlens_q cu_seqlens_k parts",
-        "float softmax_scale",
-        "int32 has_softmax_scale",
-        "float softcap",
-        "int32 bias_dtype",
-        "pointer alibi_slopes",
-        "int64 alibi_batch_stride",
-        "scores bias",
-        "pointer sinks",
-        "scores mask",
-        "indices startend_row_indices",
-        "int32 startend_row_indices_heads startend_row_indices_numbers",
-        "scores block_mask",
-        "int32 block_mask_heads block_mask_row_block block_mask_key_block block_mask_reserved",
-        "int32 causal top_left attention_chunk has_window",
-        "int64 window_left window_right",
-        "float dropout_p",
-        "int32 first_head",
-        "uint64 dropout_seed dropout_offset",
-        "tensor out",
-        "pointer lse max_score key_sums",
-        "int32 allow_tf32 fast_accum deterministic num_threads",
-        "text kernel",
-        "pointer workspace",
-        "size workspace_bytes",
+        *"""
+        int32 device dtype out_dtype batch nheads nheads_k headdim headdim_v
+        int64 seqlen_q seqlen_k total_q total_k
+        tensor q k v
+        factors q_descale k_descale v_descale
+        pointer cu_seqlens_q cu_seqlens_k parts
+        float softmax_scale
+        int32 has_softmax_scale
+        float softcap
+        int32 bias_dtype
+        pointer alibi_slopes
+        int64 alibi_batch_stride
+        scores bias
+        pointer sinks
+        scores mask
+        indices startend_row_indices
+        int32 startend_row_indices_heads startend_row_indices_numbers
+        scores block_mask
+        int32 block_mask_heads block_mask_row_block block_mask_key_block block_mask_reserved
+        int32 causal top_left attention_chunk has_window
+        int64 window_left window_right
+        float dropout_p
+        int32 first_head
+        uint64 dropout_seed dropout_offset
+        tensor out
+        pointer lse max_score key_sums
+        int32 allow_tf32 fast_accum deterministic num_threads
+        text kernel
+        pointer workspace
+        size workspace_bytes
+        """.strip().splitlines()
     )
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from .._core.checks import _flag
+from .._core.checks import flag
 from .._core.fields import _put_tensor
 from .._core.library import load
 from .._core.options import Options, _prepare
@@ -99,7 +99,7 @@ def traced(q, k, v, varlen, out, return_lse, options: Options, part: dict[str, A
     if varlen:  # XLA does not initialise results, and nothing writes the rows after the last sequence
         covered = jnp.arange(out.shape[0]) < arrays[names.index("cu_seqlens_q")][-1]
         out, lse = jnp.where(covered[:, None, None], out, 0), jnp.where(covered, lse, -jnp.inf)
-    return (out, lse) if _flag("return_lse", return_lse) else out
+    return (out, lse) if flag("return_lse", return_lse) else out
 
 
 def check_served(out, return_lse, options: Options, longest) -> None:
@@ -110,7 +110,7 @@ def check_served(out, return_lse, options: Options, longest) -> None:
     plain = options._asdict()
     if is_tracer(plain["softmax_scale"]):
         del plain["softmax_scale"]
-    if not is_tracer(options.fast_accum) and not _flag("fast_accum", options.fast_accum):
+    if not is_tracer(options.fast_accum) and not flag("fast_accum", options.fast_accum):
         plain["fast_accum"] = None
     for name in ("q_descale", "k_descale", "v_descale", "out_dtype", "fast_accum"):
         if plain.pop(name) is not None:

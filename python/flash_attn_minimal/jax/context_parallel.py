@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._core.checks import _flag, _quoted, _window
+from .._core.checks import flag, quoted, window
 from .._core.options import Options
 from ..errors import BadArgument, Unsupported
 from ._attention import ARRAYS, RESULT, check_served, scaled, traced
@@ -108,7 +108,7 @@ def context_parallel_attention(
         dropout_offset=dropout_offset, kernel=kernel, allow_tf32=allow_tf32,
     )  # fmt: skip
     check_served(None, return_lse, options, ())
-    return_lse = _flag("return_lse", return_lse)
+    return_lse = flag("return_lse", return_lse)
     given = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "alibi_slopes": alibi_slopes, "sinks": sinks}
     given = {name: as_array(name, x) for name, x in given.items() if x is not None}
     arrays = vary([jnp.asarray(x) for x in given.values()], [*given.values(), lax.axis_index(axis_name)])
@@ -146,7 +146,7 @@ def _chunks_of(x: Any, size: int, layout: str, axis: int) -> tuple[int, int]:
 
 def _slots(layout: Any) -> int:
     if layout not in tuple(LAYOUTS):
-        raise BadArgument(f"layout={_quoted(layout)} is not one of {', '.join(map(repr, LAYOUTS))}")
+        raise BadArgument(f"layout={quoted(layout)} is not one of {', '.join(map(repr, LAYOUTS))}")
     return LAYOUTS[layout]
 
 
@@ -226,9 +226,9 @@ def _tokens_of(given: dict, axis_name: Any, layout: str, options: Options) -> _T
     for name, shapes in (("sinks", [(q[2],)]), ("alibi_slopes", [(q[2],), (q[0], q[2])])):
         if name in given and given[name].shape not in shapes:
             raise BadArgument(f"{name} has shape {given[name].shape}: expected {' or '.join(map(str, shapes))}")
-    left, right = _window(options.window_size)
-    right = 0 if _flag("causal", options.causal) else right
-    shift = 0 if _flag("top_left", options.top_left) else size * (k[1] - q[1])
+    left, right = window(options.window_size)
+    right = 0 if flag("causal", options.causal) else right
+    shift = 0 if flag("top_left", options.top_left) else size * (k[1] - q[1])
     if left < 0 and right < 0 and not options.dropout_p and given.keys().isdisjoint(("bias", "mask", "alibi_slopes")):
         slots = 1  # no option depends on where a token is, so two chunks may count as one
     return _Tokens(axis_name, size, slots, q[1] // slots, k[1] // slots, shift, left, right)
@@ -255,7 +255,7 @@ def _four_axes(name: str, given: dict, tokens: _Tokens):
 
 def _choose(mode: str, given: dict, tokens: _Tokens, options: Options, by_row: frozenset) -> str:
     if mode not in MODES:
-        raise BadArgument(f"mode={_quoted(mode)} is not one of {', '.join(map(repr, MODES))}")
+        raise BadArgument(f"mode={quoted(mode)} is not one of {', '.join(map(repr, MODES))}")
     if mode == "auto":
         return "gather" if tokens.left >= 0 or _refusal("ulysses", given, tokens, options, by_row) else "ulysses"
     if reason := _refusal(mode, given, tokens, options, by_row):

@@ -15,7 +15,7 @@ import torch
 
 from .._arrays import torch_modes
 from .._core import statistics as _statistics
-from .._core.checks import _flag, _integer
+from .._core.checks import flag, integer
 from .._core.forward import attend, find, given_arrays
 from .._core.options import Options
 from ..backward import _differentiate, find_gradients
@@ -62,7 +62,7 @@ def differentiable(
         _longest("max_seqlen_q", max_q), _longest("max_seqlen_k", max_k),
         *packed(options),
     )  # fmt: skip
-    return_lse = _flag("return_lse", return_lse)
+    return_lse = flag("return_lse", return_lse)
     if torch.compiler.is_compiling():
         if torch_modes.transforms():
             raise Unsupported("attention under a transform of torch.func is not served inside torch.compile")
@@ -90,11 +90,11 @@ def differentiable(
 
 
 def _longest(name: str, length: int) -> int:
-    """Checks a longest length. torch.compile may pass a symbol, which _integer would turn into a constant: the operator
+    """Checks a longest length. torch.compile may pass a symbol, which integer would turn into a constant: the operator
     checks that one again."""
     if torch.compiler.is_compiling() and isinstance(length, (int, torch.SymInt)) and not isinstance(length, bool):
         return length
-    return _integer(name, length, 0, 2**63 - 1)
+    return integer(name, length, 0, 2**63 - 1)
 
 
 def _unwrapped(array):
