@@ -10,7 +10,7 @@ calls (see _core/repeats.py) whose entries never change.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, overload
+from typing import Literal, overload
 
 from . import _arrays
 from ._arrays import torch_modes
@@ -25,6 +25,8 @@ from ._core.options import (
     AttentionOptions,
     KeywordOptions,
     Options,
+    PositionalOptions,
+    Unpack,
     _lengths,
     _options_of,
     _output,
@@ -35,8 +37,23 @@ from ._core.queries import Plan, kernel_table, plan_of
 from ._core.structs import DTYPES, MergeArgs, QuantizeArgs, new
 from .errors import BadArgument, Unsupported
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+
+class _KeywordCall(KeywordOptions, total=False):
+    """For type checkers: the keyword-only arguments of a call that returns one array."""
+
+    out: AnyArray | None
+
+
+class _Call(PositionalOptions, _KeywordCall, total=False):
+    """For type checkers: the other arguments of a call, by keyword."""
+
+
+class _CallWithLse(_Call, total=False):
+    return_lse: bool
+
+
+class _CallWithSums(_CallWithLse, total=False):
+    return_key_sums: bool
 
 
 @overload
@@ -52,56 +69,27 @@ def flash_attn_func(
     alibi_slopes: AnyArray | None = ...,
     deterministic: bool = ...,
     return_lse: Literal[False] = ...,
-    *,
-    out: AnyArray | None = ...,
-    **options: Unpack[KeywordOptions],
+    **options: Unpack[_KeywordCall],
 ) -> Array: ...
 @overload
 def flash_attn_func(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    return_lse: Literal[True],
-    out: AnyArray | None = ...,
-    **options: Unpack[AttentionOptions],
+    q: Array, k: Array, v: Array, *, return_lse: Literal[True], **options: Unpack[_Call]
 ) -> tuple[Array, Array]: ...
 @overload
 def flash_attn_func(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    return_softmax_lse: Literal[True],
-    out: AnyArray | None = ...,
-    **options: Unpack[AttentionOptions],
+    q: Array, k: Array, v: Array, *, return_softmax_lse: Literal[True], **options: Unpack[_Call]
 ) -> tuple[Array, Array]: ...
 @overload
 def flash_attn_func(
-    q: Array, k: Array, v: Array, *, return_lse: bool, out: AnyArray | None = ..., **options: Unpack[AttentionOptions]
+    q: Array, k: Array, v: Array, *, return_lse: bool, **options: Unpack[_Call]
 ) -> Array | tuple[Array, Array]: ...
 @overload
 def flash_attn_func(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    return_lse: bool = ...,
-    return_max_score: Literal[True],
-    return_key_sums: bool = ...,
-    out: AnyArray | None = ...,
-    **options: Unpack[AttentionOptions],
+    q: Array, k: Array, v: Array, *, return_max_score: Literal[True], **options: Unpack[_CallWithSums]
 ) -> tuple[Array, ...]: ...
 @overload
 def flash_attn_func(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    return_lse: bool = ...,
-    return_key_sums: Literal[True],
-    out: AnyArray | None = ...,
-    **options: Unpack[AttentionOptions],
+    q: Array, k: Array, v: Array, *, return_key_sums: Literal[True], **options: Unpack[_CallWithLse]
 ) -> tuple[Array, ...]: ...
 @with_signature(KeywordOptions)
 def flash_attn_func(
@@ -263,9 +251,7 @@ def flash_attn_varlen_func(
     alibi_slopes: AnyArray | None = ...,
     deterministic: bool = ...,
     return_lse: Literal[False] = ...,
-    *,
-    out: AnyArray | None = ...,
-    **options: Unpack[KeywordOptions],
+    **options: Unpack[_KeywordCall],
 ) -> Array: ...
 @overload
 def flash_attn_varlen_func(
@@ -278,8 +264,7 @@ def flash_attn_varlen_func(
     max_seqlen_k: int,
     *,
     return_lse: Literal[True],
-    out: AnyArray | None = ...,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[_Call],
 ) -> tuple[Array, Array]: ...
 @overload
 def flash_attn_varlen_func(
@@ -292,8 +277,7 @@ def flash_attn_varlen_func(
     max_seqlen_k: int,
     *,
     return_softmax_lse: Literal[True],
-    out: AnyArray | None = ...,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[_Call],
 ) -> tuple[Array, Array]: ...
 @overload
 def flash_attn_varlen_func(
@@ -306,8 +290,7 @@ def flash_attn_varlen_func(
     max_seqlen_k: int,
     *,
     return_lse: bool,
-    out: AnyArray | None = ...,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[_Call],
 ) -> Array | tuple[Array, Array]: ...
 @overload
 def flash_attn_varlen_func(
@@ -319,11 +302,8 @@ def flash_attn_varlen_func(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    return_lse: bool = ...,
     return_max_score: Literal[True],
-    return_key_sums: bool = ...,
-    out: AnyArray | None = ...,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[_CallWithSums],
 ) -> tuple[Array, ...]: ...
 @overload
 def flash_attn_varlen_func(
@@ -335,10 +315,8 @@ def flash_attn_varlen_func(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    return_lse: bool = ...,
     return_key_sums: Literal[True],
-    out: AnyArray | None = ...,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[_CallWithLse],
 ) -> tuple[Array, ...]: ...
 @with_signature(KeywordOptions)
 def flash_attn_varlen_func(

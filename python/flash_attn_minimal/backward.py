@@ -7,7 +7,7 @@ The probabilities are computed again from q, k and lse, tile by tile, instead of
 from __future__ import annotations
 
 import ctypes as ct
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import _arrays
 from ._arrays import View, torch_modes
@@ -17,14 +17,11 @@ from ._core.fields import _destination, _option, _put_dense, _put_strides, _put_
 from ._core.forward import QKV, joined
 from ._core.launch import launch_with_workspace
 from ._core.library import KERNEL_TABLES, load
-from ._core.options import ARRAYS, AnyArray, Array, AttentionOptions, Options, _lengths, _options_of, _prepare
+from ._core.options import ARRAYS, AnyArray, Array, AttentionOptions, Options, Unpack, _lengths, _options_of, _prepare
 from ._core.queries import Plan, kernel_table, plan_from
 from ._core.repeats import Made, Repeats
 from ._core.structs import AttentionArgs, AttentionBackwardArgs, new
 from .errors import BadArgument, Unsupported
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 def backward(
@@ -76,9 +73,7 @@ def backward(
     Returns:
         (dq, dk, dv), then dbias and dsinks if requested.
 
-    Raises:
-        BadArgument (a ValueError), Unsupported (a NotImplementedError): given dq, dk and dv are untouched.
-        CudaError (a RuntimeError), OutOfMemory (a MemoryError).
+    Raises: as flash_attn_func; after BadArgument and Unsupported given dq, dk and dv are untouched.
 
     Source: Dao et al., FlashAttention, 2022, algorithm 4; Dao, FlashAttention-2, 2023, algorithm 2.
 

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections import namedtuple
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import Any, Literal, TypedDict, overload
 
 import numpy as np
 
@@ -24,14 +24,21 @@ from ._core.forward import joined
 from ._core.frameworks import is_traced
 from ._core.launch import launch_with_workspace
 from ._core.library import load
-from ._core.options import AnyArray, Array, Options, ScoreOptions, arrays_of, default_of, hints_of, with_signature
+from ._core.options import (
+    AnyArray,
+    Array,
+    Options,
+    ScoreOptions,
+    Unpack,
+    arrays_of,
+    default_of,
+    hints_of,
+    with_signature,
+)
 from ._core.queries import Plan, plan_from
 from ._core.repeats import Made, Repeats
 from ._core.structs import CACHE_DTYPES, DTYPES, AttentionArgs, KVCacheArgs, new
 from .errors import BadArgument
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class CacheKeywordOptions(ScoreOptions, total=False):
@@ -161,8 +168,8 @@ def flash_attn_with_kvcache(
             windows, ALiBi and chunks count only the keys after them.
         block_table: (batch, pages of a sequence) int32: key j of sequence b is row j % page_size of page
             block_table[b, j // page_size]. Entries past a sequence's keys are never read.
-        softmax_scale, causal, window_size, attention_chunk, softcap, alibi_slopes, sinks: as in flash_attn_func. The
-            last row of q is aligned with the last key, including the appended ones.
+        softmax_scale, causal, window_size, attention_chunk, softcap, alibi_slopes, sinks, kernel, num_threads: as in
+            flash_attn_func. The last row of q is aligned with the last key, including the appended ones.
         rotary_interleaved: rotate pairs (2i, 2i + 1) rather than (i, i + rotary_dim / 2).
         num_splits: the number of pieces that a sequence's keys are cut into, 1 .. 256, so that a few rows occupy the
             whole processor; 0 lets the kernel choose (on the CPU by length alone). Kernels for many rows do not cut.
@@ -186,9 +193,7 @@ def flash_attn_with_kvcache(
             pages, and reads these pages once for all of them. The device finds them, also in a captured graph whose
             tables and lengths change between replays. A hint: calls in which nothing is shared, and kernels that cannot
             share, give the same result up to rounding. Needs a block_table; not with batch_invariant.
-        kernel: force a kernel by name (see kernels()); None means $FLASH_ATTN_KERNEL, else the best one.
         out: array for the result, which is also returned.
-        num_threads: for the CPU backend; 0 means $FLASH_ATTN_NUM_THREADS, else one per core.
 
     On the CPU lengths, entries and pages are checked before anything is written. On a GPU the host does not read them:
     the call waits for nothing, can be captured in a CUDA graph, and can be replayed after they have changed. Entries
@@ -198,10 +203,7 @@ def flash_attn_with_kvcache(
         out (batch, seqlen_q, nheads, headdim_v) in q's dtype; with return_lse the pair (out, lse), lse (batch, nheads,
         seqlen_q) float32, natural logarithm.
 
-    Raises:
-        BadArgument (a ValueError): the text names the argument and quotes its value; cache and `out` are untouched.
-        Unsupported (a NotImplementedError): legal, but no kernel here serves it; the text says why.
-        CudaError (a RuntimeError), OutOfMemory (a MemoryError).
+    Raises: as flash_attn_func; after a BadArgument cache and `out` are untouched.
 
     Source: split keys: Dao et al., Flash-Decoding, 2023; pages: Kwon et al., PagedAttention, SOSP 2023; rotary
     embedding: Su et al., RoFormer, 2021.

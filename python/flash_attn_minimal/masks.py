@@ -16,7 +16,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from ._arrays import _is_a, _kind
+from ._arrays import _is_a, _kind, to_numpy
 from ._core.checks import flag, integer, quoted
 from .errors import BadArgument
 
@@ -269,7 +269,7 @@ def _given(name: str, mask: Any) -> tuple[bool, np.ndarray]:
     """causal and the numbers of a mask, checked."""
     if not isinstance(mask, Mapping) or not {"causal", "startend_row_indices"} <= {*mask}:
         raise BadArgument(f"{name}={quoted(mask)} is no mask: expected what the makers of masks return")
-    numbers = _on_host(mask["startend_row_indices"])
+    numbers = to_numpy(mask["startend_row_indices"])
     if numbers.ndim != 4:
         raise BadArgument(f"{name} has numbers of shape {numbers.shape}: expected (batch, heads, seqlen, numbers)")
     return bool(flag(f"{name}['causal']", mask["causal"])), numbers
@@ -300,13 +300,3 @@ def _on_jax(like: Any, numbers: np.ndarray) -> Any:
         return jax.device_put(numbers, everywhere)
     devices = like.devices()
     return jax.device_put(numbers, next(iter(devices)) if len(devices) == 1 else None)
-
-
-def _on_host(array: Any) -> np.ndarray:
-    if _is_a(array, "torch", "Tensor"):
-        array = array.cpu()
-    elif _is_a(array, "cupy", "ndarray"):
-        array = array.get()
-    elif hasattr(array, "copy_to_host"):
-        array = array.copy_to_host()
-    return np.asarray(array)

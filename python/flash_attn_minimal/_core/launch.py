@@ -10,7 +10,7 @@ from typing import Any
 from .._arrays import View
 from ..errors import OutOfMemory, WorkspaceTooSmall
 from . import recordings
-from .library import load
+from .library import load, query_name
 from .structs import CPU, AttentionPlan, new
 
 _KEPT_SCRATCH = 64 << 20  # bytes of CPU scratch that a thread keeps for its next call
@@ -23,12 +23,9 @@ class _Scratch(recordings.Scratch, threading.local):
 _scratch = _Scratch()
 
 
-_QUERIES = {"attention_forward": "fa_attention_query", "kvcache_attention": "fa_kvcache_query"}
-
-
 def query_of(name: str) -> Callable[[Any, AttentionPlan], int]:
     """The library's query about a call of fa_<name>: a function of its struct and a plan."""
-    return getattr(load(), _QUERIES.get(name, f"fa_{name}_query"))
+    return getattr(load(), query_name(name))
 
 
 def launch_with_workspace(name: str, struct: Any, args: Any, views: list[View], written: Iterable[View | None]) -> Any:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import inspect
 import math
 from collections import namedtuple
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeAlias, TypedDict, TypeVar
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict, TypeVar
 
 from .. import _arrays
 from .._arrays import View
@@ -20,6 +20,11 @@ from ..errors import BadArgument
 from . import checks
 from .fields import _broadcast, _columns, _destination, _empty, _option, _put_strides, _put_tensor, _small_option
 from .structs import DTYPES, AttentionArgs, new
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack as Unpack  # for the modules with options
+else:
+    Unpack = tuple
 
 _NAMES = {number: name for name, number in DTYPES.items()}
 
@@ -102,9 +107,9 @@ def arrays_of(declared: type) -> tuple[str, ...]:
     return tuple(name for name, hint in hints_of(declared).items() if hint.startswith("AnyArray"))
 
 
-def with_signature(declared: type, **defaults: Any) -> Callable[[Any], Any]:
-    """Shows the options that a function takes as **options as parameters of its signature. defaults: those that do not
-    follow from the types."""
+def with_signature(declared: type, without: Collection[str] = (), **defaults: Any) -> Callable[[Any], Any]:
+    """Shows the options that a function takes as **options as parameters of its signature. without: those that it does
+    not take; defaults: those that do not follow from the types."""
 
     def named(function: Any) -> Any:
         signature = inspect.signature(function)
@@ -117,6 +122,7 @@ def with_signature(declared: type, **defaults: Any) -> Callable[[Any], Any]:
                 default=defaults[name] if name in defaults else default_of(hint),
             )  # fmt: skip
             for name, hint in hints_of(declared).items()
+            if name not in without
         ]
         function.__signature__ = signature.replace(parameters=[*before, *after])
         return function
@@ -155,10 +161,6 @@ class Options(namedtuple("_Options", _HINTS, defaults=map(default_of, _HINTS.val
         if self.dropout_seed is not None:
             args.dropout_seed = checks.integer("dropout_seed", self.dropout_seed, 0, 2**64 - 1)
         args.dropout_offset = checks.integer("dropout_offset", self.dropout_offset, 0, 2**64 - 1)
-        if self.deterministic is not False:
-            args.deterministic = checks.flag("deterministic", self.deterministic)
-        if self.allow_tf32 is not False:
-            args.allow_tf32 = checks.flag("allow_tf32", self.allow_tf32)
         args.num_threads = checks.integer("num_threads", self.num_threads, -(2**31), 2**31 - 1)
         for name, heads in (("q_descale", nheads), ("k_descale", nheads_k), ("v_descale", nheads_k)):
             if (factors := getattr(self, name)) is not None:
@@ -167,16 +169,15 @@ class Options(namedtuple("_Options", _HINTS, defaults=map(default_of, _HINTS.val
                 _put_strides(args, name, view.pointer, strides, ("batch", "head"))
         if self.out_dtype is not None:
             args.out_dtype = DTYPES[checks.dtype_name("out_dtype", self.out_dtype, DTYPES)]
-        if self.fast_accum is not False:
-            args.fast_accum = checks.flag("fast_accum", self.fast_accum)
         _put_kernel(args, self.kernel)
 
     def _put_scores(self, args: AttentionArgs, views: list[View], scores: tuple[int, ...], dtype: str) -> None:
         """The part of `put` for the options that act on the scores, whose shape is (batch, nheads, seqlen_q,
         seqlen_k)."""
         batch, nheads, *_ = scores
-        if self.causal is not False:
-            args.causal = checks.flag("causal", self.causal)
+        for name in _FLAGS:
+            if (given := getattr(self, name)) is not False:
+                setattr(args, name, checks.flag(name, given))
         if self.softmax_scale is not None:
             args.softmax_scale, args.has_softmax_scale = checks.number("softmax_scale", self.softmax_scale), 1
         args.softcap = cap = checks.number("softcap", self.softcap)
@@ -188,25 +189,11 @@ class Options(namedtuple("_Options", _HINTS, defaults=map(default_of, _HINTS.val
         if type(self.attention_chunk) is not int or self.attention_chunk:
             args.attention_chunk = checks.integer("attention_chunk", self.attention_chunk, -(2**31), 2**31 - 1)
         if self.alibi_slopes is not None:
-            view = _small_option(views, "alibi_slopes", self.alibi_slopes)
-            if tuple(view.shape) not in ((nheads,), (batch, nheads)):
-                raise BadArgument(
-                    f"alibi_slopes has shape {tuple(view.shape)}: expected ({nheads},) or ({batch}, {nheads})"
-                    f"{_flat('alibi_slopes', view, nheads)}"
-                )
-            checks.last_axis("alibi_slopes", view)
+            view = _per_head(views, "alibi_slopes", self.alibi_slopes, (nheads,), (batch, nheads))
             args.alibi_slopes = view.pointer
             args.alibi_batch_stride = view.strides[0] if len(view.shape) == 2 else 0
         if self.sinks is not None:
-            view = _small_option(views, "sinks", self.sinks)
-            if tuple(view.shape) != (nheads,):
-                raise BadArgument(
-                    f"sinks has shape {tuple(view.shape)}: expected ({nheads},){_flat('sinks', view, nheads)}"
-                )
-            checks.last_axis("sinks", view)
-            args.sinks = view.pointer
-        if self.top_left is not False:
-            args.top_left = checks.flag("top_left", self.top_left)
+            args.sinks = _per_head(views, "sinks", self.sinks, (nheads,)).pointer
         for name, dtypes in (("bias", (dtype, "float32")), ("mask", ("bool", "uint8"))):
             if (array := getattr(self, name)) is None:
                 continue
@@ -273,11 +260,17 @@ def _put_block_mask(args: AttentionArgs, views: list[View], array: Any) -> None:
     args.block_mask_row_block, args.block_mask_key_block = counts[0][shape[2]], counts[1][shape[3]]
 
 
-def _flat(name: str, view: View, heads: int) -> str:
-    """Advice for an array that has one entry for each head, but not the shape (heads,)."""
-    return f"; pass {name}.reshape({heads})" if math.prod(view.shape) == heads else ""
+def _per_head(views: list[View], name: str, array: Any, *shapes: tuple[int, ...]) -> View:
+    """An array with an entry for each head, as float32, of one of these shapes; the first is (heads,)."""
+    view, heads = _small_option(views, name, array), shapes[0][0]
+    if tuple(view.shape) not in shapes:
+        advice = f"; pass {name}.reshape({heads})" if math.prod(view.shape) == heads else ""
+        raise BadArgument(f"{name} has shape {tuple(view.shape)}: expected {' or '.join(map(str, shapes))}{advice}")
+    checks.last_axis(name, view)
+    return view
 
 
+_FLAGS = tuple(name for name, hint in _HINTS.items() if hint == "bool")
 _NUMBERS = tuple(name for name in Options._fields if name not in ARRAYS)
 
 

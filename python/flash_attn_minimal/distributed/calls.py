@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes as ct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from .._core import checks
 from .._core.fields import _destination, _put_strides
 from .._core.forward import repeats
 from .._core.library import last_error, load
-from .._core.options import ARRAYS, Array, AttentionOptions, Options, _options_of, with_signature
+from .._core.options import ARRAYS, Array, AttentionOptions, Options, Unpack, _options_of, with_signature
 from .._core.queries import reasons
 from .._core.repeats import signature
 from .._core.structs import DTYPES, AttentionArgs, AttentionBackwardArgs, new
@@ -29,9 +29,6 @@ from ._rank_call import RankCall, make_call
 from ._structs import KINDS, LAYOUTS, MODES, MOST_RANKS, DistributedArgs, DistributedBackwardArgs
 from .groups import Group
 from .layouts import _local, _segments, check_flat, equal_lengths, host_lengths
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 _FLOAT8 = ("q_descale", "k_descale", "v_descale", "out_dtype", "fast_accum")
 _ARRAYS = tuple(name for name in ARRAYS if name not in _FLOAT8)  # options that are arrays
@@ -479,9 +476,6 @@ def plan(
         error=last_error() if found.status else "",
         mode=_MODE_NAMES.get(found.mode, "") if found.mode else "",
         rows=(found.rows_q, found.rows_k),
-        workspace_bytes=found.workspace_bytes,
-        shared_bytes=found.shared_bytes,
-        received_bytes=found.received_bytes,
-        calls=found.calls,
         why_not=reasons(found.why_not),
+        **{name: getattr(found, name) for name in ("workspace_bytes", "shared_bytes", "received_bytes", "calls")},
     )

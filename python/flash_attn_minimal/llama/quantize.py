@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from .._commands.command import Parser, check_file, command, one_of
+from .._commands.report import size_text
 from ..errors import BadArgument
 from ..transformer._safetensors import ALL, numpy_dtype
 from .checkpoint import STACKED, Checkpoint
@@ -66,13 +67,6 @@ def tensor_bytes(checkpoint: W4Checkpoint) -> dict[str, int]:
     return found
 
 
-def size_text(count: float) -> str:
-    for unit, bytes_ in (("GiB", 2**30), ("MiB", 2**20)):
-        if count >= bytes_:
-            return f"{count / bytes_:.2f} {unit}"
-    return f"{count / 2**10:.1f} KiB"
-
-
 def _check_places(kept: list[Place], checkpoint: Checkpoint) -> None:
     layers = checkpoint.config.n_layers
     for layer, name in kept:
@@ -93,8 +87,8 @@ def run(args: argparse.Namespace) -> int:
     quantized = quantize(checkpoint, args.weights, args.keep)
     copy = save(args.out, quantized, tokenizer_file(checkpoint, args.tokenizer), tokenizer.stops)
     parts, size = tensor_bytes(quantized), Path(args.out).stat().st_size
-    lines = ", ".join(f"{name} {size_text(count)}" for name, count in parts.items() if count)
-    print(f"wrote {args.out}: {size_text(size)} ({lines})")
+    lines = ", ".join(f"{name} {size_text(count, 2)}" for name, count in parts.items() if count)
+    print(f"wrote {args.out}: {size_text(size, 2)} ({lines})")
     if copy:
         print(f"wrote {copy}: a copy of the tokenizer, which lay elsewhere")
     return 0

@@ -24,7 +24,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,26 +32,14 @@ import torch.nn.functional as F
 
 from .._arrays import torch_modes
 from .._core.checks import flag, integer, one_of, quoted
-from .._core.options import Options
+from .._core.options import Options, Unpack
 from ..distributed import calls
 from ..distributed import groups as _groups
 from ..distributed._structs import LAYOUTS, MODES
 from ..distributed.groups import Group, from_torch
 from ..errors import BadArgument, Unsupported
-from ._operators import (
-    ARRAYS,
-    OPTION_ARRAYS,
-    OUTSIDE_CUDA_GRAPHS,
-    Operators,
-    check_arrays,
-    check_together,
-    packed,
-    refuse_tangents,
-    unpacked,
-)
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from . import _operators as operators
+from ._operators import ARRAYS, OPTION_ARRAYS, OUTSIDE_CUDA_GRAPHS, Operators, packed, unpacked
 
 _TIMEOUT = 600.0  # seconds: ranks may save checkpoints or compile at different times. A dead process is noticed at once
 
@@ -200,11 +188,11 @@ def _arguments(q, k, v, where: dict[str, Any], options: Options, name: str) -> l
     for array in "qkv":
         if not isinstance(given[array], torch.Tensor):
             raise BadArgument(f"{array} is a {type(given[array]).__name__}: expected a torch.Tensor")
-    check_arrays(given)
+    operators.check_arrays(given)
     if torch_modes.transforms():
         raise Unsupported("attention across ranks is not served under a transform of torch.func")
     if not torch.compiler.is_compiling():
-        refuse_tangents({array: x for array, x in given.items() if x is not None})
+        operators.refuse_tangents({array: x for array, x in given.items() if x is not None})
     for what, names in (("layout", LAYOUTS), ("mode", MODES)):
         one_of(what, where[what], names)
     for what in ("cu_seqlens_q", "cu_seqlens_k"):
@@ -263,7 +251,7 @@ def _backward(dout, dlse, out, lse, want_dbias, want_dsinks, *arguments):
 def _fake(q, k, v, *rest):
     for name, x in (("q", q), ("k", k), ("v", v)):
         calls.check_axes(name, x, q)
-    check_together((q, k, v, *rest[: len(OPTION_ARRAYS)]))
+    operators.check_together((q, k, v, *rest[: len(OPTION_ARRAYS)]))
     rows = q.shape[0] if q.dim() == 3 else q.shape[0] * q.shape[1]
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty((q.shape[-2], rows), dtype=torch.float32)
 

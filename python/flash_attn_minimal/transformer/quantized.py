@@ -37,9 +37,9 @@ from typing import Any
 import numpy as np
 
 from .. import _arrays
-from .._arrays import View
+from .._arrays import View, to_numpy
 from .._core import checks, recordings
-from .._core.files import Fields, parse_json, quoted
+from .._core.files import Fields, json_of, quoted
 from .._core.library import KERNEL_TABLES
 from .._core.options import DType
 from .._core.queries import kernel_table
@@ -52,6 +52,15 @@ BLOCK = {"nvfp4": 16, "mxfp4": 32, "int4": 128}
 _SCALES = {"nvfp4": ("uint8", "F8_E4M3"), "mxfp4": ("uint8", "U8"), "int4": ("float16", "F16")}
 _ALIGNMENT = 128  # of a packed weight, in bytes
 _KEY = "flash_attn_minimal.w4"  # a key of the metadata: {name: {"format", "in_features"}}
+
+
+def parts_of(format: str, rows: int, columns: int) -> dict[str, tuple[str, str, tuple[int, ...]]]:
+    """The arrays of a weight of this format and size: dtype, safetensors' name of it, shape."""
+    return {
+        "codes": ("uint8", "U8", (rows, -(-columns // 2))),
+        "scales": (*_SCALES[format], (rows, -(-columns // BLOCK[format]))),
+        "tensor_scale": ("float32", "F32", (1,)),
+    }
 
 
 class W4Weight:
@@ -110,16 +119,10 @@ class W4Weight:
         rows, columns = view.shape
         args = new(W4QuantizeArgs)
         args.device, args.dtype = view.device, DTYPES[view.dtype]
-        args.search, args.num_threads = (
-            checks.flag("search", search),
-            checks.integer("num_threads", num_threads, 0, 4096),
-        )
+        args.search = checks.flag("search", search)
+        args.num_threads = checks.integer("num_threads", num_threads, 0, 4096)
         args.w_data, args.w_row_stride = view.pointer, view.strides[0]
-        made = [
-            view.door.empty(view, (rows, -(-columns // 2)), "uint8"),
-            view.door.empty(view, (rows, -(-columns // BLOCK[format])), _SCALES[format][0]),
-            view.door.empty(view, (1,), "float32"),
-        ]
+        made = [view.door.empty(view, shape, dtype) for dtype, _, shape in parts_of(format, rows, columns).values()]
         _put_weight(args, "out", format, rows, columns, made)
         load().fa_w4_quantize(args, view.door.stream([view]))
         recordings.wrote([view, *made])
@@ -192,10 +195,9 @@ class W4Weight:
                 f"codes is {codes.dtype} {tuple(codes.shape)}: expected uint8 (out_features, "
                 f"{-(-self.in_features // 2)}) for in_features={self.in_features}"
             )
-        for name, view, dtype, shape in (
-            ("scales", scales, _SCALES[self.format][0], (codes.shape[0], -(-self.in_features // BLOCK[self.format]))),
-            ("tensor_scale", tensor_scale, "float32", (1,)),
-        ):
+        parts = parts_of(self.format, codes.shape[0], self.in_features)
+        for name, view in (("scales", scales), ("tensor_scale", tensor_scale)):
+            dtype, _, shape = parts[name]
             checks.same_place(name, view, "codes", codes)
             if view.dtype != dtype or tuple(view.shape) != shape:
                 raise BadArgument(
@@ -274,22 +276,14 @@ def save(path: str | os.PathLike[str], weights: Mapping[str, Any], metadata: Map
     for name, weight in weights.items():
         if isinstance(weight, W4Weight):
             about[name] = {"format": weight.format, "in_features": weight.in_features}
-            for part, code in (("codes", "U8"), ("scales", _SCALES[weight.format][1]), ("tensor_scale", "F32")):
-                tensors[f"{name}.{part}"] = _to_numpy(getattr(weight, part))
-                shapes[f"{name}.{part}"] = code, tensors[f"{name}.{part}"].shape
+            for part, (_, *stored) in parts_of(weight.format, *weight.shape).items():
+                tensors[f"{name}.{part}"], shapes[f"{name}.{part}"] = to_numpy(getattr(weight, part)), tuple(stored)
         else:
-            array = _to_numpy(weight)
+            array = to_numpy(weight)
             if array.dtype.name not in codes:
                 raise BadArgument(f"{name} is {array.dtype}: expected a W4Weight or an array of {', '.join(codes)}")
             tensors[name], shapes[name] = array, (codes[array.dtype.name], array.shape)
     write_safetensors(path, tensors.items(), shapes, {**(metadata or {}), _KEY: json.dumps(about)})
-
-
-def _to_numpy(array: Any) -> np.ndarray:
-    for name in ("get", "cpu"):  # CuPy's and PyTorch's methods that copy an array from a GPU
-        if hasattr(array, name):
-            array = getattr(array, name)()
-    return np.asarray(array)
 
 
 def load_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -304,12 +298,7 @@ def load_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, s
         raise bad(f"its metadata have no {_KEY!r}: it holds no 4-bit weights of this package")
     tensors = read_safetensors(path, ALL)
     where = f"safetensors file {os.fspath(path)!r}: its metadata are damaged"
-    try:
-        entries = Fields(where, parse_json(metadata[_KEY]), f"{_KEY}.").fields
-    except BadArgument:
-        raise
-    except ValueError as error:
-        raise BadArgument(f"{where}: {_KEY}: {error}") from None
+    entries = Fields(where, json_of(f"{where}: {_KEY}", metadata[_KEY]), f"{_KEY}.").fields
     about = {}
     for name, entry in entries.items():
         fields = Fields(where, entry, f"{quoted(name)}.")
