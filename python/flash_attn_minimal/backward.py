@@ -160,15 +160,12 @@ def _differentiate(
         _put_tensor(call, name, view)
         inputs[name], made[name] = view, Made(view, fill)
         results.append(array if array is not None else view)
+    check_wanted(options, return_dbias, return_dsinks)
     if return_dbias:
-        if options.bias is None:
-            raise BadArgument("return_dbias=True, but bias is None")
         dbias = _new_dbias(call, qv, options.bias, args.seqlen_k)
         results.append(dbias)
         made["dbias"] = Made(dbias, 0)
     if return_dsinks:
-        if options.sinks is None:
-            raise BadArgument("return_dsinks=True, but sinks is None")
         view = qv.door.full(qv, (args.nheads,), "float32", 0)
         call.dsinks = view.pointer
         results.append(view)
@@ -244,6 +241,13 @@ def backward_kernels() -> list[dict[str, str]]:
     'cpu_naive'
     """
     return kernel_table(load(), KERNEL_TABLES["backward"])
+
+
+def check_wanted(options: Options, return_dbias: Any, return_dsinks: Any) -> None:
+    """Raises if a gradient is requested of an array that is not given."""
+    for name, wanted in (("bias", return_dbias), ("sinks", return_dsinks)):
+        if wanted and getattr(options, name) is None:
+            raise BadArgument(f"return_d{name}=True, but {name} is None")
 
 
 def _input(views: list[View], name: str, array, shape: tuple[int, ...], dtype: str) -> View:

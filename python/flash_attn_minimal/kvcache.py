@@ -295,7 +295,8 @@ _ORDER = [name for name, x in SIGNATURE.parameters.items() if x.kind is x.POSITI
 def arguments_of(function: str, arguments: tuple, named: Mapping[str, Any]) -> tuple[dict[str, Any], Any, int]:
     """The arguments of flash_attn_with_kvcache by name, without those for results; `out`; and whether lse is one."""
     given = dict(zip(_ORDER, arguments, strict=False))
-    if len(arguments) > len(_ORDER) or not given.keys().isdisjoint(named) or not {*_ORDER[:3]} <= {*given, *named}:
+    lacks = any(name not in given and name not in named for name in _ORDER[:3])
+    if lacks or len(arguments) > len(_ORDER) or any(name in given for name in named):
         try:
             SIGNATURE.bind(*arguments, **named)
         except TypeError as error:
@@ -396,10 +397,9 @@ def _prepare_step(step: _Step) -> tuple[KVCacheArgs, AttentionArgs, list[View], 
             raise BadArgument(f"k_cache has shape {tuple(kv.shape)}: a page has at least one row")
         args.seqlen_k = table.shape[1] * rows
     room = args.seqlen_k
-    if step.cache_batch_idx is not None:
-        call.cache_batch_idx = _per_sequence(views, "cache_batch_idx", step.cache_batch_idx, batch)
-    if step.cache_leftpad is not None:
-        call.cache_leftpad = _per_sequence(views, "cache_leftpad", step.cache_leftpad, batch)
+    for name in ("cache_batch_idx", "cache_leftpad"):
+        if (array := getattr(step, name)) is not None:
+            setattr(call, name, _per_sequence(views, name, array, batch))
     _put_new(call, args, views, step.k, step.v)
     lengths = step.cache_seqlens
     if isinstance(lengths, (int, np.integer)) and not isinstance(lengths, bool):
@@ -414,9 +414,8 @@ def _prepare_step(step: _Step) -> tuple[KVCacheArgs, AttentionArgs, list[View], 
         if scale is not None:
             _put_scale(call, views, name, scale, (entries, rows, nheads_k))
     _put_tree(call, args, views, step)
-    call.batch_invariant = checks.flag("batch_invariant", step.batch_invariant)
-    call.programmatic = checks.flag("programmatic", step.programmatic)
-    call.shared_prefix = checks.flag("shared_prefix", step.shared_prefix)
+    for name in ("batch_invariant", "programmatic", "shared_prefix"):
+        setattr(call, name, checks.flag(name, getattr(step, name)))
     call.num_splits = checks.integer("num_splits", step.num_splits, -(2**31), 2**31 - 1)
     return call, args, views, room
 

@@ -12,7 +12,7 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
-def size_text(count: float, digits: int) -> str:
+def size_text(count: float, digits: int = 2) -> str:
     """A number of bytes, such as `1.50 GiB`."""
     for unit, bytes_ in (("GiB", 2**30), ("MiB", 2**20)):
         if count >= bytes_:

@@ -23,7 +23,7 @@ from .._core.options import ARRAYS, Array, AttentionOptions, Options, Unpack, _o
 from .._core.queries import reasons
 from .._core.repeats import signature
 from .._core.structs import DTYPES, AttentionArgs, AttentionBackwardArgs, new
-from ..backward import _contiguous_input, _input, _new_dbias
+from ..backward import _contiguous_input, _input, _new_dbias, check_wanted
 from ..errors import BadArgument, Unsupported
 from ._rank_call import RankCall, make_call
 from ._structs import KINDS, LAYOUTS, MODES, MOST_RANKS, DistributedArgs, DistributedBackwardArgs
@@ -388,16 +388,14 @@ def backward(
             put_rows(gradients, name, view)
             inputs[name] = view
             prepared.output(gradients, f"{name}_data", view, None if array is None else len(arrays) - 3 + i)
-        if checks.flag("return_dbias", return_dbias):
-            if chosen.bias is None:
-                raise BadArgument("return_dbias=True, but bias is None")
+        wanted = checks.flag("return_dbias", return_dbias), checks.flag("return_dsinks", return_dsinks)
+        check_wanted(chosen, *wanted)
+        if wanted[0]:
             view = _new_dbias(gradients, qv, chosen.bias, args.seqlen_k)
             if view.shape[-1] != (shape := _arrays.view(chosen.bias, "bias").shape)[-1]:
                 raise Unsupported(f"return_dbias=True of a bias of shape {tuple(shape)}: give it all keys as columns")
             prepared.output(gradients, "dbias_data", view)
-        if checks.flag("return_dsinks", return_dsinks):
-            if chosen.sinks is None:
-                raise BadArgument("return_dsinks=True, but sinks is None")
+        if wanted[1]:
             prepared.output(gradients, "dsinks", qv.door.full(qv, (args.nheads,), "float32", 0))
         return prepared, views
 

@@ -17,7 +17,7 @@ import numpy as np
 from .._core import library
 from ..errors import BadArgument, CudaError
 from ..transformer._safetensors import numpy_dtype
-from ..transformer.quantized import PackedW4, W4Weight
+from ..transformer.quantized import PackedW4
 from .attend import check_dtype
 from .host import Host, in_order
 from .sampling import Rule
@@ -119,12 +119,6 @@ class Cuda(Host):
 
     # ---- weights ----
 
-    def matrix(self, *parts: Any, pair: bool = False) -> Any:
-        """As host.Host.matrix."""
-        if isinstance(parts[0], W4Weight):
-            return parts[0].to(self.xp.asarray).pack(self.matrix_dtype.name, pair=pair)
-        return self.stack(parts, self.matrix_dtype)
-
     def stack(self, parts: Sequence[Any], dtype: np.dtype) -> Any:
         cupy = self.xp
         bits = np.dtype(np.uint16) if dtype.itemsize == 2 else dtype  # CuPy can copy bfloat16, but not compute with it
@@ -194,17 +188,10 @@ class Cuda(Host):
         temperature, top_k, top_p = rule
         ops.sample(logits, temperature, top_k, top_p, seeds=seeds, step=steps, out=tokens[:, 0], programmatic=True)
 
-    def select(self, tokens, drawn, where) -> None:
-        """As host.Host.select."""
-        self.xp.copyto(tokens, drawn, where=where())
-
     # ---- for the engine ----
 
     def scope(self):
         return self.stream
-
-    def vector_int32(self, values) -> Any:
-        return self.xp.asarray(np.asarray(values, np.int32))
 
     def upload(self, target: Any, values: np.ndarray) -> None:
         target.set(values, stream=self.stream)

@@ -87,8 +87,8 @@ def run(args: argparse.Namespace) -> int:
     quantized = quantize(checkpoint, args.weights, args.keep)
     copy = save(args.out, quantized, tokenizer_file(checkpoint, args.tokenizer), tokenizer.stops)
     parts, size = tensor_bytes(quantized), Path(args.out).stat().st_size
-    lines = ", ".join(f"{name} {size_text(count, 2)}" for name, count in parts.items() if count)
-    print(f"wrote {args.out}: {size_text(size, 2)} ({lines})")
+    lines = ", ".join(f"{name} {size_text(count)}" for name, count in parts.items() if count)
+    print(f"wrote {args.out}: {size_text(size)} ({lines})")
     if copy:
         print(f"wrote {copy}: a copy of the tokenizer, which lay elsewhere")
     return 0
