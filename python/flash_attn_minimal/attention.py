@@ -10,22 +10,11 @@ calls (see _core/repeats.py) whose entries never change.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, overload
+from typing import Literal, overload
 
 from . import _arrays
 from ._arrays import torch_modes
-from ._arrays.words import pass_cast
-from ._core import frameworks, recordings, statistics
-from ._core.checks import (
-    _OPEN,
-    _check_contiguous,
-    _check_dtype,
-    _check_last_axis,
-    _check_same_place,
-    _flag,
-    _integer,
-    _wants_lse,
-)
+from ._core import checks, frameworks, recordings, statistics
 from ._core.fields import _empty, _put_dense, _put_tensor
 from ._core.forward import QKV, QKV_VARLEN, attend, joined, repeats
 from ._core.frameworks import is_traced, traceable
@@ -36,6 +25,8 @@ from ._core.options import (
     AttentionOptions,
     KeywordOptions,
     Options,
+    PositionalOptions,
+    Unpack,
     _lengths,
     _options_of,
     _output,
@@ -46,8 +37,23 @@ from ._core.queries import Plan, kernel_table, plan_of
 from ._core.structs import DTYPES, MergeArgs, QuantizeArgs, new
 from .errors import BadArgument, Unsupported
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+
+class _KeywordCall(KeywordOptions, total=False):
+    """For type checkers: the keyword-only arguments of a call that returns one array."""
+
+    out: AnyArray | None
+
+
+class _Call(PositionalOptions, _KeywordCall, total=False):
+    """For type checkers: the other arguments of a call, by keyword."""
+
+
+class _CallWithLse(_Call, total=False):
+    return_lse: bool
+
+
+class _CallWithSums(_CallWithLse, total=False):
+    return_key_sums: bool
 
 
 @overload
@@ -63,56 +69,27 @@ def flash_attn_func(
     alibi_slopes: AnyArray | None = ...,
     deterministic: bool = ...,
     return_lse: Literal[False] = ...,
-    *,
-    out: AnyArray | None = ...,
-    **options: Unpack[KeywordOptions],
+    **options: Unpack[_KeywordCall],
 ) -> Array: ...
 @overload
 def flash_attn_func(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    return_lse: Literal[True],
-    out: AnyArray | None = ...,
-    **options: Unpack[AttentionOptions],
+    q: Array, k: Array, v: Array, *, return_lse: Literal[True], **options: Unpack[_Call]
 ) -> tuple[Array, Array]: ...
 @overload
 def flash_attn_func(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    return_softmax_lse: Literal[True],
-    out: AnyArray | None = ...,
-    **options: Unpack[AttentionOptions],
+    q: Array, k: Array, v: Array, *, return_softmax_lse: Literal[True], **options: Unpack[_Call]
 ) -> tuple[Array, Array]: ...
 @overload
 def flash_attn_func(
-    q: Array, k: Array, v: Array, *, return_lse: bool, out: AnyArray | None = ..., **options: Unpack[AttentionOptions]
+    q: Array, k: Array, v: Array, *, return_lse: bool, **options: Unpack[_Call]
 ) -> Array | tuple[Array, Array]: ...
 @overload
 def flash_attn_func(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    return_lse: bool = ...,
-    return_max_score: Literal[True],
-    return_key_sums: bool = ...,
-    out: AnyArray | None = ...,
-    **options: Unpack[AttentionOptions],
+    q: Array, k: Array, v: Array, *, return_max_score: Literal[True], **options: Unpack[_CallWithSums]
 ) -> tuple[Array, ...]: ...
 @overload
 def flash_attn_func(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    return_lse: bool = ...,
-    return_key_sums: Literal[True],
-    out: AnyArray | None = ...,
-    **options: Unpack[AttentionOptions],
+    q: Array, k: Array, v: Array, *, return_key_sums: Literal[True], **options: Unpack[_CallWithLse]
 ) -> tuple[Array, ...]: ...
 @with_signature(KeywordOptions)
 def flash_attn_func(
@@ -122,7 +99,7 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = _OPEN,
+    window_size: tuple[int, int] = checks.OPEN,
     softcap: float = 0.0,
     alibi_slopes: AnyArray | None = None,
     deterministic: bool = False,
@@ -234,7 +211,7 @@ def flash_attn_func(
     array([1.5, 2. ], dtype=float32)
     """
     if return_softmax_lse is not False:
-        return_lse = _wants_lse(return_lse, return_softmax_lse)
+        return_lse = checks.wants_lse(return_lse, return_softmax_lse)
     results = sign = None
     if return_max_score is return_key_sums is False:
         given, arrays = QKV, (q, k, v)
@@ -274,9 +251,7 @@ def flash_attn_varlen_func(
     alibi_slopes: AnyArray | None = ...,
     deterministic: bool = ...,
     return_lse: Literal[False] = ...,
-    *,
-    out: AnyArray | None = ...,
-    **options: Unpack[KeywordOptions],
+    **options: Unpack[_KeywordCall],
 ) -> Array: ...
 @overload
 def flash_attn_varlen_func(
@@ -289,8 +264,7 @@ def flash_attn_varlen_func(
     max_seqlen_k: int,
     *,
     return_lse: Literal[True],
-    out: AnyArray | None = ...,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[_Call],
 ) -> tuple[Array, Array]: ...
 @overload
 def flash_attn_varlen_func(
@@ -303,8 +277,7 @@ def flash_attn_varlen_func(
     max_seqlen_k: int,
     *,
     return_softmax_lse: Literal[True],
-    out: AnyArray | None = ...,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[_Call],
 ) -> tuple[Array, Array]: ...
 @overload
 def flash_attn_varlen_func(
@@ -317,8 +290,7 @@ def flash_attn_varlen_func(
     max_seqlen_k: int,
     *,
     return_lse: bool,
-    out: AnyArray | None = ...,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[_Call],
 ) -> Array | tuple[Array, Array]: ...
 @overload
 def flash_attn_varlen_func(
@@ -330,11 +302,8 @@ def flash_attn_varlen_func(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    return_lse: bool = ...,
     return_max_score: Literal[True],
-    return_key_sums: bool = ...,
-    out: AnyArray | None = ...,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[_CallWithSums],
 ) -> tuple[Array, ...]: ...
 @overload
 def flash_attn_varlen_func(
@@ -346,10 +315,8 @@ def flash_attn_varlen_func(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    return_lse: bool = ...,
     return_key_sums: Literal[True],
-    out: AnyArray | None = ...,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[_CallWithLse],
 ) -> tuple[Array, ...]: ...
 @with_signature(KeywordOptions)
 def flash_attn_varlen_func(
@@ -363,7 +330,7 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = _OPEN,
+    window_size: tuple[int, int] = checks.OPEN,
     softcap: float = 0.0,
     alibi_slopes: AnyArray | None = None,
     deterministic: bool = False,
@@ -405,7 +372,7 @@ def flash_attn_varlen_func(
     array([ 2.,  2., 15., 15.], dtype=float32)
     """
     if return_softmax_lse is not False:
-        return_lse = _wants_lse(return_lse, return_softmax_lse)
+        return_lse = checks.wants_lse(return_lse, return_softmax_lse)
     results = sign = None
     if return_max_score is return_key_sums is False:
         given, arrays = QKV_VARLEN, (q, k, v, cu_seqlens_q, cu_seqlens_k)
@@ -477,14 +444,14 @@ def merge(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array
     views = [_arrays.view(array, name) for name, array in zip(names, arrays, strict=True)]
     a, la, b, lb = views
     for name, view in zip(names[1:], views[1:], strict=True):
-        _check_same_place(name, view, "out_a", a)
+        checks.same_place(name, view, "out_a", a)
     packed = len(a.shape) == 3
     if not packed and len(a.shape) != 4:
         raise BadArgument(
             f"out_a has shape {tuple(a.shape)}: "
             "expected (batch, seqlen, nheads, headdim_v) or (total, nheads, headdim_v)"
         )
-    _check_dtype("out_a", a)
+    checks.dtype("out_a", a)
     if b.shape != a.shape or b.dtype != a.dtype:
         raise BadArgument(f"out_b is {b.dtype} {tuple(b.shape)}, but out_a is {a.dtype} {tuple(a.shape)}")
     *batch, seqlen, nheads, headdim_v = a.shape
@@ -493,9 +460,9 @@ def merge(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array
         if tuple(view.shape) != lse_shape or view.dtype != "float32":
             axes = "(nheads, total)" if packed else "(batch, nheads, seqlen)"
             raise BadArgument(f"{name} is {view.dtype} {tuple(view.shape)}: expected float32 {lse_shape}, {axes}")
-        _check_contiguous(name, view)
+        checks.contiguous(name, view)
     for name, view in (("out_a", a), ("out_b", b)):
-        _check_last_axis(name, view)
+        checks.last_axis(name, view)
     out, lse = a.door.empty(a, tuple(a.shape), a.dtype), a.door.empty(a, lse_shape, "float32")
 
     args = new(MergeArgs)
@@ -535,15 +502,13 @@ def quantize_fp8(x: Array, hadamard: bool = False, seed: int = 0) -> tuple[Array
         raise BadArgument(
             f"x has shape {tuple(view.shape)}: expected (batch, seqlen, nheads, headdim) or (total, nheads, headdim)"
         )
-    if view.dtype not in ("float32", "float16", "bfloat16"):
-        advice = pass_cast(view.door.name, "x", "float32", view.dtype)
-        raise BadArgument(f"x is {view.dtype}: expected float32, float16 or bfloat16{advice}")
-    _check_last_axis("x", view)
+    checks.floats("x", view, cast=True)
+    checks.last_axis("x", view)
     *batch, seqlen, nheads, headdim = view.shape
     args = new(QuantizeArgs)
     args.device, args.dtype = view.device, DTYPES[view.dtype]
     args.batch, args.seqlen, args.nheads, args.headdim = batch[0] if batch else 1, seqlen, nheads, headdim
-    args.hadamard, args.seed = _flag("hadamard", hadamard), _integer("seed", seed, 0, 2**64 - 1)
+    args.hadamard, args.seed = checks.flag("hadamard", hadamard), checks.integer("seed", seed, 0, 2**64 - 1)
     out = _empty(view, tuple(view.shape), "float8_e4m3fn")
     descale = view.door.empty(view, (args.batch, nheads), "float32")
     _put_tensor(args, "x", view)
@@ -585,7 +550,7 @@ def query(
     """
     lengths = _lengths("query", cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     args, views = _prepare(q, k, v, lengths, _options_of("query", options))
-    return_lse = bool(_wants_lse(return_lse, return_softmax_lse))
+    return_lse = bool(checks.wants_lse(return_lse, return_softmax_lse))
     if more := statistics.wanted(return_lse, return_max_score, return_key_sums):
         more.put_placeholders(args)
     shape = (*views[0].shape[:-1], args.headdim_v)

@@ -7,24 +7,21 @@ The probabilities are computed again from q, k and lse, tile by tile, instead of
 from __future__ import annotations
 
 import ctypes as ct
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import _arrays
 from ._arrays import View, torch_modes
 from ._core import recordings
-from ._core.checks import _OPEN, _check_contiguous, _check_last_axis, _flag
+from ._core.checks import OPEN, contiguous, flag, last_axis
 from ._core.fields import _destination, _option, _put_dense, _put_strides, _put_tensor
 from ._core.forward import QKV, joined
-from ._core.launch import _with_workspace
+from ._core.launch import launch_with_workspace
 from ._core.library import KERNEL_TABLES, load
-from ._core.options import ARRAYS, AnyArray, Array, AttentionOptions, Options, _lengths, _options_of, _prepare
+from ._core.options import ARRAYS, AnyArray, Array, AttentionOptions, Options, Unpack, _lengths, _options_of, _prepare
 from ._core.queries import Plan, kernel_table, plan_from
 from ._core.repeats import Made, Repeats
 from ._core.structs import AttentionArgs, AttentionBackwardArgs, new
 from .errors import BadArgument, Unsupported
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 def backward(
@@ -76,9 +73,7 @@ def backward(
     Returns:
         (dq, dk, dv), then dbias and dsinks if requested.
 
-    Raises:
-        BadArgument (a ValueError), Unsupported (a NotImplementedError): given dq, dk and dv are untouched.
-        CudaError (a RuntimeError), OutOfMemory (a MemoryError).
+    Raises: as flash_attn_func; after BadArgument and Unsupported given dq, dk and dv are untouched.
 
     Source: Dao et al., FlashAttention, 2022, algorithm 4; Dao, FlashAttention-2, 2023, algorithm 2.
 
@@ -97,11 +92,11 @@ def backward(
         values = "backward", max_seqlen_q, max_seqlen_k, torch_modes.deterministic(q)
         given, arrays, values = joined(QKV, (q, k, v), values, others | options, (*ARRAYS, *others))
         if values is not None:
-            results, sign = _repeats.find(given, arrays, values, options.get("window_size", _OPEN))
+            results, sign = _repeats.find(given, arrays, values, options.get("window_size", OPEN))
             if results is not None:
                 return results
     lengths = _lengths("call", cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    wanted = _flag("return_dbias", return_dbias), _flag("return_dsinks", return_dsinks)
+    wanted = flag("return_dbias", return_dbias), flag("return_dsinks", return_dsinks)
     return _differentiate(
         dout, q, k, v, out, lse, dlse, lengths, _options_of("backward", options), *wanted, (dq, dk, dv), accumulate,
         sign=sign, arrays=arrays,
@@ -144,7 +139,7 @@ def _differentiate(
         call.dlse = _contiguous_input(views, "dlse", dlse, rows)
     call.forward = ct.pointer(args)
     _put_tensor(call, "dout", dout_view)
-    call.accumulate = _flag("accumulate", accumulate)
+    call.accumulate = flag("accumulate", accumulate)
     if accumulate and (return_dbias or return_dsinks) and recordings.current() is not None:
         raise Unsupported(
             "accumulate=True with return_dbias or return_dsinks is not recorded: a replay would add to what the last "
@@ -165,21 +160,18 @@ def _differentiate(
         _put_tensor(call, name, view)
         inputs[name], made[name] = view, Made(view, fill)
         results.append(array if array is not None else view)
+    check_wanted(options, return_dbias, return_dsinks)
     if return_dbias:
-        if options.bias is None:
-            raise BadArgument("return_dbias=True, but bias is None")
         dbias = _new_dbias(call, qv, options.bias, args.seqlen_k)
         results.append(dbias)
         made["dbias"] = Made(dbias, 0)
     if return_dsinks:
-        if options.sinks is None:
-            raise BadArgument("return_dsinks=True, but sinks is None")
         view = qv.door.full(qv, (args.nheads,), "float32", 0)
         call.dsinks = view.pointer
         results.append(view)
         made["dsinks"] = Made(view, 0)
     written = [*inputs.values(), *[one.view for one in made.values()]]
-    if workspace := _launch_backward(call, args, views, written):
+    if workspace := launch_with_workspace("attention_backward", call, args, views, written):
         made["workspace"] = Made(workspace)
     _repeats.remember(sign, call, arrays, (qv, kv, vv), made)
     return tuple(
@@ -207,20 +199,6 @@ def find_gradients(given: tuple[str, ...], arrays: tuple, values: tuple, window_
     and the signature or None. given: the names of the arrays, q, k and v first; values: all else that the call depends
     on."""
     return _repeats.find(given, arrays, values, window_size, None, True)
-
-
-def _launch_backward(
-    call: AttentionBackwardArgs, args: AttentionArgs, views: list[View], written: list[View]
-) -> View | None:
-    """Runs a filled struct; see _with_workspace. args is the one that call.forward points to; written: the results,
-    perhaps among other arrays."""
-    lib = load()
-    return _with_workspace(
-        args,
-        views,
-        lambda stream: recordings.run(lib, "attention_backward", call, stream, [*views, *written]),
-        lambda plan: lib.fa_attention_backward_query(call, plan),
-    )
 
 
 def backward_query(
@@ -265,19 +243,26 @@ def backward_kernels() -> list[dict[str, str]]:
     return kernel_table(load(), KERNEL_TABLES["backward"])
 
 
+def check_wanted(options: Options, return_dbias: Any, return_dsinks: Any) -> None:
+    """Raises if a gradient is requested of an array that is not given."""
+    for name, wanted in (("bias", return_dbias), ("sinks", return_dsinks)):
+        if wanted and getattr(options, name) is None:
+            raise BadArgument(f"return_d{name}=True, but {name} is None")
+
+
 def _input(views: list[View], name: str, array, shape: tuple[int, ...], dtype: str) -> View:
     view = _option(views, name, array, (dtype,))
     if tuple(view.shape) != tuple(shape):
         axes = {"lse": ", (batch, nheads, seqlen_q)", "dlse": ", like lse"}.get(name, "") if len(shape) == 3 else ""
         raise BadArgument(f"{name} has shape {tuple(view.shape)}: expected {tuple(shape)}{axes}")
-    _check_last_axis(name, view)
+    last_axis(name, view)
     return view
 
 
 def _contiguous_input(views: list[View], name: str, array, shape: tuple[int, ...]) -> int:
     """Checks lse or its gradient; returns its address."""
     view = _input(views, name, array, shape, "float32")
-    _check_contiguous(name, view)
+    contiguous(name, view)
     return view.pointer
 
 

@@ -12,27 +12,33 @@ import itertools
 import math
 from collections import namedtuple
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import Any, Literal, TypedDict, overload
 
 import numpy as np
 
 from . import _arrays
 from ._arrays import View
-from ._core import frameworks, recordings
-from ._core.checks import _OPEN, _check_contiguous, _check_last_axis, _check_same_place, _flag, _integer, _wants_lse
+from ._core import checks, frameworks
 from ._core.fields import _destination, _option, _put_dense, _put_strides, _put_tensor, _results
 from ._core.forward import joined
 from ._core.frameworks import is_traced
-from ._core.launch import _with_workspace
+from ._core.launch import launch_with_workspace
 from ._core.library import load
-from ._core.options import AnyArray, Array, Options, ScoreOptions, arrays_of, default_of, hints_of, with_signature
+from ._core.options import (
+    AnyArray,
+    Array,
+    Options,
+    ScoreOptions,
+    Unpack,
+    arrays_of,
+    default_of,
+    hints_of,
+    with_signature,
+)
 from ._core.queries import Plan, plan_from
 from ._core.repeats import Made, Repeats
 from ._core.structs import CACHE_DTYPES, DTYPES, AttentionArgs, KVCacheArgs, new
 from .errors import BadArgument
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class CacheKeywordOptions(ScoreOptions, total=False):
@@ -124,7 +130,7 @@ def flash_attn_with_kvcache(
     block_table: AnyArray | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = _OPEN,
+    window_size: tuple[int, int] = checks.OPEN,
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: AnyArray | None = None,
@@ -162,8 +168,8 @@ def flash_attn_with_kvcache(
             windows, ALiBi and chunks count only the keys after them.
         block_table: (batch, pages of a sequence) int32: key j of sequence b is row j % page_size of page
             block_table[b, j // page_size]. Entries past a sequence's keys are never read.
-        softmax_scale, causal, window_size, attention_chunk, softcap, alibi_slopes, sinks: as in flash_attn_func. The
-            last row of q is aligned with the last key, including the appended ones.
+        softmax_scale, causal, window_size, attention_chunk, softcap, alibi_slopes, sinks, kernel, num_threads: as in
+            flash_attn_func. The last row of q is aligned with the last key, including the appended ones.
         rotary_interleaved: rotate pairs (2i, 2i + 1) rather than (i, i + rotary_dim / 2).
         num_splits: the number of pieces that a sequence's keys are cut into, 1 .. 256, so that a few rows occupy the
             whole processor; 0 lets the kernel choose (on the CPU by length alone). Kernels for many rows do not cut.
@@ -187,9 +193,7 @@ def flash_attn_with_kvcache(
             pages, and reads these pages once for all of them. The device finds them, also in a captured graph whose
             tables and lengths change between replays. A hint: calls in which nothing is shared, and kernels that cannot
             share, give the same result up to rounding. Needs a block_table; not with batch_invariant.
-        kernel: force a kernel by name (see kernels()); None means $FLASH_ATTN_KERNEL, else the best one.
         out: array for the result, which is also returned.
-        num_threads: for the CPU backend; 0 means $FLASH_ATTN_NUM_THREADS, else one per core.
 
     On the CPU lengths, entries and pages are checked before anything is written. On a GPU the host does not read them:
     the call waits for nothing, can be captured in a CUDA graph, and can be replayed after they have changed. Entries
@@ -199,10 +203,7 @@ def flash_attn_with_kvcache(
         out (batch, seqlen_q, nheads, headdim_v) in q's dtype; with return_lse the pair (out, lse), lse (batch, nheads,
         seqlen_q) float32, natural logarithm.
 
-    Raises:
-        BadArgument (a ValueError): the text names the argument and quotes its value; cache and `out` are untouched.
-        Unsupported (a NotImplementedError): legal, but no kernel here serves it; the text says why.
-        CudaError (a RuntimeError), OutOfMemory (a MemoryError).
+    Raises: as flash_attn_func; after a BadArgument cache and `out` are untouched.
 
     Source: split keys: Dao et al., Flash-Decoding, 2023; pages: Kwon et al., PagedAttention, SOSP 2023; rotary
     embedding: Su et al., RoFormer, 2021.
@@ -218,14 +219,14 @@ def flash_attn_with_kvcache(
     True
     """
     if return_lse is not False:
-        return_softmax_lse = _wants_lse(return_lse, return_softmax_lse)
+        return_softmax_lse = checks.wants_lse(return_lse, return_softmax_lse)
     at_once = type(cache_seqlens) is int  # one length for all sequences, not an array
-    arrays: tuple = (
+    every = (
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table, alibi_slopes,
         None if at_once else cache_seqlens,
     )  # fmt: skip
-    there = [array is not None for array in arrays]
-    given, arrays = tuple(itertools.compress(_POSITIONAL, there)), tuple(itertools.compress(arrays, there))
+    there = [array is not None for array in every]
+    given, arrays = tuple(itertools.compress(_POSITIONAL, there)), tuple(itertools.compress(every, there))
     values: tuple | None = (
         at_once, return_softmax_lse, softmax_scale, causal, window_size, softcap, rotary_interleaved, num_splits,
     )  # fmt: skip
@@ -241,10 +242,9 @@ def flash_attn_with_kvcache(
         results, sign = _repeats.find(given, arrays, values, window_size, cache_seqlens)
         if results is not None:
             return results
+    positional = dict(zip(_POSITIONAL, (*every[:-1], cache_seqlens), strict=True))
     step = step_of(
-        "flash_attn_with_kvcache", options, q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos,
-        rotary_sin=rotary_sin, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table,
-        alibi_slopes=alibi_slopes, cache_seqlens=cache_seqlens, softmax_scale=softmax_scale, causal=causal,
+        "flash_attn_with_kvcache", options, **positional, softmax_scale=softmax_scale, causal=causal,
         window_size=window_size, softcap=softcap, rotary_interleaved=rotary_interleaved, num_splits=num_splits,
     )  # fmt: skip
     if is_traced(*arrays):
@@ -256,16 +256,10 @@ def flash_attn_with_kvcache(
     out_view = qv.door.empty(qv, shape, qv.dtype) if out is None else _given_out(out, views, shape)
     _put_tensor(args, "out", out_view)
     lse_view = None
-    if _flag("return_softmax_lse", return_softmax_lse):
+    if checks.flag("return_softmax_lse", return_softmax_lse):
         lse_view = qv.door.empty(qv, (args.batch, args.nheads, args.seqlen_q), "float32")
         args.lse = lse_view.pointer
-    lib = load()
-    workspace = _with_workspace(
-        args,
-        views,
-        lambda stream: recordings.run(lib, "kvcache_attention", call, stream, [*views, out_view, lse_view]),
-        lambda plan: lib.fa_kvcache_query(call, plan),
-    )
+    workspace = launch_with_workspace("kvcache_attention", call, args, views, (out_view, lse_view))
     if k is None or call.seqlen_new:
         keys = (args.seqlen_k, call.seqlen_new, room) if at_once else None
         made = {"out": out_view} if out is None else {}
@@ -284,12 +278,7 @@ def kvcache_query(*arrays: Any, **options: Any) -> Plan:
     >>> kvcache_query(q, cache, cache, cache_seqlens=700, kernel="cpu_naive").status
     'FA_OK'
     """
-    try:
-        given = _ARGUMENTS.bind(*arrays, **options).arguments
-    except TypeError as error:
-        raise TypeError(f"kvcache_query() {error}") from None
-    out = given.pop("out", None)
-    _wants_lse(given.pop("return_lse", False), given.pop("return_softmax_lse", False))
+    given, out, _ = arguments_of("kvcache_query", arrays, options)
     call, args, views, _ = _prepare_step(step_of("kvcache_query", given))
     shape = (*views[0].shape[:3], args.headdim_v)
     if out is not None:
@@ -299,7 +288,22 @@ def kvcache_query(*arrays: Any, **options: Any) -> Plan:
     return plan_from(lambda plan: load().fa_kvcache_query(call, plan), call)
 
 
-_ARGUMENTS = inspect.signature(flash_attn_with_kvcache)
+SIGNATURE = inspect.signature(flash_attn_with_kvcache)
+_ORDER = [name for name, x in SIGNATURE.parameters.items() if x.kind is x.POSITIONAL_OR_KEYWORD]
+
+
+def arguments_of(function: str, arguments: tuple, named: Mapping[str, Any]) -> tuple[dict[str, Any], Any, int]:
+    """The arguments of flash_attn_with_kvcache by name, without those for results; `out`; and whether lse is one."""
+    given = dict(zip(_ORDER, arguments, strict=False))
+    lacks = any(name not in given and name not in named for name in _ORDER[:3])
+    if lacks or len(arguments) > len(_ORDER) or any(name in given for name in named):
+        try:
+            SIGNATURE.bind(*arguments, **named)
+        except TypeError as error:
+            raise TypeError(f"{function}() {error}") from None
+    given |= named
+    out, return_lse = given.pop("out", None), given.pop("return_lse", False)
+    return given, out, checks.wants_lse(return_lse, given.pop("return_softmax_lse", False))
 
 
 # The arguments of a step: arrays, then cache_seqlens, an array or a number, then the others, each with its type.
@@ -359,11 +363,10 @@ def _prepare_step(step: _Step) -> tuple[KVCacheArgs, AttentionArgs, list[View], 
             axes = "(batch, seqlen_q, nheads, headdim)" if view is qv else "(entries, seqlen_cache, nheads_k, headdim)"
             advice = f"; for one row of each sequence pass {name}[:, None]" if view is qv and len(qv.shape) == 3 else ""
             raise BadArgument(f"{name} has shape {tuple(view.shape)}: expected {axes}{advice}")
-        _check_last_axis(name, view)
-    _check_same_place("k_cache", kv, "q", qv)
-    _check_same_place("v_cache", vv, "q", qv)
-    if qv.dtype not in DTYPES or qv.dtype in CACHE_DTYPES:
-        raise BadArgument(f"q is {qv.dtype}: expected float32, float16 or bfloat16")
+        checks.last_axis(name, view)
+    checks.same_place("k_cache", kv, "q", qv)
+    checks.same_place("v_cache", vv, "q", qv)
+    checks.floats("q", qv)
     if vv.dtype != kv.dtype or kv.dtype not in (qv.dtype, *CACHE_DTYPES):
         raise BadArgument(
             f"k_cache is {kv.dtype}, v_cache is {vv.dtype}: expected q's {qv.dtype}, float8_e4m3fn or int8 for both"
@@ -372,12 +375,7 @@ def _prepare_step(step: _Step) -> tuple[KVCacheArgs, AttentionArgs, list[View], 
     entries, rows, nheads_k, headdim_k = kv.shape
     if headdim_k != headdim:
         raise BadArgument(f"k_cache has shape {tuple(kv.shape)}, but q has {tuple(qv.shape)}: headdim must agree")
-    if tuple(vv.shape[:3]) != tuple(kv.shape[:3]):
-        raise BadArgument(
-            f"v_cache has shape {tuple(vv.shape)}, but k_cache has {tuple(kv.shape)}: all but headdim must agree"
-        )
-    if vv.shape[-1] < 1:  # 0 would mean "the same as headdim" to the library
-        raise BadArgument(f"v_cache has shape {tuple(vv.shape)}: headdim_v=0 is outside 1 .. 512")
+    checks.values_like_keys("v_cache", vv, "k_cache", kv)
 
     args, call = new(AttentionArgs), new(KVCacheArgs)
     call.attention = ct.pointer(args)
@@ -393,16 +391,15 @@ def _prepare_step(step: _Step) -> tuple[KVCacheArgs, AttentionArgs, list[View], 
         table = _option(views, "block_table", step.block_table, ("int32",))
         if len(table.shape) != 2 or table.shape[0] != batch:
             raise BadArgument(f"block_table has shape {tuple(table.shape)}: expected ({batch}, pages of a sequence)")
-        _check_last_axis("block_table", table)
+        checks.last_axis("block_table", table)
         call.block_table, call.block_table_stride, call.page_size = table.pointer, table.strides[0], rows
         if rows < 1:
             raise BadArgument(f"k_cache has shape {tuple(kv.shape)}: a page has at least one row")
         args.seqlen_k = table.shape[1] * rows
     room = args.seqlen_k
-    if step.cache_batch_idx is not None:
-        call.cache_batch_idx = _per_sequence(views, "cache_batch_idx", step.cache_batch_idx, batch)
-    if step.cache_leftpad is not None:
-        call.cache_leftpad = _per_sequence(views, "cache_leftpad", step.cache_leftpad, batch)
+    for name in ("cache_batch_idx", "cache_leftpad"):
+        if (array := getattr(step, name)) is not None:
+            setattr(call, name, _per_sequence(views, name, array, batch))
     _put_new(call, args, views, step.k, step.v)
     lengths = step.cache_seqlens
     if isinstance(lengths, (int, np.integer)) and not isinstance(lengths, bool):
@@ -417,10 +414,9 @@ def _prepare_step(step: _Step) -> tuple[KVCacheArgs, AttentionArgs, list[View], 
         if scale is not None:
             _put_scale(call, views, name, scale, (entries, rows, nheads_k))
     _put_tree(call, args, views, step)
-    call.batch_invariant = _flag("batch_invariant", step.batch_invariant)
-    call.programmatic = _flag("programmatic", step.programmatic)
-    call.shared_prefix = _flag("shared_prefix", step.shared_prefix)
-    call.num_splits = _integer("num_splits", step.num_splits, -(2**31), 2**31 - 1)
+    for name in ("batch_invariant", "programmatic", "shared_prefix"):
+        setattr(call, name, checks.flag(name, getattr(step, name)))
+    call.num_splits = checks.integer("num_splits", step.num_splits, -(2**31), 2**31 - 1)
     return call, args, views, room
 
 
@@ -438,13 +434,13 @@ def _per_sequence(views: list[View], name: str, array: Any, batch: int) -> int |
         one = name == "cache_seqlens" and math.prod(view.shape) == 1
         advice = "; for one length of all sequences pass int(cache_seqlens)" if one else ""
         raise BadArgument(f"{name} has shape {tuple(view.shape)}: expected ({batch},){advice}")
-    _check_last_axis(name, view)
+    checks.last_axis(name, view)
     return view.pointer
 
 
 def _keys(room: int, length: int, seqlen_new: int) -> int:
     """The number of keys after a call with one length for all sequences. room: the most that an entry holds."""
-    length = _integer("cache_seqlens", length, 0, 2**63 - 1)
+    length = checks.integer("cache_seqlens", length, 0, 2**63 - 1)
     if length + seqlen_new > room:
         swapped = "; the order of arguments is q, k_cache, v_cache, k, v" if seqlen_new > room else ""
         raise BadArgument(
@@ -456,9 +452,7 @@ def _keys(room: int, length: int, seqlen_new: int) -> int:
 def _put_new(call: KVCacheArgs, args: AttentionArgs, views: list[View], k: Any, v: Any) -> None:
     if k is None and v is None:
         return
-    if k is None or v is None:
-        names = ("k", "v") if k is None else ("v", "k")
-        raise BadArgument(f"{names[0]} is None and {names[1]} is not: keys and values are appended together")
+    checks.pair("k", k, "v", v, ": keys and values are appended together")
     qv, kv, vv = views[:3]
     kn, vn = _option(views, "k", k, (qv.dtype,)), _option(views, "v", v, (qv.dtype,))
     for name, view, dim in (("k", kn, args.headdim), ("v", vn, args.headdim_v)):
@@ -466,12 +460,11 @@ def _put_new(call: KVCacheArgs, args: AttentionArgs, views: list[View], k: Any, 
         if len(shape) != 4 or (shape[0], *shape[2:]) != (args.batch, args.nheads_k, dim):
             expected = f"expected ({args.batch}, seqlen_new, {args.nheads_k}, {dim})"
             raise BadArgument(f"{name} has shape {shape}: {expected}{_new_rows(name, shape, args.batch, kv)}")
-        _check_last_axis(name, view)
+        checks.last_axis(name, view)
     if vn.shape[1] != kn.shape[1]:
         raise BadArgument(f"v has shape {tuple(vn.shape)}, but k has {tuple(kn.shape)}: seqlen_new must agree")
     for name, view in (("k_cache", kv), ("v_cache", vv)):
-        if not view.writable:
-            raise BadArgument(f"{name} is a read-only {view.door.name} array: k and v cannot join it{_advice(view)}")
+        checks.writable(name, view, f": k and v cannot join it{_advice(view)}")
     call.seqlen_new = kn.shape[1]
     if call.seqlen_new:
         kv.written = vv.written = True
@@ -498,24 +491,22 @@ def _advice(view: View) -> str:
 
 
 def _put_rotary(call: KVCacheArgs, views: list[View], cos: Any, sin: Any, interleaved: Any) -> None:
-    if cos is None or sin is None:
-        names = ("rotary_cos", "rotary_sin") if cos is None else ("rotary_sin", "rotary_cos")
-        raise BadArgument(f"{names[0]} is None and {names[1]} is not")
+    checks.pair("rotary_cos", cos, "rotary_sin", sin)
     dtypes = ("float32", views[0].dtype)
     cv, sv = _option(views, "rotary_cos", cos, dtypes), _option(views, "rotary_sin", sin, dtypes)
     for name, view in (("rotary_cos", cv), ("rotary_sin", sv)):
         if len(view.shape) != 2:
             raise BadArgument(f"{name} has shape {tuple(view.shape)}: expected (positions, rotary_dim / 2)")
-        _check_contiguous(name, view)
+        checks.contiguous(name, view)
     if tuple(sv.shape) != tuple(cv.shape) or sv.dtype != cv.dtype:
         raise BadArgument(f"rotary_sin is {sv.dtype} {tuple(sv.shape)}, but rotary_cos is {cv.dtype} {tuple(cv.shape)}")
     call.rotary_cos, call.rotary_sin, call.rotary_dtype = cv.pointer, sv.pointer, DTYPES[cv.dtype]
     call.rotary_rows, call.rotary_dim = cv.shape[0], 2 * cv.shape[1]
-    call.rotary_interleaved = _flag("rotary_interleaved", interleaved)
+    call.rotary_interleaved = checks.flag("rotary_interleaved", interleaved)
 
 
 def _put_tree(call: KVCacheArgs, args: AttentionArgs, views: list[View], step: _Step) -> None:
-    keys = _integer("tree_keys", step.tree_keys, -(2**31), 2**31 - 1)
+    keys = checks.integer("tree_keys", step.tree_keys, -(2**31), 2**31 - 1)
     if step.tree_mask is None:
         if keys:
             raise BadArgument(f"tree_keys={keys} without a tree_mask")
@@ -541,8 +532,8 @@ def _put_scale(call: KVCacheArgs, views: list[View], name: str, scale: Any, full
     entries, rows, nheads_k = full
     if shape == full:
         batch_stride, row_stride, head_stride = strides
-        if call.seqlen_new and not view.writable:
-            raise BadArgument(f"{name} is a read-only {view.door.name} array: appended tokens write their factors")
+        if call.seqlen_new:
+            checks.writable(name, view, ": appended tokens write their factors")
         if rows == 1:
             row_stride = 1  # not 0: with one row the factors belong to tokens
         elif call.seqlen_new and row_stride == 0:

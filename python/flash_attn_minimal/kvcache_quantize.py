@@ -7,10 +7,9 @@ from typing import Any
 
 from . import _arrays
 from ._arrays import View
-from ._core import recordings
-from ._core.checks import _check_last_axis, _check_same_place, _dtype_name, _integer, _name
+from ._core import checks, recordings
 from ._core.fields import _empty, _option, _put_strides, _put_tensor
-from ._core.launch import _with_workspace
+from ._core.launch import launch_with_workspace
 from ._core.library import load
 from ._core.options import AnyArray, Array, DType
 from ._core.structs import CACHE_DTYPES, CPU, DTYPES, AttentionArgs, KVCacheArgs, QuantizeArgs, new
@@ -72,19 +71,16 @@ def quantize_kvcache(
             raise BadArgument(
                 f"{name} has shape {tuple(view.shape)}: expected (entries, seqlen_cache, nheads_k, headdim)"
             )
-        if view.dtype not in DTYPES or view.dtype in CACHE_DTYPES:
-            raise BadArgument(f"{name} is {view.dtype}: expected float32, float16 or bfloat16")
-        _check_last_axis(name, view)
-    _check_same_place("v_cache", vv, "k_cache", kv)
+        checks.floats(name, view)
+        checks.last_axis(name, view)
+    checks.same_place("v_cache", vv, "k_cache", kv)
     if vv.dtype != kv.dtype or tuple(vv.shape[:3]) != tuple(kv.shape[:3]):
         raise BadArgument(
             f"v_cache is {vv.dtype} {tuple(vv.shape)}, but k_cache is {kv.dtype} {tuple(kv.shape)}: "
             "all but headdim must agree"
         )
-    dtype, factors = _dtype_name("dtype", dtype, CACHE_DTYPES), _name("factors", factors, _FACTORS)
-    if (k_scale is None) != (v_scale is None):
-        names = ("k_scale", "v_scale") if k_scale is None else ("v_scale", "k_scale")
-        raise BadArgument(f"{names[0]} is None and {names[1]} is not")
+    dtype, factors = checks.dtype_name("dtype", dtype, CACHE_DTYPES), checks.one_of("factors", factors, _FACTORS)
+    checks.pair("k_scale", k_scale, "v_scale", v_scale)
     views = [kv, vv]
     k8, v8 = _empty(kv, tuple(kv.shape), dtype), _empty(vv, tuple(vv.shape), dtype)
     given = k_scale is not None
@@ -96,7 +92,7 @@ def quantize_kvcache(
         k_scale, v_scale = _largest("k_cache", kv, k8, factors, dtype), _largest("v_cache", vv, v8, factors, dtype)
         scales = [_arrays.view(k_scale, "k_scale"), _arrays.view(v_scale, "v_scale")]
     by_token = not given and factors == "token"
-    threads = _integer("num_threads", num_threads, 0, 4096)
+    threads = checks.integer("num_threads", num_threads, 0, 4096)
     if 0 not in kv.shape and 0 not in vv.shape:
         _round(views, (k8, v8), scales, dtype, by_token, threads)
     if by_token:
@@ -168,11 +164,4 @@ def _round(
         batch_stride, row_stride, head_stride = (0, 0, *scale.strides) if len(scale.shape) == 1 else scale.strides
         strides = (batch_stride, (row_stride or 1) if by_token else 0, head_stride)
         _put_strides(call, name, scale.pointer, strides, ("batch", "row", "head"))
-    lib = load()
-    _with_workspace(
-        args,
-        views,
-        lambda stream: lib.fa_kvcache_attention(call, stream),
-        lambda plan: lib.fa_kvcache_query(call, plan),
-    )
-    recordings.wrote([*views, *caches, *scales])
+    launch_with_workspace("kvcache_attention", call, args, views, (*caches, *scales))

@@ -16,8 +16,8 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from ._arrays import _is_a, _kind
-from ._core.checks import _flag, _integer, _quoted
+from ._arrays import _is_a, _kind, to_numpy
+from ._core.checks import flag, integer, quoted
 from .errors import BadArgument
 
 __all__ = [
@@ -49,7 +49,7 @@ def documents(lengths: Sequence[int], causal: bool = True, like: Any = None) -> 
     array([2, 2, 5, 5, 5], dtype=int32)
     """
     begin, end = _ranges("lengths", lengths)
-    return _causal(end, like) if _flag("causal", causal) else _full([end, begin], like)
+    return _causal(end, like) if flag("causal", causal) else _full([end, begin], like)
 
 
 def prefix_lm(prefixes: Sequence[int], lengths: Sequence[int], like: Any = None) -> RowMask:
@@ -115,7 +115,7 @@ def tree(lengths: Sequence[int], parents: Sequence[int], like: Any = None) -> Ro
     array([5, 5, 4, 4, 5], dtype=int32)
     """
     _, ends = _ranges("lengths", lengths)
-    parents = [_integer(f"parents[{i}]", x, -1, i - 1) for i, x in enumerate(parents)]
+    parents = [integer(f"parents[{i}]", x, -1, i - 1) for i, x in enumerate(parents)]
     if len(parents) != len(lengths):
         raise BadArgument(f"parents has {len(parents)} entries, but lengths has {len(lengths)}")
     path: list[int] = []  # from a first turn to the turn before this one
@@ -153,7 +153,7 @@ def global_and_window(seqlen: int, first: int, left: int, right: int = 0, like: 
     array([5, 3, 4, 5, 5], dtype=int32)
     """
     n, left, right = _sizes(seqlen, left, right)
-    first = _integer("first", first, 0, n)
+    first = integer("first", first, 0, n)
     key = np.arange(n)
     is_global = key < first
     end = np.where(is_global, n, np.minimum(key + left + 1, n))
@@ -172,7 +172,7 @@ def block_causal(seqlen: int, block: int, like: Any = None) -> RowMask:
     array([[4, 4, 4, 4],
            [0, 0, 2, 2]], dtype=int32)
     """
-    n, block = _integer("seqlen", seqlen, 0, 2**31 - 1), _integer("block", block, 1, 2**31 - 1)
+    n, block = integer("seqlen", seqlen, 0, 2**31 - 1), integer("block", block, 1, 2**31 - 1)
     return _full([np.full(n, n), np.arange(n) // block * block], like)
 
 
@@ -184,7 +184,7 @@ def block_diffusion(seqlen: int, block: int, like: Any = None) -> RowMask:
     >>> block_diffusion(4, 2)["startend_row_indices"].shape
     (1, 1, 8, 4)
     """
-    n, block = _integer("seqlen", seqlen, 0, 2**30), _integer("block", block, 1, 2**31 - 1)
+    n, block = integer("seqlen", seqlen, 0, 2**30), integer("block", block, 1, 2**31 - 1)
     begin = np.arange(n) // block * block
     end = np.minimum(begin + block, n)
     zero, all_rows = np.zeros(n, int), np.full(n, 2 * n)
@@ -228,8 +228,8 @@ def _lengths(name: str, lengths: Sequence[int]) -> list[int]:
     try:
         given = [*lengths]
     except TypeError:
-        raise BadArgument(f"{name}={_quoted(lengths)} is no sequence of integers") from None
-    return [_integer(f"{name}[{i}]", x, 0, 2**31 - 1) for i, x in enumerate(given)]
+        raise BadArgument(f"{name}={quoted(lengths)} is no sequence of integers") from None
+    return [integer(f"{name}[{i}]", x, 0, 2**31 - 1) for i, x in enumerate(given)]
 
 
 def _ranges(name: str, lengths: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -248,8 +248,8 @@ def _prompts(prompts: Sequence[int], answers: Sequence[Sequence[int]]) -> list[l
 
 
 def _sizes(seqlen: int, left: int, right: int) -> tuple[int, int, int]:
-    n = _integer("seqlen", seqlen, 0, 2**31 - 1)
-    return n, _integer("left", left, 0, 2**31 - 1), _integer("right", right, 0, 2**31 - 1)
+    n = integer("seqlen", seqlen, 0, 2**31 - 1)
+    return n, integer("left", left, 0, 2**31 - 1), integer("right", right, 0, 2**31 - 1)
 
 
 def _causal(start: np.ndarray, like: Any) -> RowMask:
@@ -268,11 +268,11 @@ def _numbers(columns: Sequence[np.ndarray]) -> np.ndarray:
 def _given(name: str, mask: Any) -> tuple[bool, np.ndarray]:
     """causal and the numbers of a mask, checked."""
     if not isinstance(mask, Mapping) or not {"causal", "startend_row_indices"} <= {*mask}:
-        raise BadArgument(f"{name}={_quoted(mask)} is no mask: expected what the makers of masks return")
-    numbers = _on_host(mask["startend_row_indices"])
+        raise BadArgument(f"{name}={quoted(mask)} is no mask: expected what the makers of masks return")
+    numbers = to_numpy(mask["startend_row_indices"])
     if numbers.ndim != 4:
         raise BadArgument(f"{name} has numbers of shape {numbers.shape}: expected (batch, heads, seqlen, numbers)")
-    return bool(_flag(f"{name}['causal']", mask["causal"])), numbers
+    return bool(flag(f"{name}['causal']", mask["causal"])), numbers
 
 
 def _on(like: Any, numbers: np.ndarray) -> Any:
@@ -288,7 +288,7 @@ def _on(like: Any, numbers: np.ndarray) -> Any:
         return _on_jax(like, numbers)
     if hasattr(like, "copy_to_host"):
         return sys.modules["numba.cuda"].to_device(numbers)
-    raise BadArgument(f"like={_quoted(like)} is {_kind(like)}: expected an array of NumPy, PyTorch, CuPy, JAX or Numba")
+    raise BadArgument(f"like={quoted(like)} is {_kind(like)}: expected an array of NumPy, PyTorch, CuPy, JAX or Numba")
 
 
 def _on_jax(like: Any, numbers: np.ndarray) -> Any:
@@ -300,13 +300,3 @@ def _on_jax(like: Any, numbers: np.ndarray) -> Any:
         return jax.device_put(numbers, everywhere)
     devices = like.devices()
     return jax.device_put(numbers, next(iter(devices)) if len(devices) == 1 else None)
-
-
-def _on_host(array: Any) -> np.ndarray:
-    if _is_a(array, "torch", "Tensor"):
-        array = array.cpu()
-    elif _is_a(array, "cupy", "ndarray"):
-        array = array.get()
-    elif hasattr(array, "copy_to_host"):
-        array = array.copy_to_host()
-    return np.asarray(array)

@@ -362,7 +362,7 @@ def errors():
 def _operator_arguments(q, k, v, group):
     from flash_attn_minimal._core.options import Options
 
-    return across._arguments(q, k, v, None, None, None, None, "zigzag", "auto", 0, Options(), group.group_name)
+    return across._arguments(q, k, v, across.calls.split_options("", {})[0], Options(), group.group_name)
 
 
 def lost():

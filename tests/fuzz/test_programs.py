@@ -349,17 +349,17 @@ def test_grants_that_another_thread_lowers(monkeypatch, judge):
 
 def test_a_workspace_of_the_size_of_an_earlier_call(monkeypatch, judge):
     """The query is made once, and its answer is used for calls of other sizes."""
-    with_workspace, known = _launch._with_workspace, {}
+    query_of, known = _launch.query_of, {}
 
-    def keeps(args, views, launch, query):
-        def asks(plan):
-            status = query(plan)
-            plan.workspace_bytes = known.setdefault(args.headdim, plan.workspace_bytes)
+    def keeps(name):
+        def asks(call, plan):
+            status = query_of(name)(call, plan)
+            plan.workspace_bytes = known.setdefault(call.attention.contents.headdim, plan.workspace_bytes)
             return status
 
-        return with_workspace(args, views, launch, asks)
+        return asks if name == "kvcache_attention" else query_of(name)
 
-    monkeypatch.setattr(kvcache, "_with_workspace", keeps)
+    monkeypatch.setattr(_launch, "query_of", keeps)
     kvcache._repeats.clear()
     monkeypatch.setattr(_launch._scratch, "place", recordings.Scratch.place)
     _, outcome = first_finding(judge, name="flash_attn_with_kvcache")

@@ -20,7 +20,7 @@ from flash_attn_minimal.distributed import _structs as distributed
 from flash_attn_minimal.transformer import _library as transformer
 
 HEADERS = [ROOT / "cuda" / name for name in ("flash_attn.h", "flash_attn_transformer.h", "flash_attn_distributed.h")]
-OPERATIONS = transformer.SMALL_OPERATIONS | transformer.W4_OPERATIONS
+OPERATIONS = transformer.OPERATIONS
 STRUCTS = {
     "fa_attention_args": structs.AttentionArgs,
     "fa_attention_plan": structs.AttentionPlan,

@@ -27,8 +27,7 @@ STRUCTS = {
     "kvcache_attention": _structs.KVCacheArgs,
     "attention_merge": _structs.MergeArgs,
     "quantize_fp8": _structs.QuantizeArgs,
-    **transformer.SMALL_OPERATIONS,
-    **transformer.W4_OPERATIONS,
+    **transformer.OPERATIONS,
 }
 LINEAR, RMS_NORM, SAMPLE = (1 + _structs.OPERATIONS.index(name) for name in ("linear", "rms_norm", "sample"))
 

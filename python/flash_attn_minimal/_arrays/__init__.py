@@ -123,3 +123,12 @@ def view(array: Any, name: str, first: tuple[str, View] | None = None, dtype: st
     if door is None:
         door = _doors.setdefault(type(array), _find_door(array, name, first, dtype))
     return door.view(array, name)
+
+
+def to_numpy(array: Any) -> np.ndarray:
+    """The array in host memory."""
+    for name in ("get", "cpu", "copy_to_host"):  # methods of CuPy's, PyTorch's and Numba's arrays
+        if hasattr(array, name):
+            array = getattr(array, name)()
+            break
+    return np.asarray(array)

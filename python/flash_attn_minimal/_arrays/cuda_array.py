@@ -5,34 +5,20 @@ from __future__ import annotations
 import numpy as np
 
 from ..errors import BadArgument
-from .door import CUDA, View, dense_strides, element_strides
+from .door import CUDA, NUMPY_DTYPES, View, dense_strides, element_strides
 from .driver import device_of, synchronize
 from .foreign import ForeignDoor
 
 
 class CudaArrayDoor(ForeignDoor):
-    _names = {
-        "f4": "float32",
-        "f2": "float16",
-        "f8": "float64",
-        "b1": "bool",
-        "u1": "uint8",
-        "i1": "int8",
-        "i4": "int32",
-        "i8": "int64",
-        "u8": "uint64",
-    }
+    _names = {f"{dtype.kind}{dtype.itemsize}": name for dtype, name in NUMPY_DTYPES.items()}
 
     def view(self, array, name):
         interface = array.__cuda_array_interface__
         pointer, read_only = interface["data"]
         code, shape = interface["typestr"], tuple(interface["shape"])
         itemsize = int(code[2:])
-        dtype = (
-            getattr(getattr(array, "dtype", None), "name", None)
-            if code[1:] not in self._names
-            else self._names[code[1:]]
-        )
+        dtype = self._names.get(code[1:]) or getattr(getattr(array, "dtype", None), "name", None)
         if code[0] == ">":
             raise BadArgument(f"{name} has typestr {code!r}: its byte order is not this machine's")
         strides = interface.get("strides")

@@ -111,10 +111,5 @@ class DLPackDoor(ForeignDoor):
         )
         return super().empty(bare, shape, dtype)
 
-    def full(self, like, shape, dtype, value):
-        view = self.empty(like, shape, dtype)
-        view.door.result(view)[...] = value
-        return view
-
     def result(self, view):
         return view.owner[0]

@@ -58,7 +58,9 @@ class Door:
 
     def full(self, like: View, shape: tuple[int, ...], dtype: str, value: float) -> View:
         """New memory like that of `empty`, filled with a value."""
-        raise NotImplementedError
+        view = self.empty(like, shape, dtype)
+        view.door.result(view)[...] = value
+        return view
 
     def copy(self, view: View, shape: tuple[int, ...], dtype: str, name: str) -> View | None:
         """A dense copy of a view's array, on the same device. `shape` is the view's, except where axes of stride 0 and

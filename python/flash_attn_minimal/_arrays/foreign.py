@@ -22,8 +22,3 @@ class ForeignDoor(Door):
         xp = namespace()
         native = like.owner.dtype if dtype == like.dtype else getattr(xp, dtype)
         return self.view(xp.empty(shape, dtype=native, device=like.owner.device), "out")
-
-    def full(self, like, shape, dtype, value):
-        view = self.empty(like, shape, dtype)
-        view.owner[...] = value
-        return view

@@ -58,10 +58,5 @@ class NumpyDoor(Door):
             raise OutOfMemory(f"no memory for an array of shape {tuple(shape)}, {dtype}: {error}") from None
         return self.view(array, "out")
 
-    def full(self, like, shape, dtype, value):
-        view = self.empty(like, shape, dtype)
-        view.owner.fill(value)
-        return view
-
 
 NUMPY = NumpyDoor()

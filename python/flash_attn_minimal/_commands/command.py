@@ -75,6 +75,19 @@ class Parser(argparse.ArgumentParser):
 # ---- types of options ----
 
 
+def _in_range(text: str, value: float, least: float, most: float, above: bool = False) -> Any:
+    """The value of `text`, if it is from `least` to `most`; with `above`, `least` itself is too small."""
+    if value < least or (above and value == least):
+        whole = isinstance(value, int)
+        what = f"not above {least:g}" if above else f"below {least if whole else format(least, 'g')}"
+        if least == 0 or whole and least == 1:
+            what = "not positive" if above or least == 1 else "negative"
+        raise argparse.ArgumentTypeError(f"{text} is {what}")
+    if value > most:
+        raise argparse.ArgumentTypeError(f"{text} is above {most if isinstance(value, int) else format(most, 'g')}")
+    return value
+
+
 def integer(least: int = 1, most: int = LARGEST) -> Callable[[str], int]:
     """A whole number from `least` to `most`."""
 
@@ -83,12 +96,7 @@ def integer(least: int = 1, most: int = LARGEST) -> Callable[[str], int]:
             value = int(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if value < least:
-            what = {0: "negative", 1: "not positive"}.get(least, f"below {least}")
-            raise argparse.ArgumentTypeError(f"{text} is {what}")
-        if value > most:
-            raise argparse.ArgumentTypeError(f"{text} is above {most}")
-        return value
+        return _in_range(text, value, least, most)
 
     return parsed
 
@@ -104,17 +112,10 @@ def real(least: float = 0.0, most: float = math.inf, above: bool = False) -> Cal
         try:
             value = float(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+            value = math.nan
         if math.isnan(value):
             raise argparse.ArgumentTypeError(f"{text!r} is not a number")
-        if value < least or (above and value == least):
-            what = f"not above {least:g}" if above else f"below {least:g}"
-            if least == 0:
-                what = "not positive" if above else "negative"
-            raise argparse.ArgumentTypeError(f"{text} is {what}")
-        if value > most:
-            raise argparse.ArgumentTypeError(f"{text} is above {most:g}")
-        return value
+        return _in_range(text, value, least, most, above)
 
     return parsed
 

@@ -30,24 +30,14 @@ _TABLES = {
 }
 # How a refusal begins that every call of a kernel would get on this machine.
 _OF_THE_MACHINE = re.compile("this processor, or this build, lacks|needs sm_")
+_WINDOW = {"causal": 1, "has_window": 1, "window_left": 1024, "window_right": 0}
 # Typical calls: (description, dtype, batch, seqlen_q, seqlen_k, nheads, nheads_k, headdim, headdim_v, options)
 _CALLS = [
     ("prefill", "bfloat16", 4, 4096, 4096, 32, 8, 128, 128, {"causal": 1}),
     ("prefill", "float16", 4, 4096, 4096, 16, 16, 64, 64, {}),
     ("prefill", "float32", 4, 1024, 1024, 16, 16, 64, 64, {"causal": 1}),
     ("decode", "bfloat16", 8, 1, 8192, 32, 8, 128, 128, {}),
-    (
-        "window",
-        "bfloat16",
-        1,
-        8192,
-        8192,
-        32,
-        8,
-        128,
-        128,
-        {"causal": 1, "has_window": 1, "window_left": 1024, "window_right": 0},
-    ),
+    ("window", "bfloat16", 1, 8192, 8192, 32, 8, 128, 128, _WINDOW),
     ("softcap", "bfloat16", 1, 4096, 4096, 16, 8, 256, 256, {"causal": 1, "softcap": 50.0}),
     ("MLA", "bfloat16", 1, 4096, 4096, 16, 16, 192, 128, {"causal": 1}),
     ("odd headdim", "float16", 1, 1023, 799, 6, 3, 72, 72, {}),

@@ -12,6 +12,14 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
+def size_text(count: float, digits: int = 2) -> str:
+    """A number of bytes, such as `1.50 GiB`."""
+    for unit, bytes_ in (("GiB", 2**30), ("MiB", 2**20)):
+        if count >= bytes_:
+            return f"{count / bytes_:.{digits}f} {unit}"
+    return f"{count / 2**10:.1f} KiB"
+
+
 def cores() -> int:
     """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

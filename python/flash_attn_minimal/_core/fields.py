@@ -10,8 +10,7 @@ from .. import _arrays
 from .._arrays import View
 from .._arrays.words import pass_cast
 from ..errors import BadArgument, Unsupported
-from . import recordings
-from .checks import _check_last_axis, _check_same_place
+from . import checks, recordings
 
 
 def _put_tensor(args: ct.Structure, name: str, view: View) -> None:
@@ -40,7 +39,7 @@ def _option(views: list[View], name: str, array: Any, dtypes: tuple[str, ...]) -
     first, wanted = views[0], "float32" if "float32" in dtypes else dtypes[-1]
     dtype = "q.dtype" if wanted == first.dtype else wanted
     view = _arrays.view(array, name, ("q", first), dtype)
-    _check_same_place(name, view, "q", first, dtype)
+    checks.same_place(name, view, "q", first, dtype)
     if view.dtype not in dtypes:
         expected = " or ".join(dict.fromkeys(dtypes))
         raise BadArgument(f"{name} is {view.dtype}: expected {expected}{_pass_instead(name, view, dtypes, dtype)}")
@@ -63,7 +62,7 @@ def _pass_instead(name: str, view: View, dtypes: tuple[str, ...], dtype: str) ->
 
 def _small_option(views: list[View], name: str, array: Any) -> View:
     """One more input array with an entry for each head, as float32: 16-bit arrays are converted."""
-    view = _option(views, name, array, ("float32", "float16", "bfloat16"))
+    view = _option(views, name, array, checks.FLOATS)
     return view if view.dtype == "float32" else _copied(views, name, view, tuple(view.shape), "float32")
 
 
@@ -118,12 +117,11 @@ def _destination(name: str, array: Any, inputs: dict[str, View], shape: tuple[in
     first_name, first = next(iter(inputs.items()))
     view = _arrays.view(array, name)
     view.door.check_seen()
-    _check_same_place(name, view, first_name, first)
+    checks.same_place(name, view, first_name, first)
     if tuple(view.shape) != shape or view.dtype != dtype:
         raise BadArgument(f"{name} is {view.dtype} {tuple(view.shape)}: expected {dtype} {shape}")
-    _check_last_axis(name, view)
-    if not view.writable:
-        raise BadArgument(f"{name} is a read-only {view.door.name} array")
+    checks.last_axis(name, view)
+    checks.writable(name, view)
     for other_name, other in inputs.items():
         if view.pointer == other.pointer and view.pointer and 0 not in shape:
             raise BadArgument(

@@ -3,12 +3,13 @@ the file and the field, or raises an OSError."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO
 
 from ..errors import BadArgument
 
@@ -51,6 +52,18 @@ def read_bytes(what: str, path: str | os.PathLike[str]) -> bytes:
         raise BadArgument(f"{what} {str(path)!r}: {error.strerror}") from None
 
 
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """A new file that takes the place of `path` once it is complete; until then an older file stays."""
+    part = Path(f"{os.fspath(path)}.part")
+    try:
+        with open(part, "wb") as file:
+            yield file
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
 def is_inside(folder: Path, name: str) -> bool:
     """Whether a name from a file refers to a place inside the folder. A bare name may be a symbolic link to anywhere,
     as in the download caches of models. A path of several parts must stay inside after its links are resolved."""
@@ -72,6 +85,16 @@ def parse_json(text: bytes | str) -> Any:
         return json.loads(text, object_pairs_hook=_object)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def json_of(where: str, text: bytes | str) -> Any:
+    """parse_json whose error is a BadArgument that begins with `where`."""
+    try:
+        return parse_json(text)
+    except BadArgument:
+        raise
+    except ValueError as error:
+        raise BadArgument(f"{where}: {error}") from None
 
 
 def _object(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:

@@ -10,11 +10,9 @@ from typing import Any
 import numpy as np
 
 from .._arrays import View
-from . import recordings
-from .checks import _dtype_name, _flag
+from .checks import dtype_name, flag
 from .fields import _results
-from .launch import _with_workspace
-from .library import load
+from .launch import launch_with_workspace
 from .options import ARRAYS, Options, _output, _prepare
 from .repeats import Made, Repeats
 from .structs import CPU, DTYPES, AttentionArgs
@@ -48,7 +46,7 @@ def joined(
         if name == "dropout_seed" and x is not None or name == "dropout_offset" and (type(x) is not int or x):
             return given, arrays, None
         if name == "out_dtype" and x is not None and type(x) is not str:
-            x = _dtype_name("out_dtype", x, DTYPES)  # a name can be part of a repeat
+            x = dtype_name("out_dtype", x, DTYPES)  # a name can be part of a repeat
         values += name, x
     return given, arrays, values
 
@@ -80,7 +78,7 @@ def attend(
     """Runs a call the long way (see repeats.py), and remembers it for the next one of this signature. varlen: None, or
     (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k); finish: how a repeat makes its results from the arrays
     that it allocated and the given ones."""
-    wants_lse = _flag("return_lse", return_lse)
+    wants_lse = flag("return_lse", return_lse)
     args, views = _prepare(q, k, v, varlen, options)
     qv = views[0]
     shape, rows = (*qv.shape[:-1], args.headdim_v), (args.batch, args.nheads, args.seqlen_q)
@@ -96,7 +94,7 @@ def attend(
         lse_view = _new(qv, rows, fill_lse)
         args.lse = lse_view.pointer
         made["lse"] = Made(lse_view, fill_lse)
-    if workspace := _launch(args, views, out_view, lse_view):
+    if workspace := launch_with_workspace("attention_forward", args, args, views, (out_view, lse_view)):
         made["workspace"] = Made(workspace)
     if sign:
         arrays = given_arrays(q, k, v, varlen, out, options, sign)[1]
@@ -116,14 +114,3 @@ def _covers(args: AttentionArgs, device: int) -> Callable[[list[int]], bool] | N
         return None
     end, total_q = 4 * args.batch, args.total_q
     return lambda addresses: ct.c_int32.from_address(addresses[3] + end).value == total_q
-
-
-def _launch(args: AttentionArgs, views: list[View], *results: View | None) -> View | None:
-    """Runs a filled struct; see _with_workspace."""
-    lib = load()
-    return _with_workspace(
-        args,
-        views,
-        lambda stream: recordings.run(lib, "attention_forward", args, stream, [*views, *results]),
-        lambda plan: lib.fa_attention_query(args, plan),
-    )

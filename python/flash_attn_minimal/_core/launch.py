@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes as ct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from .._arrays import View
 from ..errors import OutOfMemory, WorkspaceTooSmall
 from . import recordings
-from .structs import CPU, AttentionArgs, AttentionPlan, new
+from .library import load, query_name
+from .structs import CPU, AttentionPlan, new
 
 _KEPT_SCRATCH = 64 << 20  # bytes of CPU scratch that a thread keeps for its next call
 
@@ -21,15 +23,20 @@ class _Scratch(recordings.Scratch, threading.local):
 _scratch = _Scratch()
 
 
-def _with_workspace(
-    args: AttentionArgs, views: list[View], launch: Callable[[int | None], int], query: Callable[[AttentionPlan], int]
-) -> View | None:
-    """Runs a call described by args. The call is tried first with the memory at hand; only if the library says that it
-    needs more workspace is the size queried and the memory allocated. Returns the workspace of a call on a GPU."""
-    qv = views[0]
+def query_of(name: str) -> Callable[[Any, AttentionPlan], int]:
+    """The library's query about a call of fa_<name>: a function of its struct and a plan."""
+    return getattr(load(), query_name(name))
+
+
+def launch_with_workspace(name: str, struct: Any, args: Any, views: list[View], written: Iterable[View | None]) -> Any:
+    """Calls fa_<name>(struct). The call is tried first with the memory at hand; only if the library says that it needs
+    more workspace is the size queried and the memory allocated. Returns the workspace of a call on a GPU, else None.
+    args: the struct, perhaps in `struct`, that gets the workspace; written: the arrays besides `views` that the call
+    writes."""
+    lib, qv, arrays, query = load(), views[0], [*views, *written], query_of(name)
     if qv.door.launch:
-        qv.door.scratch(args, query)
-        launch(None)
+        qv.door.scratch(args, lambda plan: query(struct, plan))
+        recordings.run(lib, name, struct, None, arrays)
         return None
     on_cpu, recording = qv.device == CPU, recordings.current()
     kept = recording.scratch if recording else _scratch
@@ -39,10 +46,10 @@ def _with_workspace(
     stream = None if on_cpu else qv.door.stream(views)
     scratch = None
     try:
-        launch(stream)
+        recordings.run(lib, name, struct, stream, arrays)
     except WorkspaceTooSmall:
         plan = new(AttentionPlan)
-        query(plan)
+        query(struct, plan)
         size = plan.workspace_bytes
         if on_cpu:
             try:
@@ -57,5 +64,5 @@ def _with_workspace(
         else:
             scratch = qv.door.empty(qv, (size,), "uint8")
             args.workspace, args.workspace_bytes = scratch.pointer, size
-        launch(stream)
+        recordings.run(lib, name, struct, stream, arrays)
     return scratch

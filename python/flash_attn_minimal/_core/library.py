@@ -36,6 +36,20 @@ KERNEL_TABLES = {
     "w4_linear_chain": "fa_chain_kernel",
 }
 
+LAUNCHES = {
+    "attention_forward": AttentionArgs,
+    "attention_backward": AttentionBackwardArgs,
+    "kvcache_attention": KVCacheArgs,
+    "attention_merge": MergeArgs,
+    "quantize_fp8": QuantizeArgs,
+}
+
+
+def query_name(name: str) -> str:
+    """The library's query about a call of fa_<name>."""
+    shorter = {"attention_forward": "attention", "kvcache_attention": "kvcache"}
+    return f"fa_{shorter.get(name, name)}_query"
+
 
 def checkout() -> Path | None:
     """The folder of the sources, when the package runs from there: python/flash_attn_minimal beside CMakeLists.txt."""
@@ -84,20 +98,10 @@ def load() -> ct.CDLL:
         if built_for and here and built_for != here:
             why = "it was built for another kind of processor"  # where the loader may say that there is no such file
         raise LibraryNotFound(f"{file} does not load: {why}") from error
-    for name, struct in {
-        "attention_forward": AttentionArgs,
-        "attention_backward": AttentionBackwardArgs,
-        "kvcache_attention": KVCacheArgs,
-        "attention_merge": MergeArgs,
-        "quantize_fp8": QuantizeArgs,
-    }.items():
+    for name, struct in LAUNCHES.items():
         declare_launch(lib, f"fa_{name}", struct)
-    for name, struct in {
-        "attention": AttentionArgs,
-        "attention_backward": AttentionBackwardArgs,
-        "kvcache": KVCacheArgs,
-    }.items():
-        declare(lib, f"fa_{name}_query", ct.c_int, ct.POINTER(struct), ct.POINTER(AttentionPlan))
+    for name in ("attention_forward", "attention_backward", "kvcache_attention"):
+        declare(lib, query_name(name), ct.c_int, ct.POINTER(LAUNCHES[name]), ct.POINTER(AttentionPlan))
     for table in KERNEL_TABLES.values():
         declare_table(lib, table)
     for platform in ("cpu", "cuda"):

@@ -10,28 +10,21 @@ from __future__ import annotations
 import inspect
 import math
 from collections import namedtuple
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeAlias, TypedDict, TypeVar
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict, TypeVar
 
 from .. import _arrays
 from .._arrays import View
 from .._arrays.words import pass_cast
 from ..errors import BadArgument
-from .checks import (
-    _LEAST_FLOAT,
-    _OPEN,
-    _check_dtype,
-    _check_last_axis,
-    _check_same_place,
-    _dtype_name,
-    _flag,
-    _integer,
-    _number,
-    _quoted,
-    _window,
-)
+from . import checks
 from .fields import _broadcast, _columns, _destination, _empty, _option, _put_strides, _put_tensor, _small_option
 from .structs import DTYPES, AttentionArgs, new
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack as Unpack  # for the modules with options
+else:
+    Unpack = tuple
 
 _NAMES = {number: name for name, number in DTYPES.items()}
 
@@ -106,7 +99,7 @@ def default_of(hint: str) -> Any:
     """The default of every option of this type."""
     if hint.endswith("| None"):
         return None
-    return {"bool": False, "int": 0, "float": 0.0, "tuple[int, int]": _OPEN}[hint]
+    return {"bool": False, "int": 0, "float": 0.0, "tuple[int, int]": checks.OPEN}[hint]
 
 
 def arrays_of(declared: type) -> tuple[str, ...]:
@@ -114,15 +107,22 @@ def arrays_of(declared: type) -> tuple[str, ...]:
     return tuple(name for name, hint in hints_of(declared).items() if hint.startswith("AnyArray"))
 
 
-def with_signature(declared: type) -> Callable[[Any], Any]:
-    """Shows the options that a function takes as **options as parameters of its signature."""
+def with_signature(declared: type, without: Collection[str] = (), **defaults: Any) -> Callable[[Any], Any]:
+    """Shows the options that a function takes as **options as parameters of its signature. without: those that it does
+    not take; defaults: those that do not follow from the types."""
 
     def named(function: Any) -> Any:
         signature = inspect.signature(function)
         *before, _ = signature.parameters.values()
         after = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default_of(hint), annotation=hint)
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                annotation=hint,
+                default=defaults[name] if name in defaults else default_of(hint),
+            )  # fmt: skip
             for name, hint in hints_of(declared).items()
+            if name not in without
         ]
         function.__signature__ = signature.replace(parameters=[*before, *after])
         return function
@@ -151,7 +151,7 @@ class Options(namedtuple("_Options", _HINTS, defaults=map(default_of, _HINTS.val
         """Checks the options and writes them into a struct with sizes and dtype; their arrays are added to views."""
         batch, nheads, nheads_k, dtype = args.batch, args.nheads, args.nheads_k, views[0].dtype
         self._put_scores(args, views, (batch, nheads, args.seqlen_q, args.seqlen_k), dtype)
-        if chance := _number("dropout_p", self.dropout_p):
+        if chance := checks.number("dropout_p", self.dropout_p):
             args.dropout_p = chance
             if self.dropout_seed is None:
                 raise BadArgument(
@@ -159,60 +159,41 @@ class Options(namedtuple("_Options", _HINTS, defaults=map(default_of, _HINTS.val
                     "name the seed, so that the same call drops the same elements"
                 )
         if self.dropout_seed is not None:
-            args.dropout_seed = _integer("dropout_seed", self.dropout_seed, 0, 2**64 - 1)
-        args.dropout_offset = _integer("dropout_offset", self.dropout_offset, 0, 2**64 - 1)
-        if self.deterministic is not False:
-            args.deterministic = _flag("deterministic", self.deterministic)
-        if self.allow_tf32 is not False:
-            args.allow_tf32 = _flag("allow_tf32", self.allow_tf32)
-        args.num_threads = _integer("num_threads", self.num_threads, -(2**31), 2**31 - 1)
+            args.dropout_seed = checks.integer("dropout_seed", self.dropout_seed, 0, 2**64 - 1)
+        args.dropout_offset = checks.integer("dropout_offset", self.dropout_offset, 0, 2**64 - 1)
+        args.num_threads = checks.integer("num_threads", self.num_threads, -(2**31), 2**31 - 1)
         for name, heads in (("q_descale", nheads), ("k_descale", nheads_k), ("v_descale", nheads_k)):
             if (factors := getattr(self, name)) is not None:
                 view = _option(views, name, factors, ("float32",))
                 strides = _broadcast(name, view, (batch, heads), "batch, heads", least=0)
                 _put_strides(args, name, view.pointer, strides, ("batch", "head"))
         if self.out_dtype is not None:
-            args.out_dtype = DTYPES[_dtype_name("out_dtype", self.out_dtype, DTYPES)]
-        if self.fast_accum is not False:
-            args.fast_accum = _flag("fast_accum", self.fast_accum)
+            args.out_dtype = DTYPES[checks.dtype_name("out_dtype", self.out_dtype, DTYPES)]
         _put_kernel(args, self.kernel)
 
     def _put_scores(self, args: AttentionArgs, views: list[View], scores: tuple[int, ...], dtype: str) -> None:
         """The part of `put` for the options that act on the scores, whose shape is (batch, nheads, seqlen_q,
         seqlen_k)."""
         batch, nheads, *_ = scores
-        if self.causal is not False:
-            args.causal = _flag("causal", self.causal)
+        for name in _FLAGS:
+            if (given := getattr(self, name)) is not False:
+                setattr(args, name, checks.flag(name, given))
         if self.softmax_scale is not None:
-            args.softmax_scale, args.has_softmax_scale = _number("softmax_scale", self.softmax_scale), 1
-        args.softcap = cap = _number("softcap", self.softcap)
-        if 0 < abs(cap) < _LEAST_FLOAT:
-            raise BadArgument(f"softcap={_quoted(self.softcap)} is below the normal numbers of a float32")
-        if self.window_size is not _OPEN:
-            args.window_left, args.window_right = _window(self.window_size)
+            args.softmax_scale, args.has_softmax_scale = checks.number("softmax_scale", self.softmax_scale), 1
+        args.softcap = cap = checks.number("softcap", self.softcap)
+        if 0 < abs(cap) < checks.LEAST_FLOAT:
+            raise BadArgument(f"softcap={checks.quoted(self.softcap)} is below the normal numbers of a float32")
+        if self.window_size is not checks.OPEN:
+            args.window_left, args.window_right = checks.window(self.window_size)
             args.has_window = 1
         if type(self.attention_chunk) is not int or self.attention_chunk:
-            args.attention_chunk = _integer("attention_chunk", self.attention_chunk, -(2**31), 2**31 - 1)
+            args.attention_chunk = checks.integer("attention_chunk", self.attention_chunk, -(2**31), 2**31 - 1)
         if self.alibi_slopes is not None:
-            view = _small_option(views, "alibi_slopes", self.alibi_slopes)
-            if tuple(view.shape) not in ((nheads,), (batch, nheads)):
-                raise BadArgument(
-                    f"alibi_slopes has shape {tuple(view.shape)}: expected ({nheads},) or ({batch}, {nheads})"
-                    f"{_flat('alibi_slopes', view, nheads)}"
-                )
-            _check_last_axis("alibi_slopes", view)
+            view = _per_head(views, "alibi_slopes", self.alibi_slopes, (nheads,), (batch, nheads))
             args.alibi_slopes = view.pointer
             args.alibi_batch_stride = view.strides[0] if len(view.shape) == 2 else 0
         if self.sinks is not None:
-            view = _small_option(views, "sinks", self.sinks)
-            if tuple(view.shape) != (nheads,):
-                raise BadArgument(
-                    f"sinks has shape {tuple(view.shape)}: expected ({nheads},){_flat('sinks', view, nheads)}"
-                )
-            _check_last_axis("sinks", view)
-            args.sinks = view.pointer
-        if self.top_left is not False:
-            args.top_left = _flag("top_left", self.top_left)
+            args.sinks = _per_head(views, "sinks", self.sinks, (nheads,)).pointer
         for name, dtypes in (("bias", (dtype, "float32")), ("mask", ("bool", "uint8"))):
             if (array := getattr(self, name)) is None:
                 continue
@@ -251,7 +232,7 @@ def _put_row_indices(args: AttentionArgs, views: list[View], array: Any) -> None
             f"{name} has {shape[-1]} number{'s' if shape[-1] > 1 else ''} for each key: with causal={causal} it has "
             f"{numbers[0]} or {numbers[1]}"
         )
-    _check_last_axis(name, view)
+    checks.last_axis(name, view)
     steps = [stride if size != 1 else 0 for size, stride in zip(shape[:-1], strides, strict=False)]
     _put_strides(args, name, view.pointer, [0] * (3 - len(steps)) + steps, ("batch", "head", "key"))
     args.startend_row_indices_heads, args.startend_row_indices_numbers = shape[-3], shape[-1]
@@ -272,18 +253,24 @@ def _put_block_mask(args: AttentionArgs, views: list[View], array: Any) -> None:
             f"{name} has shape {shape}: expected (batch, heads, blocks of rows, blocks of keys) = ({', '.join(wanted)})"
             f", for blocks of 128 or 64 of {ends[0]}={lengths[0]} and {ends[1]}={lengths[1]}"
         )
-    _check_last_axis(name, view)
+    checks.last_axis(name, view)
     steps = [stride if size != 1 else 0 for size, stride in zip(shape[:-1], view.strides, strict=False)]
     _put_strides(args, name, view.pointer, steps, ("batch", "head", "row"))
     args.block_mask_heads = shape[1]
     args.block_mask_row_block, args.block_mask_key_block = counts[0][shape[2]], counts[1][shape[3]]
 
 
-def _flat(name: str, view: View, heads: int) -> str:
-    """Advice for an array that has one entry for each head, but not the shape (heads,)."""
-    return f"; pass {name}.reshape({heads})" if math.prod(view.shape) == heads else ""
+def _per_head(views: list[View], name: str, array: Any, *shapes: tuple[int, ...]) -> View:
+    """An array with an entry for each head, as float32, of one of these shapes; the first is (heads,)."""
+    view, heads = _small_option(views, name, array), shapes[0][0]
+    if tuple(view.shape) not in shapes:
+        advice = f"; pass {name}.reshape({heads})" if math.prod(view.shape) == heads else ""
+        raise BadArgument(f"{name} has shape {tuple(view.shape)}: expected {' or '.join(map(str, shapes))}{advice}")
+    checks.last_axis(name, view)
+    return view
 
 
+_FLAGS = tuple(name for name, hint in _HINTS.items() if hint == "bool")
 _NUMBERS = tuple(name for name in Options._fields if name not in ARRAYS)
 
 
@@ -297,7 +284,7 @@ def _options_of(function: str, given: Mapping[str, Any], **named: Any) -> Option
 def _put_kernel(args: Any, kernel: Any) -> None:
     if kernel is not None:
         if not isinstance(kernel, str) or not kernel.isascii() or "\0" in kernel:
-            raise BadArgument(f"kernel={_quoted(kernel)} is not the name of a kernel")
+            raise BadArgument(f"kernel={checks.quoted(kernel)} is not the name of a kernel")
         args.kernel = kernel.encode()
 
 
@@ -315,22 +302,21 @@ def _prepare(q: Any, k: Any, v: Any, varlen: tuple | None, options: Options) -> 
                 f"{name} has shape {tuple(view.shape)}: expected {expected}{_regrouped(name, view, rank)}"
             )
         if view.strides[-1] != 1 and view.shape[-1] > 1:
-            _check_last_axis(name, view)
-    _check_same_place("k", kv, "q", qv)
-    _check_same_place("v", vv, "q", qv)
+            checks.last_axis(name, view)
+    checks.same_place("k", kv, "q", qv)
+    checks.same_place("v", vv, "q", qv)
     if kv.dtype != qv.dtype or vv.dtype != qv.dtype:
         name, like = ("k" if kv.dtype != qv.dtype else "v", "q") if qv.dtype in DTYPES else ("q", "k")
         advice = pass_cast(qv.door.name, name, f"{like}.dtype", {"q": qv, "k": kv, "v": vv}[name].dtype)
         raise BadArgument(f"q is {qv.dtype}, k is {kv.dtype}, v is {vv.dtype}: they must be the same{advice}")
-    _check_dtype("q", qv)
+    checks.dtype("q", qv)
 
     *batch, seqlen_q, nheads, headdim = qv.shape
     *batch_k, seqlen_k, nheads_k, headdim_k = kv.shape
     if batch_k != batch or headdim_k != headdim:
         must = "headdim" if varlen else "batch and headdim"
         raise BadArgument(f"k has shape {tuple(kv.shape)}, but q has {tuple(qv.shape)}: {must} must agree")
-    if vv.shape[:-1] != kv.shape[:-1]:
-        raise BadArgument(f"v has shape {tuple(vv.shape)}, but k has {tuple(kv.shape)}: all but headdim must agree")
+    checks.values_like_keys("v", vv, "k", kv)
     args = new(AttentionArgs)
     args.device, args.dtype = qv.device, DTYPES[qv.dtype]
     for name, view in (("q", qv), ("k", kv), ("v", vv)):
@@ -338,8 +324,6 @@ def _prepare(q: Any, k: Any, v: Any, varlen: tuple | None, options: Options) -> 
     if varlen is not None:
         args.total_q, args.total_k = seqlen_q, seqlen_k
         batch[:], seqlen_q, seqlen_k = _sequences(args, views, *varlen)
-    if vv.shape[-1] < 1:  # 0 would mean "the same as headdim" to the library
-        raise BadArgument(f"v has shape {tuple(vv.shape)}: headdim_v=0 is outside 1 .. 512")
     args.batch, args.seqlen_q, args.seqlen_k = batch[0], seqlen_q, seqlen_k
     args.nheads, args.nheads_k, args.headdim, args.headdim_v = nheads, nheads_k, headdim, vv.shape[-1]
     options.put(args, views)
@@ -383,7 +367,7 @@ def _sequences(args: AttentionArgs, views: list[View], cu_q, cu_k, max_q, max_k)
     for name, view in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
         if len(view.shape) != 1 or view.shape[0] < 1:
             raise BadArgument(f"{name} has shape {tuple(view.shape)}: expected (batch + 1,)")
-        _check_last_axis(name, view)
+        checks.last_axis(name, view)
     if cu_k.shape[0] != cu_q.shape[0]:
         raise BadArgument(
             f"cu_seqlens_k has {cu_k.shape[0]} entries, but cu_seqlens_q has {cu_q.shape[0]}: both have batch + 1"
@@ -397,9 +381,9 @@ def _longest(of: str, value: Any) -> int:
     if value is None or math.prod(getattr(value, "shape", ())) != 1:  # PyTorch makes an integer of a tensor (1,)
         starts = f"cu_seqlens_{of}"
         raise BadArgument(
-            f"max_seqlen_{of}={_quoted(value)} is not an integer; pass int(({starts}[1:] - {starts}[:-1]).max())"
+            f"max_seqlen_{of}={checks.quoted(value)} is not an integer; pass int(({starts}[1:] - {starts}[:-1]).max())"
         )
-    return _integer(f"max_seqlen_{of}", value, 0, 2**63 - 1)
+    return checks.integer(f"max_seqlen_{of}", value, 0, 2**63 - 1)
 
 
 def _output(args: AttentionArgs, views: list[View], out: Any, shape: tuple[int, ...], zeroed: bool) -> View:

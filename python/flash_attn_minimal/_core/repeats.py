@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from .. import _arrays
 from .._arrays import View, torch_modes
 from . import recordings
-from .checks import _OPEN
+from .checks import OPEN
 from .launch import _scratch
 from .library import WORKSPACE_TOO_SMALL, failure
 from .prepared import Prepared, runner
@@ -57,7 +57,7 @@ def _are_plain(types: tuple, window_size: Any) -> bool:
         if not _PLAIN.issuperset(types):
             return False
         _plain_types.add(types)
-    return window_size is _OPEN or _is_plain_window(window_size)
+    return window_size is OPEN or _is_plain_window(window_size)
 
 
 def _is_plain_window(window_size: Any) -> bool:
@@ -114,7 +114,7 @@ class Repeats:
             latest = self.latest.get(kind)
         except TypeError:  # a list or an array among the values
             return None, None
-        if latest is not None and (window_size is _OPEN or _is_plain_window(window_size)) and latest.same(arrays):
+        if latest is not None and (window_size is OPEN or _is_plain_window(window_size)) and latest.same(arrays):
             results = latest.call(arrays, length)
             if results is not None:
                 return results, None
@@ -213,7 +213,7 @@ class Repeats:
                         return None
                     values.append(total)
                 if on_cpu:
-                    held, workspace, size = _scratch.place  # held: see _with_workspace
+                    held, workspace, size = _scratch.place  # held: see launch_with_workspace
                 else:
                     stream, workspace, size = current_stream(index), 0, 0
                     if make_workspace:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._arrays import View
-from .checks import _flag
-from .forward import _launch
+from .checks import flag
+from .launch import launch_with_workspace
 from .options import Options, _output, _prepare
 from .structs import CPU, AttentionArgs
 
@@ -40,7 +40,7 @@ def wanted(return_lse: Any, return_max_score: Any, return_key_sums: Any) -> Resu
     if return_max_score is return_key_sums is False:
         return None
     given = {"return_lse": return_lse, "return_max_score": return_max_score, "return_key_sums": return_key_sums}
-    results = Results(*(bool(_flag(name, value)) for name, value in given.items()))
+    results = Results(*(bool(flag(name, value)) for name, value in given.items()))
     return results if any(results[1:]) else None
 
 
@@ -68,7 +68,7 @@ def attend(q, k, v, varlen: tuple | None, out, results: Results, options: Option
             empty = fill is None
             given.append(qv.door.empty(qv, shape, "float32") if empty else qv.door.full(qv, shape, "float32", fill))
             setattr(args, name, given[-1].pointer or _PLACEHOLDER)  # an empty array has no address
-    _launch(args, views, out_view, *given)
+    launch_with_workspace("attention_forward", args, args, views, (out_view, *given))
     result = out if out is not None else out_view.door.result(out_view)
     return result, *(view.door.result(view) for view in given)
 

@@ -42,39 +42,40 @@ def _checked(struct: type) -> type:
     return struct
 
 
-def _tensor(name: str) -> list[tuple[str, type]]:
-    return [(f"{name}_data", ct.c_void_p)] + [
-        (f"{name}_{axis}_stride", ct.c_int64) for axis in ("batch", "row", "head")
-    ]
+_TYPES = {
+    "int32": ct.c_int32, "int64": ct.c_int64, "uint64": ct.c_uint64, "size": ct.c_size_t, "float": ct.c_float,
+    "pointer": ct.c_void_p, "text": ct.c_char_p,
+}  # fmt: skip
+# Kinds of arrays: the axes whose strides, in this order, follow the address.
+_STRIDES = {
+    "tensor": ("batch", "row", "head"),
+    "scores": ("batch", "head", "row"),
+    "indices": ("batch", "head", "key"),
+    "factors": ("batch", "head"),
+    "matrix": ("row",),
+}
 
 
-def _score_tensor(name: str) -> list[tuple[str, type]]:
-    return [(f"{name}_data", ct.c_void_p)] + [
-        (f"{name}_{axis}_stride", ct.c_int64) for axis in ("batch", "head", "row")
-    ]
+def members(*declared: str | tuple[str, Any]) -> list[tuple[str, Any]]:
+    """The fields of a struct from declarations "type name name ..."; a pair (name, type) stays as it is."""
+    found: list[tuple[str, Any]] = []
+    for each in declared:
+        if isinstance(each, tuple):
+            found.append(each)
+            continue
+        kind, *names = each.split()
+        for name in names:
+            if kind in _TYPES:
+                found.append((name, _TYPES[kind]))
+            else:
+                strides = [(f"{name}_{axis}_stride", ct.c_int64) for axis in _STRIDES[kind]]
+                found += [(f"{name}_data", ct.c_void_p), *strides]
+    return found
 
 
-def _descale(name: str) -> list[tuple[str, type]]:
-    return [
-        (f"{name}_data", ct.c_void_p),
-        (f"{name}_batch_stride", ct.c_int64),
-        (f"{name}_head_stride", ct.c_int64),
-    ]
-
-
-def _row_indices(name: str) -> list[tuple[str, type]]:
-    return [
-        (f"{name}_data", ct.c_void_p),
-        *((f"{name}_{axis}_stride", ct.c_int64) for axis in ("batch", "head", "key")),
-        (f"{name}_heads", ct.c_int32),
-        (f"{name}_numbers", ct.c_int32),
-    ]
-
-
-def _block_mask(name: str) -> list[tuple[str, type]]:
-    return _score_tensor(name) + [
-        (f"{name}_{field}", ct.c_int32) for field in ("heads", "row_block", "key_block", "reserved")
-    ]
+def sized(*declared: str | tuple[str, Any]) -> list[tuple[str, Any]]:
+    """The fields of a struct that begins with its size."""
+    return members("size struct_size", *declared)
 
 
 # fa_part, as a NumPy dtype: an array of these describes sequences of a varlen call that are parts of longer ones.
@@ -86,175 +87,111 @@ PART_DTYPE = [(name, "<i4") for name in PART_FIELDS]
 class AttentionArgs(ct.Structure):
     """fa_attention_args. A fresh one is all zero, and zero always means the default."""
 
-    _fields_ = [
-        ("struct_size", ct.c_size_t),
-        ("device", ct.c_int32),
-        ("dtype", ct.c_int32),
-        ("out_dtype", ct.c_int32),
-        ("batch", ct.c_int32),
-        ("nheads", ct.c_int32),
-        ("nheads_k", ct.c_int32),
-        ("headdim", ct.c_int32),
-        ("headdim_v", ct.c_int32),
-        ("seqlen_q", ct.c_int64),
-        ("seqlen_k", ct.c_int64),
-        ("total_q", ct.c_int64),
-        ("total_k", ct.c_int64),
-        *_tensor("q"),
-        *_tensor("k"),
-        *_tensor("v"),
-        *_descale("q_descale"),
-        *_descale("k_descale"),
-        *_descale("v_descale"),
-        ("cu_seqlens_q", ct.c_void_p),
-        ("cu_seqlens_k", ct.c_void_p),
-        ("parts", ct.c_void_p),
-        ("softmax_scale", ct.c_float),
-        ("has_softmax_scale", ct.c_int32),
-        ("softcap", ct.c_float),
-        ("bias_dtype", ct.c_int32),
-        ("alibi_slopes", ct.c_void_p),
-        ("alibi_batch_stride", ct.c_int64),
-        *_score_tensor("bias"),
-        ("sinks", ct.c_void_p),
-        *_score_tensor("mask"),
-        *_row_indices("startend_row_indices"),
-        *_block_mask("block_mask"),
-        ("causal", ct.c_int32),
-        ("top_left", ct.c_int32),
-        ("attention_chunk", ct.c_int32),
-        ("has_window", ct.c_int32),
-        ("window_left", ct.c_int64),
-        ("window_right", ct.c_int64),
-        ("dropout_p", ct.c_float),
-        ("first_head", ct.c_int32),
-        ("dropout_seed", ct.c_uint64),
-        ("dropout_offset", ct.c_uint64),
-        *_tensor("out"),
-        ("lse", ct.c_void_p),
-        ("max_score", ct.c_void_p),
-        ("key_sums", ct.c_void_p),
-        ("allow_tf32", ct.c_int32),
-        ("fast_accum", ct.c_int32),
-        ("deterministic", ct.c_int32),
-        ("num_threads", ct.c_int32),
-        ("kernel", ct.c_char_p),
-        ("workspace", ct.c_void_p),
-        ("workspace_bytes", ct.c_size_t),
-    ]
+    _fields_ = sized(
+        *"""
+        int32 device dtype out_dtype batch nheads nheads_k headdim headdim_v
+        int64 seqlen_q seqlen_k total_q total_k
+        tensor q k v
+        factors q_descale k_descale v_descale
+        pointer cu_seqlens_q cu_seqlens_k parts
+        float softmax_scale
+        int32 has_softmax_scale
+        float softcap
+        int32 bias_dtype
+        pointer alibi_slopes
+        int64 alibi_batch_stride
+        scores bias
+        pointer sinks
+        scores mask
+        indices startend_row_indices
+        int32 startend_row_indices_heads startend_row_indices_numbers
+        scores block_mask
+        int32 block_mask_heads block_mask_row_block block_mask_key_block block_mask_reserved
+        int32 causal top_left attention_chunk has_window
+        int64 window_left window_right
+        float dropout_p
+        int32 first_head
+        uint64 dropout_seed dropout_offset
+        tensor out
+        pointer lse max_score key_sums
+        int32 allow_tf32 fast_accum deterministic num_threads
+        text kernel
+        pointer workspace
+        size workspace_bytes
+        """.strip().splitlines()
+    )
 
 
 @_checked
 class AttentionBackwardArgs(ct.Structure):
     """fa_attention_backward_args."""
 
-    _fields_ = [
-        ("struct_size", ct.c_size_t),
+    _fields_ = sized(
         ("forward", ct.POINTER(AttentionArgs)),
-        *_tensor("dout"),
-        ("dlse", ct.c_void_p),
-        *_tensor("dq"),
-        *_tensor("dk"),
-        *_tensor("dv"),
-        *_score_tensor("dbias"),
-        ("dsinks", ct.c_void_p),
-        ("accumulate", ct.c_int32),
-        ("reserved", ct.c_int32),
-    ]
+        "tensor dout",
+        "pointer dlse",
+        "tensor dq dk dv",
+        "scores dbias",
+        "pointer dsinks",
+        "int32 accumulate reserved",
+    )
 
 
 @_checked
 class KVCacheArgs(ct.Structure):
     """fa_kvcache_args."""
 
-    _fields_ = [
-        ("struct_size", ct.c_size_t),
+    _fields_ = sized(
         ("attention", ct.POINTER(AttentionArgs)),
-        ("cache_dtype", ct.c_int32),
-        ("cache_batch", ct.c_int32),
-        ("cache_seqlens", ct.c_void_p),
-        ("cache_batch_idx", ct.c_void_p),
-        ("cache_leftpad", ct.c_void_p),
-        ("block_table", ct.c_void_p),
-        ("block_table_stride", ct.c_int64),
-        *_tensor("k_scale"),
-        *_tensor("v_scale"),
-        ("page_size", ct.c_int32),
-        ("seqlen_new", ct.c_int32),
-        *_tensor("k_new"),
-        *_tensor("v_new"),
-        ("rotary_cos", ct.c_void_p),
-        ("rotary_sin", ct.c_void_p),
-        ("rotary_dtype", ct.c_int32),
-        ("rotary_rows", ct.c_int32),
-        ("rotary_dim", ct.c_int32),
-        ("rotary_interleaved", ct.c_int32),
-        ("tree_mask", ct.c_void_p),
-        ("tree_batch_stride", ct.c_int64),
-        ("tree_row_stride", ct.c_int64),
-        ("tree_keys", ct.c_int32),
-        ("batch_invariant", ct.c_int32),
-        ("num_splits", ct.c_int32),
-        ("programmatic", ct.c_int32),
-        ("shared_prefix", ct.c_int32),
-        ("reserved", ct.c_int32),
-    ]
+        "int32 cache_dtype cache_batch",
+        "pointer cache_seqlens cache_batch_idx cache_leftpad block_table",
+        "int64 block_table_stride",
+        "tensor k_scale v_scale",
+        "int32 page_size seqlen_new",
+        "tensor k_new v_new",
+        "pointer rotary_cos rotary_sin",
+        "int32 rotary_dtype rotary_rows rotary_dim rotary_interleaved",
+        "pointer tree_mask",
+        "int64 tree_batch_stride tree_row_stride",
+        "int32 tree_keys batch_invariant num_splits programmatic shared_prefix reserved",
+    )
 
 
 class AttentionPlan(ct.Structure):
     """fa_attention_plan."""
 
-    _fields_ = [
-        ("struct_size", ct.c_size_t),
-        ("status", ct.c_int32),
-        ("reserved", ct.c_int32),
-        ("workspace_bytes", ct.c_size_t),
+    _fields_ = sized(
+        "int32 status reserved",
+        "size workspace_bytes",
         ("kernel", ct.c_char * 32),
         ("variant", ct.c_char * 32),
         ("why_not", ct.c_char * 1472),
-    ]
+    )
 
 
 @_checked
 class MergeArgs(ct.Structure):
     """fa_merge_args."""
 
-    _fields_ = [
-        ("struct_size", ct.c_size_t),
-        ("device", ct.c_int32),
-        ("dtype", ct.c_int32),
-        ("batch", ct.c_int32),
-        ("nheads", ct.c_int32),
-        ("headdim_v", ct.c_int32),
-        ("reserved", ct.c_int32),
-        ("seqlen", ct.c_int64),
-        *_tensor("out_a"),
-        *_tensor("out_b"),
-        *_tensor("out"),
-        ("lse_a", ct.c_void_p),
-        ("lse_b", ct.c_void_p),
-        ("lse", ct.c_void_p),
-    ]
+    _fields_ = sized(
+        "int32 device dtype batch nheads headdim_v reserved",
+        "int64 seqlen",
+        "tensor out_a out_b out",
+        "pointer lse_a lse_b lse",
+    )
 
 
 @_checked
 class QuantizeArgs(ct.Structure):
     """fa_quantize_args."""
 
-    _fields_ = [
-        ("struct_size", ct.c_size_t),
-        ("device", ct.c_int32),
-        ("dtype", ct.c_int32),
-        ("batch", ct.c_int32),
-        ("nheads", ct.c_int32),
-        ("headdim", ct.c_int32),
-        ("hadamard", ct.c_int32),
-        ("seqlen", ct.c_int64),
-        ("seed", ct.c_uint64),
-        *_tensor("x"),
-        *_tensor("out"),
-        ("descale", ct.c_void_p),
-    ]
+    _fields_ = sized(
+        "int32 device dtype batch nheads headdim hadamard",
+        "int64 seqlen",
+        "uint64 seed",
+        "tensor x out",
+        "pointer descale",
+    )
 
 
 _Struct = TypeVar("_Struct", bound=ct.Structure)
@@ -270,21 +207,19 @@ def new(kind: type[_Struct]) -> _Struct:
 class Hole(ct.Structure):
     """fa_hole."""
 
-    _fields_ = [("byte", ct.c_int32), ("bytes", ct.c_int32), ("value", ct.c_int32)]
+    _fields_ = members("int32 byte bytes value")
 
 
 class Call(ct.Structure):
     """fa_call."""
 
-    _fields_ = [
-        ("operation", ct.c_int32),
-        ("reserved", ct.c_int32),
-        ("image", ct.c_void_p),
-        ("image_bytes", ct.c_size_t),
-        ("holes", ct.c_void_p),
-        ("hole_count", ct.c_int32),
-        ("value_count", ct.c_int32),
-    ]
+    _fields_ = members(
+        "int32 operation reserved",
+        "pointer image",
+        "size image_bytes",
+        "pointer holes",
+        "int32 hole_count value_count",
+    )
 
 
 # fa_operation, from 1 on: the functions fa_<name> that take one struct and a stream.

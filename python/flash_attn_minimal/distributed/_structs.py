@@ -7,7 +7,7 @@ import functools
 
 from .._core import library
 from .._core.library import declare, raise_on_error
-from .._core.structs import AttentionArgs, AttentionBackwardArgs, KVCacheArgs, _checked, _tensor
+from .._core.structs import AttentionArgs, AttentionBackwardArgs, KVCacheArgs, _checked, members, sized
 
 KINDS = {"threads": 1, "processes": 2, "nccl": 3}
 LAYOUTS = {"contiguous": 1, "zigzag": 2, "flat": 3}
@@ -22,96 +22,72 @@ AllGather = ct.CFUNCTYPE(ct.c_int, ct.c_void_p, ct.c_void_p, ct.c_void_p, ct.c_s
 class GroupArgs(ct.Structure):
     """fa_group_args."""
 
-    _fields_ = [
-        ("struct_size", ct.c_size_t),
-        ("kind", ct.c_int32),
-        ("rank", ct.c_int32),
-        ("size", ct.c_int32),
-        ("device", ct.c_int32),
-        ("device_index", ct.c_int32),
-        ("reserved", ct.c_int32),
-        ("timeout_ms", ct.c_int64),
+    _fields_ = sized(
+        "int32 kind rank size device device_index reserved",
+        "int64 timeout_ms",
         ("all_gather", AllGather),
-        ("context", ct.c_void_p),
-        ("nccl_comm", ct.c_void_p),
-        ("nccl_library", ct.c_char_p),
-    ]
+        "pointer context nccl_comm",
+        "text nccl_library",
+    )
 
 
 class Segment(ct.Structure):
     """fa_segment."""
 
-    _fields_ = [("sequence", ct.c_int32), ("begin", ct.c_int32), ("end", ct.c_int32)]
+    _fields_ = members("int32 sequence begin end")
 
 
 @_checked
 class DistributedArgs(ct.Structure):
     """fa_distributed_args."""
 
-    _fields_ = [
-        ("struct_size", ct.c_size_t),
+    _fields_ = sized(
         ("attention", ct.POINTER(AttentionArgs)),
-        ("cu_seqlens_q", ct.c_void_p),
-        ("cu_seqlens_k", ct.c_void_p),
-        ("batch", ct.c_int32),
-        ("layout", ct.c_int32),
-        ("mode", ct.c_int32),
-        ("groups", ct.c_int32),
-    ]
+        "pointer cu_seqlens_q cu_seqlens_k",
+        "int32 batch layout mode groups",
+    )
 
 
 class DistributedPlan(ct.Structure):
     """fa_distributed_plan."""
 
-    _fields_ = [
-        ("struct_size", ct.c_size_t),
-        ("status", ct.c_int32),
-        ("mode", ct.c_int32),
-        ("groups", ct.c_int32),
-        ("calls", ct.c_int32),
-        ("rows_q", ct.c_int64),
-        ("rows_k", ct.c_int64),
-        ("workspace_bytes", ct.c_size_t),
-        ("shared_bytes", ct.c_size_t),
-        ("received_bytes", ct.c_int64),
+    _fields_ = sized(
+        "int32 status mode groups calls",
+        "int64 rows_q rows_k",
+        "size workspace_bytes shared_bytes",
+        "int64 received_bytes",
         ("why_not", ct.c_char * 1472),
-    ]
+    )
 
 
 @_checked
 class DistributedBackwardArgs(ct.Structure):
     """fa_distributed_backward_args."""
 
-    _fields_ = [
-        ("struct_size", ct.c_size_t),
+    _fields_ = sized(
         ("forward", ct.POINTER(DistributedArgs)),
         ("gradients", ct.POINTER(AttentionBackwardArgs)),
-    ]
+    )
 
 
 @_checked
 class DistributedDecodeArgs(ct.Structure):
     """fa_distributed_decode_args."""
 
-    _fields_ = [("struct_size", ct.c_size_t), ("cache", ct.POINTER(KVCacheArgs))]
+    _fields_ = sized(("cache", ct.POINTER(KVCacheArgs)))
 
 
 @_checked
 class DistributedMergeArgs(ct.Structure):
     """fa_distributed_merge_args."""
 
-    _fields_ = [
-        ("struct_size", ct.c_size_t),
-        ("device", ct.c_int32),
-        ("dtype", ct.c_int32),
-        ("nheads", ct.c_int32),
-        ("headdim_v", ct.c_int32),
-        ("rows", ct.c_int64),
-        *_tensor("out"),
-        ("lse", ct.c_void_p),
-        ("workspace", ct.c_void_p),
-        ("workspace_bytes", ct.c_size_t),
-    ]
+    _fields_ = sized(
+        "int32 device dtype nheads headdim_v",
+        "int64 rows",
+        "tensor out",
+        "pointer lse workspace",
+        "size workspace_bytes",
+    )
 
 
 # The functions fa_distributed_<name> of a group, one struct and a stream.
@@ -125,8 +101,7 @@ CALLS = {
 
 def _group_call(args: type[ct.Structure]) -> type[ct.Structure]:
     """fa_group_call, with the type of what `args` points to."""
-    integers = [(name, ct.c_int32) for name in ("kind", "rank", "size", "reserved")]
-    fields = [("struct_size", ct.c_size_t), ("group", ct.c_void_p), ("args", ct.POINTER(args)), *integers]
+    fields = sized("pointer group", ("args", ct.POINTER(args)), "int32 kind rank size reserved")
     return type("GroupCall", (ct.Structure,), {"_fields_": fields})
 
 

@@ -7,30 +7,28 @@ rows of the result that one device would compute from all tokens.
 from __future__ import annotations
 
 import ctypes as ct
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from .. import _arrays
 from .._arrays import View, torch_modes
-from .._core.checks import _check_last_axis, _check_same_place, _flag, _integer, _name, _quoted
+from .._core import checks
 from .._core.fields import _destination, _put_strides
 from .._core.forward import repeats
 from .._core.library import last_error, load
-from .._core.options import ARRAYS, Array, AttentionOptions, Options, _options_of
+from .._core.options import ARRAYS, Array, AttentionOptions, Options, Unpack, _options_of, with_signature
 from .._core.queries import reasons
 from .._core.repeats import signature
 from .._core.structs import DTYPES, AttentionArgs, AttentionBackwardArgs, new
-from ..backward import _contiguous_input, _input, _new_dbias
+from ..backward import _contiguous_input, _input, _new_dbias, check_wanted
 from ..errors import BadArgument, Unsupported
 from ._rank_call import RankCall, make_call
 from ._structs import KINDS, LAYOUTS, MODES, MOST_RANKS, DistributedArgs, DistributedBackwardArgs
 from .groups import Group
 from .layouts import _local, _segments, check_flat, equal_lengths, host_lengths
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 _FLOAT8 = ("q_descale", "k_descale", "v_descale", "out_dtype", "fast_accum")
 _ARRAYS = tuple(name for name in ARRAYS if name not in _FLOAT8)  # options that are arrays
@@ -54,6 +52,29 @@ class DistributedPlan:
     why_not: dict[str, str]  # for each mode that does not serve the call, the reason
 
 
+class RankOptions(AttentionOptions, total=False):
+    """For type checkers: those of flash_attn_func, after those that say where the rows of a rank are."""
+
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+    seqlen_q: int | None
+    seqlen_k: int | None
+    layout: str
+    mode: str
+    groups: int
+
+
+_WHERE = {"cu_seqlens_q": None, "cu_seqlens_k": None, "seqlen_q": None, "seqlen_k": None}
+_WHERE |= {"layout": "zigzag", "mode": "auto", "groups": 0}
+shows_options = with_signature(RankOptions, **_WHERE)
+
+
+def split_options(function: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], Options]:
+    """The arguments of _Whole, and the options of attention, among a function's keyword arguments."""
+    where = {name: given.get(name, default) for name, default in _WHERE.items()}
+    return where, _options_of(function, {name: x for name, x in given.items() if name not in _WHERE})
+
+
 class _Whole:
     """The arguments that define where a rank's rows are in the sequences."""
 
@@ -71,9 +92,9 @@ class _Whole:
     def put(self, call: DistributedArgs, args: AttentionArgs, views: list[View], rank: int, size: int) -> list:
         """Puts the arguments into the structs, and checks q and k against them. Returns arrays that keep the lengths
         alive."""
-        call.layout = LAYOUTS[_name("layout", self.layout, LAYOUTS)]
-        call.mode = MODES[_name("mode", self.mode, MODES)]
-        call.groups = _integer("groups", self.groups, -(2**31), 2**31 - 1)
+        call.layout = LAYOUTS[checks.one_of("layout", self.layout, LAYOUTS)]
+        call.mode = MODES[checks.one_of("mode", self.mode, MODES)]
+        call.groups = checks.integer("groups", self.groups, -(2**31), 2**31 - 1)
         qv, kv = views[:2]
         if len(qv.shape) == 4:
             check_flat(self.layout, qv.shape[0])
@@ -84,8 +105,8 @@ class _Whole:
         for x, cu, view in zip("qk", lengths, (qv, kv), strict=True):
             if cu.size < 2 or cu[0] or (np.diff(cu) < 0).any():
                 raise BadArgument(
-                    f"cu_seqlens_{x}={_quoted(cu.tolist())} does not go from 0 upwards: expected batch + 1 cumulative "
-                    "lengths, such as [0, 3, 8] for sequences of 3 and 5 tokens"
+                    f"cu_seqlens_{x}={checks.quoted(cu.tolist())} does not go from 0 upwards: expected batch + 1 "
+                    "cumulative lengths, such as [0, 3, 8] for sequences of 3 and 5 tokens"
                 )
             local = np.diff(_local(_segments(call.layout, rank, size, cu), cu.size - 1))
             rows, held = rows_of(view), int(local.sum())
@@ -110,19 +131,21 @@ class _Whole:
         given = self.cu_seqlens["qk".index(x)]
         if given is not None:
             raise BadArgument(
-                f"cu_seqlens_{x}={_quoted(given.tolist())} with {x} of shape {tuple(view.shape)}: a dense batch has "
-                f"seqlen_{x}, and packed arrays are (rows, heads, dim)"
+                f"cu_seqlens_{x}={checks.quoted(given.tolist())} with {x} of shape {tuple(view.shape)}: a dense batch "
+                f"has seqlen_{x}, and packed arrays are (rows, heads, dim)"
             )
         length_q, length = self.seqlens[0], self.seqlens["qk".index(x)]
         length = length_q if length is None else length
-        length = view.shape[1] * size if length is None else _integer(f"seqlen_{x}", length, 0, 2**31 - 1)
+        length = view.shape[1] * size if length is None else checks.integer(f"seqlen_{x}", length, 0, 2**31 - 1)
         return equal_lengths(view.shape[0], length)
 
     def _packed(self) -> list[np.ndarray]:
         cu_q, cu_k = self.cu_seqlens
         for x, length in zip("qk", self.seqlens, strict=True):
             if length is not None:
-                raise BadArgument(f"seqlen_{x}={_quoted(length)} with packed arrays: cu_seqlens_{x} has the lengths")
+                raise BadArgument(
+                    f"seqlen_{x}={checks.quoted(length)} with packed arrays: cu_seqlens_{x} has the lengths"
+                )
         if cu_q is None:
             raise BadArgument("cu_seqlens_q is None: packed arrays need the lengths of the whole sequences")
         return [cu_q, cu_q if cu_k is None else cu_k]
@@ -156,7 +179,7 @@ def refuse_unserved(options: Options) -> None:
         )
     for name in _FLOAT8:
         if getattr(options, name) is not Options._field_defaults[name]:
-            raise Unsupported(f"{name}={_quoted(getattr(options, name))}: float8 is not served across ranks")
+            raise Unsupported(f"{name}={checks.quoted(getattr(options, name))}: float8 is not served across ranks")
 
 
 def check_axes(name: str, x: Any, q: Any) -> None:
@@ -173,20 +196,16 @@ def _prepare(q: Any, k: Any, v: Any, whole: _Whole, options: Options, rank: int,
     qv, kv, vv = views
     for name, view in zip("qkv", views, strict=True):
         check_axes(name, view, qv)
-        _check_last_axis(name, view)
-        _check_same_place(name, view, "q", qv)
-        if view.dtype not in ("float32", "float16", "bfloat16"):
-            raise BadArgument(f"{name} is {view.dtype}: expected float32, float16 or bfloat16")
+        checks.last_axis(name, view)
+        checks.same_place(name, view, "q", qv)
+        checks.floats(name, view)
         if view.dtype != qv.dtype:
             raise BadArgument(f"{name} is {view.dtype}, but q is {qv.dtype}: they must be the same")
     *batch, _, nheads, headdim = qv.shape
     *batch_k, _, nheads_k, headdim_k = kv.shape
     if batch_k != batch or headdim_k != headdim:
         raise BadArgument(f"k has shape {tuple(kv.shape)}, but q has {tuple(qv.shape)}: batch and headdim must agree")
-    if vv.shape[:-1] != kv.shape[:-1]:
-        raise BadArgument(f"v has shape {tuple(vv.shape)}, but k has {tuple(kv.shape)}: all but headdim must agree")
-    if vv.shape[-1] < 1:  # 0 would mean "the same as headdim" to the library
-        raise BadArgument(f"v has shape {tuple(vv.shape)}: headdim_v=0 is outside 1 .. 512")
+    checks.values_like_keys("v", vv, "k", kv)
     args, call = new(AttentionArgs), new(DistributedArgs)
     call.attention = ct.pointer(args)
     args.device, args.dtype = qv.device, DTYPES[qv.dtype]
@@ -224,26 +243,20 @@ def _sign(arrays: tuple, values: tuple, options: Options) -> tuple | None:
 
 def check_group(group: Any) -> None:
     if not isinstance(group, Group):
-        given = "" if hasattr(group, "shape") else f"={_quoted(group)}"
+        given = "" if hasattr(group, "shape") else f"={checks.quoted(group)}"
         raise BadArgument(f"group{given} is a {type(group).__name__}: expected a Group of this rank")
 
 
+@shows_options
 def forward(
     group: Group,
     q: Array,
     k: Array,
     v: Array,
     *,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_k: Any = None,
-    seqlen_q: int | None = None,
-    seqlen_k: int | None = None,
-    layout: str = "zigzag",
-    mode: str = "auto",
-    groups: int = 0,
     return_lse: bool = False,
     out: Any = None,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[RankOptions],
 ) -> Any:
     """This rank's rows of flash_attn_varlen_func, or flash_attn_func, over the tokens of all ranks. Collective.
 
@@ -296,17 +309,15 @@ def forward(
             view = _destination("out", out, dict(zip("qkv", views, strict=False)), shape, qv.dtype)
         put_rows(args, "out", view)
         prepared.output(args, "out_data", view, None if out is None else len(arrays) - 1)
-        if _flag("return_lse", return_lse):
+        if checks.flag("return_lse", return_lse):
             prepared.output(args, "lse", qv.door.empty(qv, (args.nheads, args.total_q), "float32"))
         return prepared, views
 
-    results = _make(
-        "forward", group, arrays, ("forward", return_lse), options, prepare,
-        (cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, layout, mode, groups),
-    )  # fmt: skip
+    results = _make("forward", group, arrays, ("forward", return_lse), options, prepare)
     return tuple(results) if len(results) > 1 else results[0]
 
 
+@shows_options
 def backward(
     group: Group,
     dout: Array,
@@ -316,20 +327,13 @@ def backward(
     out: Array,
     lse: Array,
     *,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_k: Any = None,
-    seqlen_q: int | None = None,
-    seqlen_k: int | None = None,
-    layout: str = "zigzag",
-    mode: str = "auto",
-    groups: int = 0,
     dlse: Any = None,
     return_dbias: bool = False,
     return_dsinks: bool = False,
     dq: Any = None,
     dk: Any = None,
     dv: Any = None,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[RankOptions],
 ) -> tuple[Array, ...]:
     """This rank's rows of the gradients of sum(out * dout) + sum(lse * dlse) over the tokens of all ranks. Collective.
 
@@ -384,63 +388,49 @@ def backward(
             put_rows(gradients, name, view)
             inputs[name] = view
             prepared.output(gradients, f"{name}_data", view, None if array is None else len(arrays) - 3 + i)
-        if _flag("return_dbias", return_dbias):
-            if chosen.bias is None:
-                raise BadArgument("return_dbias=True, but bias is None")
+        wanted = checks.flag("return_dbias", return_dbias), checks.flag("return_dsinks", return_dsinks)
+        check_wanted(chosen, *wanted)
+        if wanted[0]:
             view = _new_dbias(gradients, qv, chosen.bias, args.seqlen_k)
             if view.shape[-1] != (shape := _arrays.view(chosen.bias, "bias").shape)[-1]:
                 raise Unsupported(f"return_dbias=True of a bias of shape {tuple(shape)}: give it all keys as columns")
             prepared.output(gradients, "dbias_data", view)
-        if _flag("return_dsinks", return_dsinks):
-            if chosen.sinks is None:
-                raise BadArgument("return_dsinks=True, but sinks is None")
+        if wanted[1]:
             prepared.output(gradients, "dsinks", qv.door.full(qv, (args.nheads,), "float32", 0))
         return prepared, views
 
     # The library adds to dbias, so it must begin with zeros: such a call is not repeated.
     repeats = None if return_dbias else ("backward", return_dsinks)
-    return tuple(
-        _make(
-            "backward", group, arrays, repeats, options, prepare,
-            (cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, layout, mode, groups),
-        )
-    )  # fmt: skip
+    return tuple(_make("backward", group, arrays, repeats, options, prepare))
 
 
 def _places(args: ct.Structure, arrays: tuple, fields: tuple[str, ...]) -> list[tuple[ct.Structure, str] | None]:
     return [None if array is None else (args, field) for array, field in zip(arrays, fields, strict=True)]
 
 
-def _make(
-    name: str, group: Group, arrays: tuple, repeats: tuple | None, options: Any, prepare: Any, where: tuple
-) -> list[Any]:
+def _make(name: str, group: Group, arrays: tuple, repeats: tuple | None, options: Any, prepare: Any) -> list[Any]:
     """Makes a call whose arguments are checked inside the collective call, so that the other ranks hear of errors.
     repeats: the beginning of the signature, or None for a call that is not repeated."""
 
     def start() -> tuple[tuple | None, Any]:
-        chosen, whole = _options_of(name, options), _Whole(*where)
+        where, chosen = split_options(name, options)
+        whole = _Whole(**where)
         sign = repeats and _sign(arrays, (*repeats, *whole.values()), chosen)
         return sign, lambda: prepare(whole, chosen)
 
     return make_call(group, arrays, start)
 
 
+@shows_options
 def plan(
     group: Group | tuple[int, int],
     q: Any,
     k: Any,
     v: Any,
     *,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_k: Any = None,
-    seqlen_q: int | None = None,
-    seqlen_k: int | None = None,
-    layout: str = "zigzag",
-    mode: str = "auto",
-    groups: int = 0,
     backward: bool = False,
     kind: str = "threads",
-    **options: Any,
+    **options: Unpack[RankOptions],
 ) -> DistributedPlan:
     """Tells what `forward`, or with backward=True `backward`, would do with the same arguments on this rank, without
     doing it. Not collective. `group` may also be (rank, size); `kind` is then the kind of the planned group.
@@ -457,17 +447,17 @@ def plan(
         try:
             rank, size = group
         except (TypeError, ValueError):
-            raise BadArgument(f"group={_quoted(group)} is neither a Group nor (rank, size)") from None
-        size = _integer("size", size, 1, MOST_RANKS)
-        rank = _integer("rank", rank, 0, size - 1)
-        _name("kind", kind, KINDS)
-    whole = _Whole(cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, layout, mode, groups)
-    args, call, views, lengths = _prepare(q, k, v, whole, _options_of("plan", options), rank, size)
+            raise BadArgument(f"group={checks.quoted(group)} is neither a Group nor (rank, size)") from None
+        size = checks.integer("size", size, 1, MOST_RANKS)
+        rank = checks.integer("rank", rank, 0, size - 1)
+        checks.one_of("kind", kind, KINDS)
+    where, chosen = split_options("plan", options)
+    args, call, views, lengths = _prepare(q, k, v, _Whole(**where), chosen, rank, size)
     qv, kv, vv = views[:3]
     heads, dim, dim_v = args.nheads, args.headdim, args.headdim_v
     _put_strides(args, "out", None, (0, heads * dim_v, dim_v), ("batch", "row", "head"))
     name, outer = "forward", call
-    if _flag("backward", backward):
+    if checks.flag("backward", backward):
         gradients, name, outer = new(AttentionBackwardArgs), "backward", new(DistributedBackwardArgs)
         outer.forward, outer.gradients = ct.pointer(call), ct.pointer(gradients)
         for x, n, d in (
@@ -484,9 +474,6 @@ def plan(
         error=last_error() if found.status else "",
         mode=_MODE_NAMES.get(found.mode, "") if found.mode else "",
         rows=(found.rows_q, found.rows_k),
-        workspace_bytes=found.workspace_bytes,
-        shared_bytes=found.shared_bytes,
-        received_bytes=found.received_bytes,
-        calls=found.calls,
         why_not=reasons(found.why_not),
+        **{name: getattr(found, name) for name in ("workspace_bytes", "shared_bytes", "received_bytes", "calls")},
     )

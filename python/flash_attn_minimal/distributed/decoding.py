@@ -4,57 +4,29 @@
 from __future__ import annotations
 
 import ctypes as ct
+import inspect
 from typing import Any
 
 import numpy as np
 
 from .. import _arrays
 from .._arrays import View
-from .._core.checks import _OPEN, _check_contiguous, _check_last_axis, _check_same_place, _wants_lse
+from .._core import checks
 from .._core.fields import _put_tensor
 from .._core.options import Array
 from .._core.repeats import signature
 from .._core.structs import DTYPES, AttentionArgs, new
 from ..errors import BadArgument
-from ..kvcache import _LENGTHS, _given_out, _keys, _prepare_step, _repeats, _Step
+from ..kvcache import _LENGTHS, SIGNATURE, _given_out, _keys, _prepare_step, _repeats, _Step, arguments_of, step_of
 from ._rank_call import RankCall, make_call
 from ._structs import DistributedDecodeArgs, DistributedMergeArgs
 from .calls import check_group, check_place, put_rows, rows_of
 from .groups import Group
 
+_UNSERVED = ("attention_chunk", "tree_mask", "tree_keys", "shared_prefix")
 
-def decode(
-    group: Group,
-    q: Array,
-    k_cache: Array,
-    v_cache: Array,
-    k: Any = None,
-    v: Any = None,
-    rotary_cos: Any = None,
-    rotary_sin: Any = None,
-    cache_seqlens: Any = None,
-    cache_batch_idx: Any = None,
-    cache_leftpad: Any = None,
-    block_table: Any = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = _OPEN,
-    softcap: float = 0.0,
-    rotary_interleaved: bool = True,
-    alibi_slopes: Any = None,
-    num_splits: int = 0,
-    return_softmax_lse: bool = False,
-    *,
-    return_lse: bool = False,
-    sinks: Any = None,
-    k_scale: Any = None,
-    v_scale: Any = None,
-    batch_invariant: bool = False,
-    programmatic: bool = False,
-    kernel: str | None = None,
-    out: Any = None,
-    num_threads: int = 0,
-) -> Any:
+
+def decode(group: Group, q: Array, k_cache: Array, v_cache: Array, *arguments: Any, **options: Any) -> Any:
     """flash_attn_with_kvcache over a cache whose keys are spread over the ranks in any way. Collective.
 
     Arguments, as in flash_attn_with_kvcache, for this rank's shard of the cache:
@@ -75,15 +47,11 @@ def decode(
     Raises: as `forward`.
     """
     check_group(group)
-    return_lse = _wants_lse(return_lse, return_softmax_lse)
-    step = _Step(
-        q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
-        cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table,
-        alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, cache_seqlens=cache_seqlens,
-        softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
-        rotary_interleaved=rotary_interleaved, num_splits=num_splits, batch_invariant=batch_invariant,
-        programmatic=programmatic, kernel=kernel, num_threads=num_threads,
-    )  # fmt: skip
+    if unserved := [name for name in _UNSERVED if name in options]:
+        raise TypeError(f"decode() got an unexpected keyword argument {unserved[0]!r}")
+    given, out, return_lse = arguments_of("decode", (q, k_cache, v_cache, *arguments), options)
+    step = step_of("decode", given)
+    cache_seqlens = step.cache_seqlens
     at_once = type(cache_seqlens) is int  # one length for all sequences, not an array
     arrays = (*step[:_LENGTHS], None if at_once else cache_seqlens, out)
 
@@ -112,7 +80,7 @@ def decode(
 
     def start() -> tuple[tuple | None, Any]:
         values = "decode", at_once, return_lse, *step[_LENGTHS + 1 :]
-        return signature(arrays, values, window_size), prepare
+        return signature(arrays, values, step.window_size), prepare
 
     def numbers(known: RankCall) -> tuple:
         if not at_once:
@@ -122,6 +90,11 @@ def decode(
 
     results = make_call(group, arrays, start, numbers)
     return tuple(results) if len(results) > 1 else results[0]
+
+
+_SHOWN = [x for name, x in SIGNATURE.parameters.items() if name not in _UNSERVED]
+_SHOWN.insert(0, inspect.Parameter("group", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation="Group"))
+decode.__signature__ = SIGNATURE.replace(parameters=_SHOWN)  # type: ignore[attr-defined]
 
 
 def merge(group: Group, out: Array, lse: Array) -> tuple[Array, Array]:
@@ -147,19 +120,17 @@ def merge(group: Group, out: Array, lse: Array) -> tuple[Array, Array]:
         ov, lv = views
         if len(ov.shape) not in (3, 4):
             raise BadArgument(f"out has shape {tuple(ov.shape)}: expected (rows, nheads, headdim_v)")
-        if ov.dtype not in ("float32", "float16", "bfloat16"):
-            raise BadArgument(f"out is {ov.dtype}: expected float32, float16 or bfloat16")
-        _check_last_axis("out", ov)
-        _check_same_place("lse", lv, "out", ov)
+        checks.floats("out", ov)
+        checks.last_axis("out", ov)
+        checks.same_place("lse", lv, "out", ov)
         check_place(group, ov, "out")
         rows, (nheads, headdim_v) = rows_of(ov), ov.shape[-2:]
         if tuple(lv.shape) != (nheads, rows) or lv.dtype != "float32":
             raise BadArgument(f"lse is {lv.dtype} {tuple(lv.shape)}: expected float32 {(nheads, rows)}")
         for name, view in (("out", ov), ("lse", lv)):
             view.door.check_seen()
-            _check_contiguous(name, view)
-            if not view.writable:
-                raise BadArgument(f"{name} is a read-only {view.door.name} array: the results go there")
+            checks.contiguous(name, view)
+            checks.writable(name, view, ": the results go there")
         args = new(DistributedMergeArgs)
         args.device, args.dtype = ov.device, DTYPES[ov.dtype]
         args.nheads, args.headdim_v, args.rows = nheads, headdim_v, rows
@@ -171,6 +142,6 @@ def merge(group: Group, out: Array, lse: Array) -> tuple[Array, Array]:
         return prepared, views
 
     def start() -> tuple[tuple | None, Any]:
-        return signature(arrays, ("merge",), _OPEN), prepare
+        return signature(arrays, ("merge",), checks.OPEN), prepare
 
     return tuple(make_call(group, arrays, start))  # type: ignore[return-value]

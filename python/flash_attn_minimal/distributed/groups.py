@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from .._core.checks import _integer, _name, _number, _quoted
+from .._core.checks import integer, number, one_of, quoted
 from .._core.library import _ERRORS
 from .._core.structs import CPU, CUDA, new
 from ..errors import BadArgument, FlashAttnError, OutOfMemory, RankLost, Unsupported
@@ -121,7 +121,7 @@ class Group:
         GPU. A program that captures CUDA graphs therefore reserves it before the capture."""
 
         def prepare() -> tuple:
-            size = _integer("shared_bytes", shared_bytes, 0, 2**63 - 1)
+            size = integer("shared_bytes", shared_bytes, 0, 2**63 - 1)
             return lambda handle: load().fa_group_reserve(handle, size), lambda: None
 
         self.collective(prepare)
@@ -238,24 +238,24 @@ def _callback(all_gather: AllGatherFunction, size: int, failures: list[BaseExcep
 
 def _device(device: Any) -> tuple[int, int]:
     if isinstance(device, (int, np.integer)) and not isinstance(device, bool):
-        return CUDA, _integer("device", device, 0, 2**31 - 1)
+        return CUDA, integer("device", device, 0, 2**31 - 1)
     name = str(device)
     if name == "cpu":
         return CPU, 0
     if found := re.fullmatch(r"cuda:(\d{1,6})", name):
         return CUDA, int(found[1])
-    raise BadArgument(f"device={_quoted(device)} is neither 'cpu' nor the number of a CUDA device")
+    raise BadArgument(f"device={quoted(device)} is neither 'cpu' nor the number of a CUDA device")
 
 
 def _args(kind: str, rank: Any, size: Any, device: Any, timeout: Any) -> GroupArgs:
     args = new(GroupArgs)
-    args.kind = KINDS[_name("kind", kind, KINDS)]
-    args.size = _integer("size", size, 1, MOST_RANKS)
-    args.rank = _integer("rank", rank, 0, args.size - 1)
+    args.kind = KINDS[one_of("kind", kind, KINDS)]
+    args.size = integer("size", size, 1, MOST_RANKS)
+    args.rank = integer("rank", rank, 0, args.size - 1)
     args.device, args.device_index = _device(device)
-    seconds = _number("timeout", timeout)
+    seconds = number("timeout", timeout)
     if not 0.001 <= seconds <= 1e9:
-        raise BadArgument(f"timeout={_quoted(timeout)} is outside 0.001 .. 1e9 seconds")
+        raise BadArgument(f"timeout={quoted(timeout)} is outside 0.001 .. 1e9 seconds")
     args.timeout_ms = round(1000 * seconds)
     return args
 
@@ -285,11 +285,11 @@ def create_group(
     """
     args = _args(kind, rank, size, device, timeout)
     if nccl_comm is not None:
-        args.nccl_comm = _integer("nccl_comm", nccl_comm, 1, 2**64 - 1)
+        args.nccl_comm = integer("nccl_comm", nccl_comm, 1, 2**64 - 1)
     if nccl_library is not None:
         args.nccl_library = os.fsencode(nccl_library)
     if not callable(all_gather):
-        raise BadArgument(f"all_gather={_quoted(all_gather)} is not a function: it gathers the bytes of all ranks")
+        raise BadArgument(f"all_gather={quoted(all_gather)} is not a function: it gathers the bytes of all ranks")
     return Group(args, all_gather, kind)
 
 
@@ -321,7 +321,7 @@ def from_torch(
         return everything
 
     rank = dist.get_rank(process_group)
-    if _name("kind", kind, KINDS) != "nccl":
+    if one_of("kind", kind, KINDS) != "nccl":
         return create_group(rank, size, all_gather, kind=kind, device=device, timeout=timeout)
     comm = _nccl_comm(process_group or dist.group.WORLD, torch.device("cuda", device), all_gather)
     return create_group(rank, size, all_gather, kind=kind, device=device, timeout=timeout, nccl_comm=comm)
@@ -370,7 +370,7 @@ def thread_groups(
     if devices is None:
         if size is None:
             raise BadArgument("size=None without devices: how many ranks are there?")
-        devices = [device] * _integer("size", size, 1, MOST_RANKS)
+        devices = [device] * integer("size", size, 1, MOST_RANKS)
     elif size is not None and size != len(devices):
         raise BadArgument(f"size={size}, but devices names {len(devices)}")
     size = len(devices)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from .. import _arrays
-from .._core.checks import _integer, _name, _quoted
+from .._core.checks import integer, one_of, quoted
 from .._core.options import Array
 from ..errors import BadArgument
 from ._structs import LAYOUTS, MOST_RANKS, Segment, load
@@ -33,10 +33,10 @@ def host_lengths(name: str, cu_seqlens: Any) -> np.ndarray:
     except (TypeError, ValueError, RuntimeError):
         given = np.empty(0, object)
     if given.ndim != 1 or given.dtype.kind not in "iu" or not given.size:
-        raise BadArgument(f"{name}={_quoted(cu_seqlens)} is no sequence of integers in host memory")
+        raise BadArgument(f"{name}={quoted(cu_seqlens)} is no sequence of integers in host memory")
     if given.dtype != np.int32:
         if not -_MOST_TOKENS <= int(given.min()) <= int(given.max()) <= _MOST_TOKENS:
-            raise BadArgument(f"{name}={_quoted(cu_seqlens)} has numbers beyond an int32")
+            raise BadArgument(f"{name}={quoted(cu_seqlens)} has numbers beyond an int32")
         given = given.astype(np.int32)
     return np.ascontiguousarray(given)
 
@@ -61,9 +61,9 @@ def segments(layout: str, rank: int, size: int, cu_seqlens: Any) -> np.ndarray:
     >>> segments("zigzag", 1, 2, [0, 8, 12]).tolist()
     [[0, 2, 4], [0, 4, 6], [1, 1, 2], [1, 2, 3]]
     """
-    number = LAYOUTS[_name("layout", layout, LAYOUTS)]
-    size = _integer("size", size, 1, MOST_RANKS)
-    rank = _integer("rank", rank, 0, size - 1)
+    number = LAYOUTS[one_of("layout", layout, LAYOUTS)]
+    size = integer("size", size, 1, MOST_RANKS)
+    rank = integer("rank", rank, 0, size - 1)
     return _segments(number, rank, size, host_lengths("cu_seqlens", cu_seqlens))
 
 
@@ -141,7 +141,7 @@ def _axis(x: Any, cu_seqlens: Any, axis: int | None) -> tuple[int, int]:
     """The axis of the tokens, and its length."""
     rank = len(x.shape)
     default = 1 if cu_seqlens is None else 0
-    where = default if axis is None else _integer("axis", axis, -rank, rank - 1) % rank
+    where = default if axis is None else integer("axis", axis, -rank, rank - 1) % rank
     if where >= rank:
         raise BadArgument(f"an array of shape {tuple(x.shape)} has no axis {where} of tokens")
     return where, x.shape[where]

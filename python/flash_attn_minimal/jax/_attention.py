@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from .._core.checks import _flag
+from .._core.checks import flag
 from .._core.fields import _put_tensor
 from .._core.library import load
 from .._core.options import Options, _prepare
-from .._core.structs import AttentionBackwardArgs, new
+from .._core.structs import PART_FIELDS, AttentionBackwardArgs, new
 from ..backward import _put_dbias
 from ..errors import BadArgument, Unsupported
 from ._axes import vary
@@ -31,7 +31,6 @@ ARRAYS = ("bias", "mask", "alibi_slopes", "sinks", "startend_row_indices", "bloc
 _DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
 _HALVES = ("float16", "bfloat16")
 RESULT = "flash_attn_minimal"  # the name of out and lse for policies of jax.checkpoint, which may then keep them
-_PART = ("key_begin", "seqlen_k", "shift", "first_row", "first_key", "sequence", "seqlen_q", "reserved")  # of fa_part
 
 
 def traced(q, k, v, varlen, out, return_lse, options: Options, part: dict[str, Any] | None = None):
@@ -100,7 +99,7 @@ def traced(q, k, v, varlen, out, return_lse, options: Options, part: dict[str, A
     if varlen:  # XLA does not initialise results, and nothing writes the rows after the last sequence
         covered = jnp.arange(out.shape[0]) < arrays[names.index("cu_seqlens_q")][-1]
         out, lse = jnp.where(covered[:, None, None], out, 0), jnp.where(covered, lse, -jnp.inf)
-    return (out, lse) if _flag("return_lse", return_lse) else out
+    return (out, lse) if flag("return_lse", return_lse) else out
 
 
 def check_served(out, return_lse, options: Options, longest) -> None:
@@ -111,7 +110,7 @@ def check_served(out, return_lse, options: Options, longest) -> None:
     plain = options._asdict()
     if is_tracer(plain["softmax_scale"]):
         del plain["softmax_scale"]
-    if not is_tracer(options.fast_accum) and not _flag("fast_accum", options.fast_accum):
+    if not is_tracer(options.fast_accum) and not flag("fast_accum", options.fast_accum):
         plain["fast_accum"] = None
     for name in ("q_descale", "k_descale", "v_descale", "out_dtype", "fast_accum"):
         if plain.pop(name) is not None:
@@ -212,7 +211,7 @@ class _Passes:
             rows = (batch,)
         axes = {"q": (*rows, None, heads, None), "sinks": (heads,)}
         axes["k"] = axes["v"] = (*rows, None, heads_k, None)
-        axes |= dict.fromkeys(_PART, (batch,))
+        axes |= dict.fromkeys(PART_FIELDS, (batch,))
         axes["cu_seqlens_q"] = axes["cu_seqlens_k"] = (None,)
         axes["bias"] = axes["mask"] = (batch, heads, None, None)
         axes["alibi_slopes"] = (batch, heads)
@@ -300,7 +299,7 @@ class _PartsCall:
         by_name = dict(zip(names, types, strict=True))
         (self.batch, self.rows, *_), self.keys = by_name["q"][0], by_name["k"][0][1]
         self.names = names
-        inner = tuple(name for name in names if name not in _PART)
+        inner = tuple(name for name in names if name not in PART_FIELDS)
         packed = [((shape[0] * shape[1], *shape[2:]), kind) for shape, kind in (by_name[name] for name in "qkv")]
         packed += [by_name[name] for name in inner[3:]] + [((self.batch + 1,), "int32"), ((self.batch, 8), "int32")]
         options = options._replace(top_left=False)  # the shift of a part gives the alignment
@@ -333,7 +332,7 @@ class _PartsCall:
 
     def _part(self, given: dict) -> dict:
         """The fields of fa_part, (batch,) each, with key_begin from the sequence's first row on."""
-        part = {name: given.get(name, jnp.zeros(self.batch, jnp.int32)) for name in _PART}
+        part = {name: given.get(name, jnp.zeros(self.batch, jnp.int32)) for name in PART_FIELDS}
         part["sequence"] = jnp.arange(self.batch, dtype=jnp.int32)
         part["seqlen_k"] = jnp.clip(part["seqlen_k"], 0, self.keys)
         if "seqlen_q" in given:  # a part with seqlen_q = 0 would have all rows; without rows there are no keys
@@ -344,7 +343,9 @@ class _PartsCall:
     def _packed(self, given: dict) -> list:
         part = self._part(given)
         part["key_begin"] += part["sequence"] * self.keys
-        packed = [x.reshape(-1, *x.shape[2:]) if name in "qkv" else x for name, x in given.items() if name not in _PART]
+        packed = [
+            x.reshape(-1, *x.shape[2:]) if name in "qkv" else x for name, x in given.items() if name not in PART_FIELDS
+        ]
         return [*packed, jnp.arange(self.batch + 1, dtype=jnp.int32) * self.rows, jnp.stack([*part.values()], axis=1)]
 
     def _four_axes(self, x, rows: int):

@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._core.checks import _flag, _quoted, _window
-from .._core.options import Options
+from .._core.checks import flag, quoted, window
+from .._core.options import AttentionOptions, Options, Unpack, _options_of, with_signature
 from ..errors import BadArgument, Unsupported
 from ._attention import ARRAYS, RESULT, check_served, scaled, traced
 from ._axes import vary
@@ -31,8 +31,12 @@ from ._custom_call import as_array
 
 LAYOUTS = {"contiguous": 1, "zigzag": 2}  # -> chunks of a sequence that a device holds
 MODES = ("auto", "gather", "ulysses")
+_ARRAYS = ("bias", "mask", "alibi_slopes", "sinks")
+_UNSERVED = ("attention_chunk", "startend_row_indices", "block_mask")
+_UNSERVED += ("q_descale", "k_descale", "v_descale", "out_dtype", "fast_accum")
 
 
+@with_signature(AttentionOptions, _UNSERVED)
 def context_parallel_attention(
     q: Any,
     k: Any,
@@ -41,23 +45,8 @@ def context_parallel_attention(
     axis_name: Any,
     layout: str = "zigzag",
     mode: str = "auto",
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Any = None,
-    deterministic: bool = False,
     return_lse: bool = False,
-    bias: Any = None,
-    mask: Any = None,
-    sinks: Any = None,
-    top_left: bool = False,
-    dropout_seed: int | None = None,
-    dropout_offset: int = 0,
-    kernel: str | None = None,
-    allow_tf32: bool = False,
-    num_threads: int = 0,
+    **given_options: Unpack[AttentionOptions],
 ) -> Any:
     """A device's rows of flash_attn_func over the whole sequences. Every device calls it, inside jax.shard_map.
 
@@ -102,14 +91,13 @@ def context_parallel_attention(
     >>> unshard_tokens(attend(q, k, v), mesh.size).shape == (1, 16 * mesh.size, 8, 32)
     True
     """
-    options = Options(
-        dropout_p=dropout_p, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
-        num_threads=num_threads, deterministic=deterministic, top_left=top_left, dropout_seed=dropout_seed,
-        dropout_offset=dropout_offset, kernel=kernel, allow_tf32=allow_tf32,
-    )  # fmt: skip
+    if unserved := [name for name in _UNSERVED if name in given_options]:
+        raise TypeError(f"context_parallel_attention() got an unexpected keyword argument {unserved[0]!r}")
+    options = _options_of("context_parallel_attention", given_options)
+    given = {"q": q, "k": k, "v": v, **{name: getattr(options, name) for name in _ARRAYS}}
+    options = options._replace(**dict.fromkeys(_ARRAYS))
     check_served(None, return_lse, options, ())
-    return_lse = _flag("return_lse", return_lse)
-    given = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "alibi_slopes": alibi_slopes, "sinks": sinks}
+    return_lse = flag("return_lse", return_lse)
     given = {name: as_array(name, x) for name, x in given.items() if x is not None}
     arrays = vary([jnp.asarray(x) for x in given.values()], [*given.values(), lax.axis_index(axis_name)])
     given = dict(zip(given, arrays, strict=True))
@@ -146,7 +134,7 @@ def _chunks_of(x: Any, size: int, layout: str, axis: int) -> tuple[int, int]:
 
 def _slots(layout: Any) -> int:
     if layout not in tuple(LAYOUTS):
-        raise BadArgument(f"layout={_quoted(layout)} is not one of {', '.join(map(repr, LAYOUTS))}")
+        raise BadArgument(f"layout={quoted(layout)} is not one of {', '.join(map(repr, LAYOUTS))}")
     return LAYOUTS[layout]
 
 
@@ -226,9 +214,9 @@ def _tokens_of(given: dict, axis_name: Any, layout: str, options: Options) -> _T
     for name, shapes in (("sinks", [(q[2],)]), ("alibi_slopes", [(q[2],), (q[0], q[2])])):
         if name in given and given[name].shape not in shapes:
             raise BadArgument(f"{name} has shape {given[name].shape}: expected {' or '.join(map(str, shapes))}")
-    left, right = _window(options.window_size)
-    right = 0 if _flag("causal", options.causal) else right
-    shift = 0 if _flag("top_left", options.top_left) else size * (k[1] - q[1])
+    left, right = window(options.window_size)
+    right = 0 if flag("causal", options.causal) else right
+    shift = 0 if flag("top_left", options.top_left) else size * (k[1] - q[1])
     if left < 0 and right < 0 and not options.dropout_p and given.keys().isdisjoint(("bias", "mask", "alibi_slopes")):
         slots = 1  # no option depends on where a token is, so two chunks may count as one
     return _Tokens(axis_name, size, slots, q[1] // slots, k[1] // slots, shift, left, right)
@@ -255,7 +243,7 @@ def _four_axes(name: str, given: dict, tokens: _Tokens):
 
 def _choose(mode: str, given: dict, tokens: _Tokens, options: Options, by_row: frozenset) -> str:
     if mode not in MODES:
-        raise BadArgument(f"mode={_quoted(mode)} is not one of {', '.join(map(repr, MODES))}")
+        raise BadArgument(f"mode={quoted(mode)} is not one of {', '.join(map(repr, MODES))}")
     if mode == "auto":
         return "gather" if tokens.left >= 0 or _refusal("ulysses", given, tokens, options, by_row) else "ulysses"
     if reason := _refusal(mode, given, tokens, options, by_row):

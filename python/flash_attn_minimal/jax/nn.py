@@ -10,7 +10,6 @@ flash_attn_varlen_func with gradients, merge and rope with gradients, rms_norm, 
 
 from __future__ import annotations
 
-import inspect
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import kvcache
-from .._core.checks import _flag, _quoted, _wants_lse
+from .._core.checks import flag, quoted
 from .._core.options import Options
 from ..errors import BadArgument
 from ._attention import traced
@@ -79,7 +78,7 @@ def dot_product_attention(
     """
     if implementation not in _IMPLEMENTATIONS:
         raise BadArgument(
-            f"implementation={_quoted(implementation)} is not one of {', '.join(map(repr, _IMPLEMENTATIONS))}"
+            f"implementation={quoted(implementation)} is not one of {', '.join(map(repr, _IMPLEMENTATIONS))}"
         )
     if implementation in ("xla", "cudnn"):
         more = {"return_residual": return_residual} if return_residual else {}
@@ -103,7 +102,7 @@ def dot_product_attention(
         }
     out, lse = traced(q, k, v, None, None, True, options, part)
     out = out.reshape(*given["query"].shape[:-1], v.shape[-1])
-    if not _flag("return_residual", return_residual):
+    if not flag("return_residual", return_residual):
         return out
     residual = jax.lax.stop_gradient(lse).swapaxes(1, 2).astype(q.dtype)
     return out, residual.reshape(out.shape[:-1])
@@ -134,9 +133,9 @@ def _local_window(size) -> tuple:
     except TypeError:  # it has no elements
         window = ()
     if len(window) != 2 or not all(hasattr(edge, "__index__") for edge in window):
-        raise BadArgument(f"local_window_size={_quoted(size)} is neither an integer nor a pair of them")
+        raise BadArgument(f"local_window_size={quoted(size)} is neither an integer nor a pair of them")
     if any(isinstance(edge, (int, np.integer)) and edge < 0 for edge in window):
-        raise BadArgument(f"local_window_size={_quoted(size)} is negative: without an end it would be a large number")
+        raise BadArgument(f"local_window_size={quoted(size)} is negative: without an end it would be a large number")
     return window
 
 
@@ -178,9 +177,6 @@ class CacheStep(NamedTuple):
     v_scale: Any = None
 
 
-_ARGUMENTS = inspect.signature(kvcache.flash_attn_with_kvcache)
-
-
 def flash_attn_with_kvcache(q: Any, k_cache: Any, v_cache: Any, *arguments: Any, **options: Any) -> CacheStep:
     """flash_attn_minimal.flash_attn_with_kvcache as a function: the caches with k and v appended are results, and the
     given caches do not change.
@@ -210,14 +206,13 @@ def flash_attn_with_kvcache(q: Any, k_cache: Any, v_cache: Any, *arguments: Any,
     >>> bool((k_cache[:, 0] == k[:, 0]).all()), int(t)
     (True, 1)
     """
-    given = _ARGUMENTS.bind(q, k_cache, v_cache, *arguments, **options).arguments
-    if given.pop("out", None) is not None:
+    given, out, wants_lse = kvcache.arguments_of("flash_attn_with_kvcache", (q, k_cache, v_cache, *arguments), options)
+    if out is not None:
         raise BadArgument("out is given, but a JAX program has no memory to write to")
-    wants_lse = bool(_wants_lse(given.pop("return_lse", False), given.pop("return_softmax_lse", False)))
     lengths = given.get("cache_seqlens")
     if isinstance(lengths, (jax.Array, np.ndarray)) and lengths.ndim == 0:
         given["cache_seqlens"] = jnp.broadcast_to(jnp.asarray(lengths, jnp.int32), jnp.shape(q)[:1])
-    given["return_softmax_lse"] = wants_lse
+    given["return_softmax_lse"] = bool(wants_lse)
     written = () if given.get("k") is None else _written(given)
     found = traced_function(kvcache.flash_attn_with_kvcache, given, written)
     own, became = found if written else (found, ())

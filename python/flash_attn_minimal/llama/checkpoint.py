@@ -8,10 +8,12 @@ Names. Matrices are (out, in); names marked (layers) have one entry for each lay
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import BadArgument
 from .config import Config
 
 STACKED = {"wqkv": ("wq", "wk", "wv"), "wo": ("wo",), "w13": ("w1", "w3"), "w2": ("w2",)}  # one product each
@@ -40,6 +42,11 @@ class Checkpoint:
         if name in self.tensors:
             return [self.tensors[name][layer]]
         return [self.tensors[part][layer] for part in STACKED[name]]
+
+
+def bad_checkpoint(path: str | os.PathLike[str], why: str) -> BadArgument:
+    """why: begins with a space, or with a colon."""
+    return BadArgument(f"checkpoint {str(path)!r}{why}")
 
 
 def matrix_shapes(config: Config) -> dict[str, tuple[int, int]]:

@@ -46,6 +46,9 @@ class RopeScaling:
         return kept * frequencies + (1 - kept) * frequencies / self.factor
 
 
+_SHAPE = ("dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "seq_len")
+
+
 @dataclass(frozen=True)
 class Config:
     """The first seven fields are those of a llama2.c header, in its order; the others default to llama2.c's
@@ -72,15 +75,7 @@ class Config:
     @property
     def shape(self) -> tuple[int, ...]:
         """The seven numbers of a llama2.c header."""
-        return (
-            self.dim,
-            self.hidden_dim,
-            self.n_layers,
-            self.n_heads,
-            self.n_kv_heads,
-            self.vocab_size,
-            self.seq_len,
-        )
+        return tuple(getattr(self, name) for name in _SHAPE)
 
     @property
     def is_llama2c(self) -> bool:
@@ -89,8 +84,7 @@ class Config:
 
     def problem(self) -> str | None:
         """Describes the first impossible number, or None."""
-        names = ("dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "seq_len")
-        for name, value in zip(names, self.shape, strict=True):
+        for name, value in zip(_SHAPE, self.shape, strict=True):
             if not is_int(value, 1, MAX_DIMENSION):
                 return f"{name}={quoted(value)} is outside 1 .. {MAX_DIMENSION}"
         for name in ("head_size", "window"):

@@ -17,10 +17,9 @@ import numpy as np
 from .._core import library
 from ..errors import BadArgument, CudaError
 from ..transformer._safetensors import numpy_dtype
-from ..transformer.quantized import PackedW4, W4Weight
-from .attend import cached_attention, check_dtype
-from .config import Config
-from .host import in_order
+from ..transformer.quantized import PackedW4
+from .attend import check_dtype
+from .host import Host, in_order
 from .sampling import Rule
 
 # ops.linear serves up to FUSED_ROWS rows, or 1 row of a matrix above FUSED_BYTES. Beyond that: rms_norm, cuBLAS,
@@ -93,11 +92,10 @@ class Cublas:
         return ct.c_void_p(x.data.ptr), kind, max(row_stride, x.shape[2]), ct.c_longlong(batch_stride)
 
 
-class Cuda:
+class Cuda(Host):
     """dtype: the type of the matrices. cache_dtype: the type of q, k, v and the cache, by default dtype."""
 
     name = "cuda"
-    reads_unfilled = False  # as of host.Host
     ahead = 8  # steps queued beyond the one that is waited for, so that the host's work meanwhile costs no time
 
     def __init__(self, dtype: str = "float32", cache_dtype: str | None = None):
@@ -120,15 +118,6 @@ class Cuda:
         self._kernels = _Kernels(cupy)
 
     # ---- weights ----
-
-    def matrix(self, *parts: Any, pair: bool = False) -> Any:
-        """As host.Host.matrix."""
-        if isinstance(parts[0], W4Weight):
-            return parts[0].to(self.xp.asarray).pack(self.matrix_dtype.name, pair=pair)
-        return self.stack(parts, self.matrix_dtype)
-
-    def vector(self, *parts: Any) -> Any:
-        return self.stack(parts, np.dtype(np.float32))
 
     def stack(self, parts: Sequence[Any], dtype: np.dtype) -> Any:
         cupy = self.xp
@@ -193,27 +182,16 @@ class Cuda:
         ahead = [weight for weight in ahead if isinstance(weight, PackedW4)]
         return ops.linear_chain([_of_chain(product) for product in products], ahead)
 
-    def attend(self, q, k, v, cache_k, cache_v, rows, rope, config: Config) -> Any:
-        """As host.Host.attend."""
-        return cached_attention(q, k, v, cache_k, cache_v, rows, rope, config)
-
     def sample(self, logits, tokens, rule: Rule, seeds, steps) -> None:
         from ..transformer import ops
 
         temperature, top_k, top_p = rule
         ops.sample(logits, temperature, top_k, top_p, seeds=seeds, step=steps, out=tokens[:, 0], programmatic=True)
 
-    def select(self, tokens, drawn, where) -> None:
-        """As host.Host.select."""
-        self.xp.copyto(tokens, drawn, where=where())
-
     # ---- for the engine ----
 
     def scope(self):
         return self.stream
-
-    def vector_int32(self, values) -> Any:
-        return self.xp.asarray(np.asarray(values, np.int32))
 
     def upload(self, target: Any, values: np.ndarray) -> None:
         target.set(values, stream=self.stream)
@@ -229,10 +207,6 @@ class Cuda:
 
     def advance(self, tokens, ring, count, lengths, active) -> None:
         self._kernels.advance(tokens, active, ring, count, lengths)
-
-    def longest_bucket(self, longest: int, context: int) -> int:
-        """As host.Host.longest_bucket."""
-        return 0
 
     def once(self, body: Callable[[], None]) -> Callable[[], None]:
         """A function that repeats the work of body() as one CUDA graph."""

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .._core.checks import _integer
+from .._core.checks import integer
 from ..errors import BadArgument, FlashAttnError
 from .cache import KVCache, pages_of
 from .model import Array, Llama, Rows
@@ -161,7 +161,7 @@ class Engine:
             raise BadArgument(
                 f"prompt reaches from token {min(prompt)} to {max(prompt)}, outside the vocabulary 0 .. {vocab - 1}"
             )
-        max_new = _integer("max_new", max_new, -math.inf, math.inf)
+        max_new = integer("max_new", max_new, -math.inf, math.inf)
         if max_new < 0:
             raise BadArgument(f"max_new={max_new} is negative")
         room = self.context - len(prompt) + 1

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .._commands.command import Parser, any_seed, command, drop_output, integer, one_of, real
-from .._commands.report import plural
+from .._commands.report import plural, size_text
 from .._core import library
 from ..errors import BadArgument
 from .attend import DTYPES
@@ -145,13 +145,6 @@ def add_options(parser: Parser) -> None:
     add("--page-size", metavar="N", type=integer(), help=help_text)
 
 
-def _size(count: float) -> str:
-    for unit, bytes_ in (("GiB", 2**30), ("MiB", 2**20)):
-        if count >= bytes_:
-            return f"{count / bytes_:.1f} {unit}"
-    return f"{count / 2**10:.1f} KiB"
-
-
 def report(
     args: argparse.Namespace,
     checkpoint: Checkpoint,
@@ -171,7 +164,7 @@ def report(
     if model.packed:
         size, count = sum(w.bytes for w in model.packed), sum(w.shape[0] * w.shape[1] for w in model.packed)
         dtype = f"{model.packed[0].format} in {dtype}"
-        packed = f" (4-bit {_size(size)}, {8 * size / count:.2f} bits a weight)"
+        packed = f" (4-bit {size_text(size, 1)}, {8 * size / count:.2f} bits a weight)"
     dtype += "" if device.dtype == device.matrix_dtype else f" with q, k, v in {device.dtype.name}"
     batch = f", {engine.max_batch} at once" if engine.max_batch > 1 else ""
     several = f", {t.decode_tokens / t.decode_seconds:.1f} tokens/s" if batch and t.decode_seconds else ""
@@ -182,8 +175,8 @@ def report(
         f"decode   {plural(t.decode_steps, 'step')} in {t.decode_seconds:.3f} s, "
         f"{steps_per_second:.1f} steps/s{several}",
     ]
-    size = f"weights {_size(model.weight_bytes)}{packed}, KV cache {_size(cache.nbytes)} ({cache.describe()})"
-    lines.append(f"memory   {size}")
+    size = f"KV cache {size_text(cache.nbytes, 1)} ({cache.describe()})"
+    lines.append(f"memory   weights {size_text(model.weight_bytes, 1)}{packed}, {size}")
     why = {"stop": "the model ended the text", "context": f"the context of {plural(engine.context, 'token')} is full"}
     for number, request in enumerate(requests, 1):
         if request.finished in why:

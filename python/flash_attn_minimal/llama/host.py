@@ -51,7 +51,7 @@ class Host:
         """The parts stacked into one matrix. A 4-bit weight is a single part. pair: it is a SwiGLU's gate above its
         up."""
         if isinstance(parts[0], W4Weight):
-            return parts[0].pack(self.matrix_dtype.name, pair=pair)
+            return parts[0].to(self.xp.asarray).pack(self.matrix_dtype.name, pair=pair)
         return self.stack(parts, self.matrix_dtype)
 
     def vector(self, *parts: np.ndarray) -> np.ndarray:
@@ -122,8 +122,8 @@ class Host:
     ahead = 0  # steps to queue ahead: none, because a step is done when it returns
     reads_unfilled = False  # whether a pass reads positions of a contiguous cache that its sequence has not filled
 
-    def vector_int32(self, values) -> np.ndarray:
-        return np.asarray(values, np.int32)
+    def vector_int32(self, values) -> Any:
+        return self.xp.asarray(np.asarray(values, np.int32))
 
     def upload(self, target: np.ndarray, values: np.ndarray) -> None:
         target[...] = values
@@ -151,7 +151,7 @@ class Host:
 
     def select(self, tokens, drawn, where) -> None:
         """Copies `drawn` to `tokens` where `where`() is true."""
-        self.do(lambda: np.copyto(tokens, drawn, where=where()))
+        self.do(lambda: self.xp.copyto(tokens, drawn, where=where()))
 
     def longest_bucket(self, longest: int, context: int) -> int:
         """The part of the longest sequence's length that a step depends on: none, because kernels read the lengths."""

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._core.files import Fields, is_inside, is_int, parse_json, quoted, read_bytes
+from .._core.files import Fields, is_inside, is_int, json_of, quoted, read_bytes
 from ..errors import BadArgument
 from ..transformer._safetensors import read_safetensors
-from .checkpoint import Checkpoint, matrix_shapes
+from .checkpoint import Checkpoint, bad_checkpoint, matrix_shapes
 from .config import MAX_DIMENSION, Config, RopeScaling
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
@@ -50,12 +50,7 @@ UNREAD = (".rotary_emb.inv_freq",)  # endings of tensors in older files that fol
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = parse_json(read_bytes("file", path))
-    except BadArgument:
-        raise
-    except ValueError as error:
-        raise BadArgument(f"{str(path)!r} is not JSON: {error}") from None
+    found = json_of(f"{str(path)!r} is not JSON", read_bytes("file", path))
     if not isinstance(found, dict):
         raise BadArgument(f"{str(path)!r} holds a JSON {type(found).__name__}: expected an object")
     return found
@@ -186,7 +181,7 @@ def _read_tensors(folder: Path) -> dict[str, np.ndarray]:
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         if not (folder / "model.safetensors").is_file():
-            raise BadArgument(f"checkpoint {str(folder)!r} has neither model.safetensors nor {index.name}")
+            raise bad_checkpoint(folder, f" has neither model.safetensors nor {index.name}")
         return read_safetensors(folder / "model.safetensors")
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
@@ -225,31 +220,27 @@ def load_folder(path: str | os.PathLike[str]) -> Checkpoint:
     """Maps the model in a folder; no tensor is read yet."""
     folder = Path(path)
     if not (folder / "config.json").is_file():
-        raise BadArgument(f"checkpoint {str(path)!r} is a folder without config.json: not a Hugging Face model")
+        raise bad_checkpoint(path, " is a folder without config.json: not a Hugging Face model")
     config, architecture, tied, biases = _read_config(folder / "config.json")
     found = _read_tensors(folder)
     if config.n_layers > len(found):  # checked before a name is made for each layer's tensors
-        raise BadArgument(
-            f"checkpoint {str(path)!r}: num_hidden_layers={config.n_layers}, but its files hold {len(found)} tensors"
-        )
+        raise bad_checkpoint(path, f": num_hidden_layers={config.n_layers}, but its files hold {len(found)} tensors")
     wanted = tensor_names(config, tied, biases)
     if tied:  # some files hold the classifier anyway
         found.pop(NAMES["wcls"], None)
     tensors: dict[str, Any] = {}
     for name, (ours, layer, shape) in wanted.items():
         if name not in found:
-            raise BadArgument(f"checkpoint {str(path)!r} lacks the tensor {name!r}, {shape}")
+            raise bad_checkpoint(path, f" lacks the tensor {name!r}, {shape}")
         array = found.pop(name)
         if array.shape != shape:
-            raise BadArgument(f"checkpoint {str(path)!r}: {name!r} has shape {array.shape}, expected {shape}")
+            raise bad_checkpoint(path, f": {name!r} has shape {array.shape}, expected {shape}")
         if layer is None:
             tensors[ours] = array
         else:
             tensors.setdefault(ours, []).append(array)
     if left := sorted(name for name in found if not name.endswith(UNREAD)):
-        raise BadArgument(
-            f"checkpoint {str(path)!r}: {quoted(left[0])} is no tensor of this {architecture} ({len(left)} such)"
-        )
+        raise bad_checkpoint(path, f": {quoted(left[0])} is no tensor of this {architecture} ({len(left)} such)")
     dtype = str(tensors["wq"][0].dtype.name)
     return Checkpoint(os.fspath(path), f"Hugging Face {architecture}", tied, config, dtype, tensors)
 
@@ -259,10 +250,7 @@ def _check_tables(path: str | os.PathLike[str], data: bytes) -> None:
     it. The package trusts them, and aborts the process if it cannot allocate that much."""
     if not re.search(rb"precompiled_charsmap|\\u00[4-7]", data):  # its letters may be escaped, as in \u0063
         return
-    try:
-        todo = [parse_json(data)]
-    except ValueError as error:
-        raise BadArgument(f"tokenizer {str(path)!r} is not JSON: {error}") from None
+    todo = [json_of(f"tokenizer {str(path)!r} is not JSON", data)]
     while todo:
         node = todo.pop()
         if isinstance(node, (dict, list)):

@@ -17,14 +17,13 @@ import math
 import os
 import struct
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .._core.files import read_file_size
+from .._core.files import read_file_size, replacing
 from ..errors import BadArgument
-from .checkpoint import LAYERED, Checkpoint, matrix_shapes
+from .checkpoint import LAYERED, Checkpoint, bad_checkpoint, matrix_shapes
 from .config import Config
 
 MAGIC = b"24ka"
@@ -86,20 +85,16 @@ def _read_header(path: str | os.PathLike[str], size: int) -> tuple[int, bool, Co
         with open(path, "rb") as file:
             header = file.read(V1_HEADER_BYTES)
     except OSError as error:
-        raise BadArgument(f"checkpoint {str(path)!r}: {error.strerror}") from None
+        raise bad_checkpoint(path, f": {error.strerror}") from None
     if header.startswith(MAGIC):
         if size < V1_HEADER_BYTES:
-            raise BadArgument(
-                f"checkpoint {str(path)!r} is truncated: {size} bytes are less than its {V1_HEADER_BYTES}-byte header"
-            )
+            raise bad_checkpoint(path, f" is truncated: {size} bytes are less than its {V1_HEADER_BYTES}-byte header")
         _, version, *shape, tied, group = V2_HEADER.unpack_from(header)
         if version not in (1, 2):
-            raise BadArgument(f"checkpoint {str(path)!r} has format version {version}: 0, 1 and 2 are read")
+            raise bad_checkpoint(path, f" has format version {version}: 0, 1 and 2 are read")
         return version, bool(tied), Config(*shape), group
     if size < V0_HEADER.size:
-        raise BadArgument(
-            f"checkpoint {str(path)!r} is truncated: {size} bytes are less than its {V0_HEADER.size}-byte header"
-        )
+        raise bad_checkpoint(path, f" is truncated: {size} bytes are less than its {V0_HEADER.size}-byte header")
     *shape, vocab_size, seq_len = V0_HEADER.unpack_from(header)
     return 0, vocab_size > 0, Config(*shape, abs(vocab_size), seq_len), 0
 
@@ -115,11 +110,11 @@ def load_llama2c(path: str | os.PathLike[str]) -> Checkpoint:
         if group < 1 or any(count % group for count in counts):
             problem = f"group_size={group}, which does not divide every matrix"
     if problem:
-        raise BadArgument(f"checkpoint {str(path)!r} is no llama2.c checkpoint: its header says {problem}")
+        raise bad_checkpoint(path, f" is no llama2.c checkpoint: its header says {problem}")
     expected = checkpoint_bytes(config, version, tied, group)
     if size != expected:
         what = "is truncated" if size < expected else f"has {size - expected} trailing bytes"
-        raise BadArgument(f"checkpoint {str(path)!r} {what}: {size} bytes where its header ({config}) needs {expected}")
+        raise bad_checkpoint(path, f" {what}: {size} bytes where its header ({config}) needs {expected}")
     body = np.asarray(np.memmap(path, dtype=np.uint8, mode="r", offset=header_bytes(version)))
     tensors, at = {}, 0
     for name, shape in tensor_shapes(config, version, tied).items():
@@ -156,17 +151,12 @@ def save_checkpoint(
     for name, wanted in shapes.items():
         if name not in tensors and not name.startswith("freq"):
             raise BadArgument(f"tensors lacks {name}, of shape {wanted}")
-    part = Path(f"{os.fspath(path)}.part")  # an older file stays until the new one is complete
-    try:
-        with open(part, "wb") as file:
-            file.write(header)
-            for name, wanted in shapes.items():
-                values = tensors[name] if name in tensors else np.zeros(wanted)
-                found = values.shape if isinstance(values, np.ndarray) else (len(values), *values[0].shape)
-                if found != wanted:
-                    raise BadArgument(f"{name} has shape {found}: expected {wanted}")
-                for array in values if name in LAYERED else [values]:
-                    file.write(np.ascontiguousarray(array, "<f4").tobytes())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    with replacing(path) as file:
+        file.write(header)
+        for name, wanted in shapes.items():
+            values = tensors[name] if name in tensors else np.zeros(wanted)
+            found = values.shape if isinstance(values, np.ndarray) else (len(values), *values[0].shape)
+            if found != wanted:
+                raise BadArgument(f"{name} has shape {found}: expected {wanted}")
+            for array in values if name in LAYERED else [values]:
+                file.write(np.ascontiguousarray(array, "<f4").tobytes())

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from .._commands.command import Parser, check_file, command, one_of
+from .._commands.report import size_text
 from ..errors import BadArgument
 from ..transformer._safetensors import ALL, numpy_dtype
 from .checkpoint import STACKED, Checkpoint
@@ -64,13 +65,6 @@ def tensor_bytes(checkpoint: W4Checkpoint) -> dict[str, int]:
         kind = "rest" if matrix not in STACKED else "codes" if part == "codes" else "scales" if part else "kept"
         found[kind] += math.prod(shape) * numpy_dtype(ALL[code]).itemsize
     return found
-
-
-def size_text(count: float) -> str:
-    for unit, bytes_ in (("GiB", 2**30), ("MiB", 2**20)):
-        if count >= bytes_:
-            return f"{count / bytes_:.2f} {unit}"
-    return f"{count / 2**10:.1f} KiB"
 
 
 def _check_places(kept: list[Place], checkpoint: Checkpoint) -> None:

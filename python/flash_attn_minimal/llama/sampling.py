@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .._core.checks import _integer, _number
+from .._core.checks import integer, number
 from ..errors import BadArgument
 
 Rule = tuple[float, int, float]  # temperature, top_k, top_p
@@ -35,14 +35,14 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self):
-        temperature, top_p = _number("temperature", self.temperature), _number("top_p", self.top_p)
+        temperature, top_p = number("temperature", self.temperature), number("top_p", self.top_p)
         if not (temperature >= 0 and math.isfinite(temperature)):
             raise BadArgument(f"temperature={self.temperature} is not a finite number >= 0")
         if not 0 < top_p <= 1:
             raise BadArgument(f"top_p={self.top_p} is outside 0 < top_p <= 1")
         if not _float32(top_p):
             raise BadArgument(f"top_p={self.top_p} is 0 as a float32")
-        top_k, seed = (_integer(name, getattr(self, name), -math.inf, math.inf) for name in ("top_k", "seed"))
+        top_k, seed = (integer(name, getattr(self, name), -math.inf, math.inf) for name in ("top_k", "seed"))
         if not 0 <= top_k <= MOST_TOP_K:
             raise BadArgument(f"top_k={top_k} is {'negative' if top_k < 0 else 'not below 2^31'}")
         if not 0 <= seed < 1 << 63:
@@ -87,7 +87,7 @@ class Sampler:
         if len(rules) == 1:
             device.sample(logits, tokens, rules[0], seeds, steps)
             return
-        for number, rule in enumerate(rules):
+        for i, rule in enumerate(rules):
             drawn = device.xp.empty(tokens.shape, np.int32)
             device.sample(logits, drawn, rule, seeds, steps)
-            device.select(tokens, drawn, lambda number=number: (self.rule[here] == number)[:, None])
+            device.select(tokens, drawn, lambda i=i: (self.rule[here] == i)[:, None])

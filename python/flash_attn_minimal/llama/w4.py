@@ -23,17 +23,16 @@ from typing import Any
 
 import numpy as np
 
+from .._arrays import to_numpy
 from .._core.files import Fields, is_inside, parse_json, quoted, read_bytes
 from ..errors import BadArgument
 from ..transformer._safetensors import FLOATS, numpy_dtype, write_safetensors
 from ..transformer.quantized import _KEY as FORMATS_KEY
-from ..transformer.quantized import BLOCK, W4Weight, load_file
-from ..transformer.quantized import _to_numpy as to_numpy
-from .checkpoint import STACKED, Checkpoint, matrix_shapes
+from ..transformer.quantized import BLOCK, W4Weight, load_file, parts_of
+from .checkpoint import STACKED, Checkpoint, bad_checkpoint, matrix_shapes
 from .config import MAX_DIMENSION, Config, RopeScaling
 
 FORMATS = tuple(BLOCK)
-SCALES = {"nvfp4": "F8_E4M3", "mxfp4": "U8", "int4": "F16"}  # safetensors' names of dtypes
 KEY, VERSION = "flash_attn_minimal.llama", 1
 PLACE = r"[0-9]{1,9}\.\w{1,16}"  # layer.matrix
 
@@ -154,10 +153,7 @@ def tensor_shapes(c: W4Checkpoint) -> dict[str, tuple[str, tuple[int, ...]]]:
         if dtype in codes:
             found[name] = codes[dtype], shape
             continue
-        rows, columns = shape
-        found[f"{name}.codes"] = "U8", (rows, -(-columns // 2))
-        found[f"{name}.scales"] = SCALES[dtype], (rows, -(-columns // BLOCK[dtype]))
-        found[f"{name}.tensor_scale"] = "F32", (1,)
+        found |= {f"{name}.{part}": (code, size) for part, (_, code, size) in parts_of(dtype, *shape).items()}
     return found
 
 
@@ -230,7 +226,7 @@ def load(path: str | os.PathLike[str]) -> W4Checkpoint:
     """Maps a file that `save` wrote. Raises BadArgument for any other or damaged file, with the name of the tensor."""
 
     def bad(why: str) -> BadArgument:
-        return BadArgument(f"checkpoint {str(path)!r}: {why}")
+        return bad_checkpoint(path, f": {why}")
 
     found, metadata = load_file(path)
     if KEY not in metadata:

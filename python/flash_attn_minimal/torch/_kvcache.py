@@ -4,14 +4,12 @@ writes keys and values, and one that also writes the factors of an 8-bit cache."
 from __future__ import annotations
 
 import functools
-import inspect
 from typing import Any
 
 import torch
 
 from .. import kvcache
 from .._arrays import torch_modes
-from .._core.checks import _flag, _wants_lse
 from ..errors import BadArgument, Unsupported
 from ._operators import numbers_of, pack
 
@@ -20,8 +18,6 @@ _NUMBERS = numbers_of(kvcache.NUMBERS)
 # `length` is one length for all sequences.
 _MORE = {"length": "SymInt?", **_NUMBERS, "return_lse": "bool"}
 ARGUMENTS = (*_ARRAYS, *_MORE)
-_SIGNATURE = inspect.signature(kvcache.flash_attn_with_kvcache)
-_POSITIONAL = [name for name, x in _SIGNATURE.parameters.items() if x.kind is x.POSITIONAL_OR_KEYWORD]
 
 
 @functools.wraps(kvcache.flash_attn_with_kvcache)
@@ -29,21 +25,17 @@ def flash_attn_with_kvcache(*arguments, **named):
     arrays = [x for x in (*arguments, *named.values()) if isinstance(x, torch.Tensor)]
     if not (torch_modes.active() or not all(map(torch_modes.is_plain, arrays))):
         return kvcache.flash_attn_with_kvcache(*arguments, **named)
-    given = dict(zip(_POSITIONAL, arguments, strict=False))
-    if len(arguments) > len(_POSITIONAL) or any(name in given for name in named):
-        _SIGNATURE.bind(*arguments, **named)  # raises
-    given |= named
+    given, out, return_lse = kvcache.arguments_of("flash_attn_with_kvcache", arguments, named)
     if torch_modes.records():
         for name, x in given.items():
             if isinstance(x, torch.Tensor) and x.requires_grad:
                 raise Unsupported(f"{name} requires a gradient, which a cache has not: call it under torch.no_grad()")
-    if given.pop("out", None) is not None:
+    if out is not None:
         raise Unsupported("out is given, which flash_attn_with_kvcache does not take where PyTorch traces it")
     if torch_modes.transforms():
         raise Unsupported("flash_attn_with_kvcache is not served under a transform of torch.func")
-    return_lse = _wants_lse(given.pop("return_lse", False), given.pop("return_softmax_lse", False))
-    step, return_lse = kvcache.step_of("flash_attn_with_kvcache", given), bool(_flag("return_lse", return_lse))
-    packed = _packed(step, return_lse)  # first: it checks what _operator reads
+    step = kvcache.step_of("flash_attn_with_kvcache", given)
+    packed = _packed(step, bool(return_lse))  # first: it checks what _operator reads
     found, lse = _operator(step)(*packed)
     return (found, lse) if return_lse else found
 

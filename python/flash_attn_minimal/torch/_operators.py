@@ -11,7 +11,7 @@ import torch
 from .. import _arrays
 from .._arrays import torch_modes
 from .._arrays.words import pass_array
-from .._core.checks import _flag, _integer, _number, _window
+from .._core.checks import flag, integer, number, window
 from .._core.options import AttentionOptions, Options, hints_of
 from ..errors import BadArgument, Unsupported
 
@@ -27,7 +27,7 @@ OUTSIDE_CUDA_GRAPHS = tuple(getattr(torch.Tag, tag) for tag in ("cudagraph_unsaf
 
 def _signed(name: str, value: int) -> int:
     """A 64-bit unsigned number as PyTorch's operators take it: the signed number of the same bits."""
-    number = _integer(name, value, 0, 2**64 - 1)
+    number = integer(name, value, 0, 2**64 - 1)
     return number - 2**64 if number >= 2**63 else number
 
 
@@ -48,16 +48,16 @@ def numbers_of(hints: dict[str, str]) -> dict[str, str]:
 
 def pack(given: dict[str, Any], kinds: dict[str, str]) -> list:
     """The numbers among the arguments `given`, as an operator takes them, in the order of `kinds`."""
-    given["window_left"], given["window_right"] = _window(given["window_size"])
+    given["window_left"], given["window_right"] = window(given["window_size"])
     for name, kind in kinds.items():
         if name in _SIGNED and given[name] is not None:
             given[name] = _signed(name, given[name])
         elif kind.startswith("float") and given[name] is not None:
-            given[name] = _number(name, given[name])
+            given[name] = number(name, given[name])
         elif kind == "bool":
-            given[name] = bool(_flag(name, given[name]))
+            given[name] = bool(flag(name, given[name]))
         elif kind == "int" and (isinstance(given[name], bool) or not isinstance(given[name], (int, torch.SymInt))):
-            given[name] = _integer(name, given[name], -(2**31), 2**31 - 1)
+            given[name] = integer(name, given[name], -(2**31), 2**31 - 1)
     return [given[name] for name in kinds]
 
 

@@ -15,24 +15,13 @@ import torch
 
 from .._arrays import torch_modes
 from .._core import statistics as _statistics
-from .._core.checks import _flag, _integer
+from .._core.checks import flag, integer
 from .._core.forward import attend, find, given_arrays
 from .._core.options import Options
 from ..backward import _differentiate, find_gradients
 from ..errors import BadArgument, Unsupported
-from ._operators import (
-    ARRAYS,
-    FLOAT8,
-    OPTION_ARRAYS,
-    Operators,
-    Transformed,
-    check_arrays,
-    check_together,
-    fold,
-    packed,
-    refuse_tangents,
-    unpacked,
-)
+from . import _operators as operators
+from ._operators import ARRAYS, FLOAT8, OPTION_ARRAYS, Operators, Transformed, check_arrays, packed, unpacked
 
 torch_modes.active()  # fetches PyTorch's functions, in case PyTorch was imported after this library
 
@@ -62,7 +51,7 @@ def differentiable(
         _longest("max_seqlen_q", max_q), _longest("max_seqlen_k", max_k),
         *packed(options),
     )  # fmt: skip
-    return_lse = _flag("return_lse", return_lse)
+    return_lse = flag("return_lse", return_lse)
     if torch.compiler.is_compiling():
         if torch_modes.transforms():
             raise Unsupported("attention under a transform of torch.func is not served inside torch.compile")
@@ -70,7 +59,7 @@ def differentiable(
     elif torch_modes.transforms():
         results = _transformed.forward(*arguments)
     elif not more and (torch_modes.active() or not all(map(torch_modes.is_plain, tensors.values()))):
-        refuse_tangents(tensors)
+        operators.refuse_tangents(tensors)
         results = _attention_op(*arguments)
     else:
         q, k, v, *scores = map(_unwrapped, (q, k, v, *[given[name] for name in OPTION_ARRAYS]))
@@ -78,7 +67,7 @@ def differentiable(
         given, arrays = given_arrays(q, k, v, varlen, None, options, sign)
         recorder = _Recorder(given, options, varlen, bool(more or return_lse), arguments[len(ARRAYS) :])
         if more:
-            refuse_tangents(tensors)
+            operators.refuse_tangents(tensors)
             with torch.no_grad(), torch_modes.unwatched():
                 out, lse, *statistics = _statistics.attend(q, k, v, varlen, None, more._replace(lse=True), options)
             out, lse = recorder((out, lse), arrays)
@@ -90,11 +79,11 @@ def differentiable(
 
 
 def _longest(name: str, length: int) -> int:
-    """Checks a longest length. torch.compile may pass a symbol, which _integer would turn into a constant: the operator
+    """Checks a longest length. torch.compile may pass a symbol, which integer would turn into a constant: the operator
     checks that one again."""
     if torch.compiler.is_compiling() and isinstance(length, (int, torch.SymInt)) and not isinstance(length, bool):
         return length
-    return _integer(name, length, 0, 2**63 - 1)
+    return integer(name, length, 0, 2**63 - 1)
 
 
 def _unwrapped(array):
@@ -247,7 +236,7 @@ def fake(q, k, v, *rest):
         if x.dim() != rank:
             axes = "(batch, seqlen, nheads, headdim)" if rank == 4 else "(total, nheads, headdim)"
             raise BadArgument(f"{name} has shape {tuple(x.shape)}: expected {axes}")
-    check_together((q, k, v, *rest))
+    operators.check_together((q, k, v, *rest))
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     rows = (q.shape[1], q.shape[0]) if rank == 3 else (q.shape[0], q.shape[2], q.shape[1])
     return out, q.new_empty(rows, dtype=torch.float32)
@@ -256,6 +245,6 @@ def fake(q, k, v, *rest):
 LONGEST = "SymInt max_seqlen_q, SymInt max_seqlen_k"
 _operators = Operators("attention", LONGEST, forward, backward, fake, choose=_backward_for)
 _attention_op, _backward_op = _operators.forward, _operators.backward
-_transformed = Transformed(_operators, fold)
+_transformed = Transformed(_operators, operators.fold)
 torch.library.register_vmap("flash_attn_minimal::attention", _transformed.map_forward)
 torch.library.register_vmap("flash_attn_minimal::attention_backward", _transformed.map_backward)

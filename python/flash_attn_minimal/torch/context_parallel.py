@@ -24,34 +24,22 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 from .._arrays import torch_modes
-from .._core.checks import _flag, _integer, _name, _quoted
-from .._core.options import AttentionOptions, Options, _options_of
+from .._core.checks import flag, integer, one_of, quoted
+from .._core.options import Options, Unpack
+from ..distributed import calls
 from ..distributed import groups as _groups
 from ..distributed._structs import LAYOUTS, MODES
-from ..distributed.calls import backward, check_axes, forward, refuse_unserved
 from ..distributed.groups import Group, from_torch
 from ..errors import BadArgument, Unsupported
-from ._operators import (
-    ARRAYS,
-    OPTION_ARRAYS,
-    OUTSIDE_CUDA_GRAPHS,
-    Operators,
-    check_arrays,
-    check_together,
-    packed,
-    refuse_tangents,
-    unpacked,
-)
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from . import _operators as operators
+from ._operators import ARRAYS, OPTION_ARRAYS, OUTSIDE_CUDA_GRAPHS, Operators, packed, unpacked
 
 _TIMEOUT = 600.0  # seconds: ranks may save checkpoints or compile at different times. A dead process is noticed at once
 
@@ -112,7 +100,7 @@ def _name_of(group: Any) -> str:
         if group.ndim != 1:
             raise BadArgument(f"group={group} has {group.ndim} dimensions: choose one, mesh['name']")
         return group.get_group().group_name
-    raise BadArgument(f"group={_quoted(group)} is neither a Group nor a process group of torch.distributed")
+    raise BadArgument(f"group={quoted(group)} is neither a Group nor a process group of torch.distributed")
 
 
 def _group(name: str, device: torch.device) -> Group:
@@ -140,21 +128,15 @@ def _group(name: str, device: torch.device) -> Group:
 # ---- attention ----
 
 
+@calls.shows_options
 def context_parallel_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     *,
     group: Any = None,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_k: Any = None,
-    seqlen_q: int | None = None,
-    seqlen_k: int | None = None,
-    layout: str = "zigzag",
-    mode: str = "auto",
-    groups: int = 0,
     return_lse: bool = False,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[calls.RankOptions],
 ) -> Any:
     """This rank's rows of attention over the tokens of all ranks: `forward` with gradients of q, k, v, bias and sinks,
     through out and lse. Collective, as is its backward pass: see the top of this module.
@@ -177,11 +159,9 @@ def context_parallel_attention(
     """
     name = _name_of(group)
     try:
-        arguments = _arguments(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, layout, mode, groups,
-            _options_of("context_parallel_attention", options), name,
-        )  # fmt: skip
-        return_lse = _flag("return_lse", return_lse)
+        where, chosen = calls.split_options("context_parallel_attention", options)
+        arguments = _arguments(q, k, v, where, chosen, name)
+        return_lse = flag("return_lse", return_lse)
     except Exception as error:
         if not torch.compiler.is_compiling():
             _tell(name, q, error)
@@ -201,28 +181,26 @@ def _tell(name: str, like: Any, error: Exception) -> None:
             _group(name, like.device).collective(fail)
 
 
-def _arguments(q, k, v, cu_q, cu_k, seqlen_q, seqlen_k, layout, mode, groups, options: Options, name: str) -> list:
+def _arguments(q, k, v, where: dict[str, Any], options: Options, name: str) -> list:
     """The arguments of the operator."""
-    refuse_unserved(options)
+    calls.refuse_unserved(options)
     given = {"q": q, "k": k, "v": v, **{array: getattr(options, array) for array in OPTION_ARRAYS}}
     for array in "qkv":
         if not isinstance(given[array], torch.Tensor):
             raise BadArgument(f"{array} is a {type(given[array]).__name__}: expected a torch.Tensor")
-    check_arrays(given)
+    operators.check_arrays(given)
     if torch_modes.transforms():
         raise Unsupported("attention across ranks is not served under a transform of torch.func")
     if not torch.compiler.is_compiling():
-        refuse_tangents({array: x for array, x in given.items() if x is not None})
-    _name("layout", layout, LAYOUTS)
-    _name("mode", mode, MODES)
-    lengths = [
-        None if length is None else _integer(what, length, 0, 2**31 - 1)
-        for what, length in (("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k))
-    ]
-    return [
-        *given.values(), _host("cu_seqlens_q", cu_q), _host("cu_seqlens_k", cu_k), *lengths, layout, mode,
-        _integer("groups", groups, -(2**31), 2**31 - 1), name, *packed(options),
-    ]  # fmt: skip
+        operators.refuse_tangents({array: x for array, x in given.items() if x is not None})
+    for what, names in (("layout", LAYOUTS), ("mode", MODES)):
+        one_of(what, where[what], names)
+    for what in ("cu_seqlens_q", "cu_seqlens_k"):
+        where[what] = _host(what, where[what])
+    for what in ("seqlen_q", "seqlen_k"):
+        where[what] = None if where[what] is None else integer(what, where[what], 0, 2**31 - 1)
+    where["groups"] = integer("groups", where["groups"], -(2**31), 2**31 - 1)
+    return [*given.values(), *where.values(), name, *packed(options)]
 
 
 def _host(name: str, cu_seqlens: Any) -> torch.Tensor | None:
@@ -233,7 +211,7 @@ def _host(name: str, cu_seqlens: Any) -> torch.Tensor | None:
         try:
             cu_seqlens = torch.tensor(cu_seqlens, device="cpu")
         except (TypeError, ValueError, RuntimeError):
-            raise BadArgument(f"{name}={_quoted(cu_seqlens)} is no sequence of integers in host memory") from None
+            raise BadArgument(f"{name}={quoted(cu_seqlens)} is no sequence of integers in host memory") from None
     if cu_seqlens.device.type != "cpu":
         raise BadArgument(f"{name} is on {cu_seqlens.device}: the hosts read it, so it has to be in host memory")
     return cu_seqlens
@@ -246,17 +224,14 @@ def _call(arguments: tuple) -> tuple[Group, tuple, dict[str, Any]]:
     )  # fmt: skip
     q, k, v, *scores, cu_q, cu_k = arrays
     options = unpacked(tuple(scores), numbers)._asdict()
-    where = {
-        "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "layout": layout,
-        "mode": mode, "groups": groups,
-    }  # fmt: skip
-    return _group(name, q.device), (q, k, v), where | options
+    options |= {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    return _group(name, q.device), (q, k, v), options | {"layout": layout, "mode": mode, "groups": groups}
 
 
 def _forward(*arguments):
     group, qkv, rest = _call(arguments)
     with torch.no_grad(), torch_modes.unwatched():
-        return forward(group, *qkv, return_lse=True, **rest)
+        return calls.forward(group, *qkv, return_lse=True, **rest)
 
 
 def _backward(dout, dlse, out, lse, want_dbias, want_dsinks, *arguments):
@@ -264,7 +239,7 @@ def _backward(dout, dlse, out, lse, want_dbias, want_dsinks, *arguments):
     group, qkv, rest = _call(arguments)
     rest["kernel"] = None  # it names a forward kernel; $FLASH_ATTN_BACKWARD_KERNEL is for this pass
     with torch.no_grad(), torch_modes.unwatched():
-        dq, dk, dv, *more = backward(
+        dq, dk, dv, *more = calls.backward(
             group, dout.contiguous(), *qkv, out, lse, dlse=None if dlse is None else dlse.contiguous(),
             return_dbias=want_dbias, return_dsinks=want_dsinks, **rest,
         )  # fmt: skip
@@ -275,8 +250,8 @@ def _backward(dout, dlse, out, lse, want_dbias, want_dsinks, *arguments):
 
 def _fake(q, k, v, *rest):
     for name, x in (("q", q), ("k", k), ("v", v)):
-        check_axes(name, x, q)
-    check_together((q, k, v, *rest[: len(OPTION_ARRAYS)]))
+        calls.check_axes(name, x, q)
+    operators.check_together((q, k, v, *rest[: len(OPTION_ARRAYS)]))
     rows = q.shape[0] if q.dim() == 3 else q.shape[0] * q.shape[1]
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty((q.shape[-2], rows), dtype=torch.float32)
 

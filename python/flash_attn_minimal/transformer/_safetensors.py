@@ -11,12 +11,11 @@ import math
 import os
 import zlib
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .._core.files import Fields, parse_json, quoted, read_file_size
+from .._core.files import Fields, json_of, parse_json, quoted, read_file_size, replacing
 from ..errors import BadArgument
 
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -52,10 +51,7 @@ def _header(path: str | os.PathLike[str]) -> tuple[np.ndarray, dict[str, Entry],
     if start > MAX_HEADER_BYTES:
         raise _bad(path, f"its header would have {start - 8} bytes, more than {MAX_HEADER_BYTES}")
     where = f"safetensors file {str(path)!r}: its header is damaged"
-    try:
-        header = parse_json(data[8:start].tobytes())
-    except ValueError as error:
-        raise BadArgument(f"{where}: {error}") from None
+    header = json_of(where, data[8:start].tobytes())
     metadata = dict(Fields(where, header).get("__metadata__", dict, {}))
     for name, text in metadata.items():
         if not isinstance(text, str):
@@ -162,18 +158,13 @@ def write_safetensors(
         text += b" " * (-len(text) % 8)  # aligns the start of the data
         return len(text).to_bytes(8, "little") + text
 
-    part = Path(f"{os.fspath(path)}.part")  # an older file stays until the new one is complete
-    try:
-        with open(part, "wb") as file:
-            file.write(head())
-            for (name, array), (wanted, (code, shape)) in zip(tensors, shapes.items(), strict=True):
-                if (name, array.dtype, array.shape) != (wanted, numpy_dtype(ALL[code]), shape):
-                    raise BadArgument(f"{name} is {array.dtype} {array.shape}: expected {wanted}, {code} {shape}")
-                raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-                checksums[name] = _checksum(raw)
-                file.write(raw)
-            file.seek(0)
-            file.write(head())  # as long as before, now with the checksums
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    with replacing(path) as file:
+        file.write(head())
+        for (name, array), (wanted, (code, shape)) in zip(tensors, shapes.items(), strict=True):
+            if (name, array.dtype, array.shape) != (wanted, numpy_dtype(ALL[code]), shape):
+                raise BadArgument(f"{name} is {array.dtype} {array.shape}: expected {wanted}, {code} {shape}")
+            raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            checksums[name] = _checksum(raw)
+            file.write(raw)
+        file.seek(0)
+        file.write(head())  # as long as before, now with the checksums

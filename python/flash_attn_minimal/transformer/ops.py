@@ -24,20 +24,10 @@ import numpy as np
 from .. import _arrays
 from .._arrays import View
 from .._arrays.words import pass_cast, pass_contiguous
-from .._core import recordings
-from .._core.checks import (
-    _check_last_axis,
-    _check_same_place,
-    _dtype_name,
-    _flag,
-    _integer,
-    _is_contiguous,
-    _number,
-    _quoted,
-)
+from .._core import checks, recordings
 from .._core.fields import _empty, _put_tensor
 from .._core.frameworks import traceable
-from .._core.launch import _with_workspace
+from .._core.launch import launch_with_workspace
 from .._core.options import AnyArray, Array, DType, _put_kernel
 from .._core.queries import Plan, plan_from
 from .._core.structs import DTYPES, new
@@ -54,8 +44,6 @@ from ._library import (
     load,
 )
 from .quantized import PackedW4, W4Weight
-
-_FLOATS = ("float32", "float16", "bfloat16")
 
 
 @traceable
@@ -86,21 +74,13 @@ def rms_norm(
     xv = _input("x", x)
     args = _args(RmsNormArgs, xv, programmatic, num_threads)
     args.rows, args.dim = _put_matrix(args, "x", xv)
-    wv = _input("weight", weight, xv, (args.dim,))
-    args.weight, args.weight_dtype = wv.pointer, DTYPES[wv.dtype]
-    args.eps = _number("eps", eps)
-    views = [xv, wv]
+    args.eps, views = checks.number("eps", eps), [xv]
+    _put_vector(args, views, "weight", weight, args.dim)
     if residual is not None:
-        if not xv.writable:
-            raise BadArgument(f"x is a read-only {xv.door.name} array, and residual is added to it in place")
+        checks.writable("x", xv, ", and residual is added to it in place")
         xv.written = True
-        views.append(_input("residual", residual, xv, tuple(xv.shape)))
-        _put_matrix(args, "residual", views[-1])
-        args.residual_dtype = DTYPES[views[-1].dtype]
-    ov = _output(out, "x", xv, tuple(xv.shape), out_dtype)
-    _put_matrix(args, "out", ov)
-    args.out_dtype = DTYPES[ov.dtype]
-    return _run("rms_norm", args, views, out, ov)
+        _put_residual(args, views, residual, tuple(xv.shape))
+    return _run("rms_norm", args, views, out, _put_output(args, out, "x", xv, tuple(xv.shape), out_dtype))
 
 
 @traceable
@@ -150,12 +130,12 @@ def rope(
         raise BadArgument(f"sin is {sv.dtype} {tuple(sv.shape)}, but cos is {cv.dtype} {tuple(cv.shape)}")
     if sv.strides[0] != cv.strides[0] and cv.shape[0] > 1:
         raise BadArgument(f"sin has strides {tuple(sv.strides)}, but cos has {tuple(cv.strides)}")
-    args.rotary_dim = 2 * cv.shape[1] if rotary_dim is None else _integer("rotary_dim", rotary_dim, 1, 2**31 - 1)
+    args.rotary_dim = 2 * cv.shape[1] if rotary_dim is None else checks.integer("rotary_dim", rotary_dim, 1, 2**31 - 1)
     if args.rotary_dim > 2 * cv.shape[1]:
         raise BadArgument(f"rotary_dim={args.rotary_dim} is above twice the {cv.shape[1]} columns of cos")
     args.cos, args.sin, args.table_dtype = cv.pointer, sv.pointer, DTYPES[cv.dtype]
     args.table_rows, args.table_row_stride = cv.shape[0], cv.strides[0]
-    args.interleaved, args.inverse = _flag("interleaved", interleaved), _flag("inverse", inverse)
+    args.interleaved, args.inverse = checks.flag("interleaved", interleaved), checks.flag("inverse", inverse)
     views = [xv, cv, sv]
     if positions is not None:
         pv = _integers("positions", positions, xv, "int32")
@@ -192,9 +172,7 @@ def swiglu(
     if columns % 2:
         raise BadArgument(f"gate_up has shape {tuple(xv.shape)}: its last axis must have an even length")
     args.dim = columns // 2
-    ov = _output(out, "gate_up", xv, (*xv.shape[:-1], args.dim), out_dtype)
-    _put_matrix(args, "out", ov)
-    args.out_dtype = DTYPES[ov.dtype]
+    ov = _put_output(args, out, "gate_up", xv, (*xv.shape[:-1], args.dim), out_dtype)
     return _run("swiglu", args, [xv], out, ov)
 
 
@@ -330,14 +308,14 @@ def _chain_args(products, kernel) -> tuple[W4LinearChainArgs, list[View], list]:
     structs, views, results = [], [], []
     for i, product in enumerate(_sequence("products", products)):
         if not isinstance(product, Mapping):
-            raise BadArgument(f"products[{i}]={_quoted(product)} is not a dict of linear's arguments")
+            raise BadArgument(f"products[{i}]={checks.quoted(product)} is not a dict of linear's arguments")
         if unknown := product.keys() - _LINEAR.keys():
             raise BadArgument(f"products[{i}] has {', '.join(map(str, unknown))}: expected {', '.join(_LINEAR)}")
         given = _LINEAR | dict(product)
         for name in ("x", "residual"):
             if isinstance(at := given[name], (int, np.integer)):
                 if isinstance(at, bool) or not 0 <= at < i:
-                    text = f"products[{i}] has {name}={_quoted(at)}: expected the number of one of those before"
+                    text = f"products[{i}] has {name}={checks.quoted(at)}: expected the number of one of those before"
                     raise BadArgument(text)
                 given[name] = results[at]
         if not isinstance(given["weight"], PackedW4):
@@ -345,7 +323,7 @@ def _chain_args(products, kernel) -> tuple[W4LinearChainArgs, list[View], list]:
         struct, mine, ov = _linear_args(**given, kernel=None)
         structs.append(struct)
         if views:
-            _check_same_place(f"products[{i}]: x", mine[0], "that of products[0]", views[0])
+            checks.same_place(f"products[{i}]: x", mine[0], "that of products[0]", views[0])
         views += [*mine, ov]
         results.append(given["out"] if given["out"] is not None else ov.door.result(ov))
     if not structs:
@@ -360,7 +338,7 @@ def _sequence(name: str, items: Any) -> list:
     try:
         return list(items)
     except TypeError:
-        raise BadArgument(f"{name}={_quoted(items)} is not a sequence") from None
+        raise BadArgument(f"{name}={checks.quoted(items)} is not a sequence") from None
 
 
 def _put_ahead(args: W4LinearChainArgs, views: list[View], ahead: Sequence[PackedW4]) -> None:
@@ -378,18 +356,14 @@ def _put_ahead(args: W4LinearChainArgs, views: list[View], ahead: Sequence[Packe
 def _run_w4(name: str, args: W4LinearArgs | W4LinearChainArgs, views: list[View], workspace: Any) -> None:
     """Runs fa_<name> with the caller's workspace, or with a new one."""
     if workspace is None:
-        query = getattr(load(), f"fa_{name}_query")
-        _with_workspace(
-            args,
-            views,
-            lambda stream: recordings.run(load(), name, args, stream, views),
-            lambda plan: query(args, plan),
-        )
+        launch_with_workspace(name, args, args, views, ())
         return
     views.append(_arrays.view(workspace, "workspace"))
-    _check_same_place("workspace", views[-1], "x", views[0])
-    if views[-1].dtype != "uint8" or not _is_contiguous(views[-1]) or not views[-1].writable:
-        raise BadArgument(f"workspace is {views[-1].dtype}: expected uint8, contiguous and writable")
+    checks.same_place("workspace", views[-1], "x", views[0])
+    if views[-1].dtype != "uint8":
+        raise BadArgument(f"workspace is {views[-1].dtype}: expected uint8")
+    checks.contiguous("workspace", views[-1])
+    checks.writable("workspace", views[-1])
     views[-1].written = True
     args.workspace, args.workspace_bytes = views[-1].pointer, math.prod(views[-1].shape)
     recordings.run(load(), name, args, views[0].door.stream(views), views)
@@ -410,7 +384,7 @@ def _linear_args(
         wv, shape = weight._view, weight.shape
         if wv.device != xv.device or wv.index != xv.index:
             raise BadArgument(f"weight is on {wv.place}, but x is on {xv.place}")
-        if weight.pair != bool(_flag("swiglu", swiglu)):
+        if weight.pair != bool(checks.flag("swiglu", swiglu)):
             raise BadArgument(f"swiglu={swiglu!r}, but weight was packed with pair={weight.pair}")
         args.packed, args.format, args.compute_dtype = wv.pointer, W4_FORMATS[weight.format], DTYPES[weight.dtype]
     else:
@@ -429,26 +403,19 @@ def _linear_args(
         args.weight_dtype = DTYPES[wv.dtype]
     views = [xv, wv]
     columns = args.out_features
-    if _flag("swiglu", swiglu):
+    if checks.flag("swiglu", swiglu):
         if columns % 2:
             raise BadArgument(f"weight has shape {shape}: swiglu needs an even number of rows")
         args.swiglu, columns = 1, columns // 2
     if bias is not None:
-        views.append(_input("bias", bias, xv, (args.out_features,)))
-        args.bias, args.bias_dtype = views[-1].pointer, DTYPES[views[-1].dtype]
-    args.eps = _number("eps", eps)
+        _put_vector(args, views, "bias", bias, args.out_features)
+    args.eps = checks.number("eps", eps)
     if norm_weight is not None:
-        views.append(_input("norm_weight", norm_weight, xv, (args.in_features,)))
-        args.norm_weight, args.norm_dtype = views[-1].pointer, DTYPES[views[-1].dtype]
+        _put_vector(args, views, "norm_weight", norm_weight, args.in_features)
     shape = (*xv.shape[:-1], columns)
     if residual is not None:
-        views.append(_input("residual", residual, xv, shape))
-        _put_matrix(args, "residual", views[-1])
-        args.residual_dtype = DTYPES[views[-1].dtype]
-    ov = _output(out, "x", xv, shape, out_dtype)
-    _put_matrix(args, "out", ov)
-    args.out_dtype = DTYPES[ov.dtype]
-    return args, views, ov
+        _put_residual(args, views, residual, shape)
+    return args, views, _put_output(args, out, "x", xv, shape, out_dtype)
 
 
 @traceable
@@ -491,13 +458,16 @@ def sample(
     lv = _input("logits", logits)
     args = _args(SampleArgs, lv, programmatic, num_threads)
     rows, args.vocab = _put_matrix(args, "logits", lv)
-    args.batch = _integer("the number of rows of logits", rows, 0, 2**31 - 1)
-    args.temperature = _number("temperature", temperature)
-    args.top_k = _integer("top_k", top_k, 0, 2**31 - 1)
-    args.top_p = _number("top_p", top_p)
+    args.batch = checks.integer("the number of rows of logits", rows, 0, 2**31 - 1)
+    args.temperature = checks.number("temperature", temperature)
+    args.top_k = checks.integer("top_k", top_k, 0, 2**31 - 1)
+    args.top_p = checks.number("top_p", top_p)
     if not 0 < args.top_p <= 1:
         raise BadArgument(f"top_p={top_p} is outside 0 < top_p <= 1")
-    args.seed, args.offset = _integer("seed", seed, 0, 2**64 - 1), _integer("offset", offset, 0, 2**64 - 1)
+    args.seed, args.offset = (
+        checks.integer("seed", seed, 0, 2**64 - 1),
+        checks.integer("offset", offset, 0, 2**64 - 1),
+    )
     views = [lv]
     if step is not None:
         views.append(_integers("step", step, lv, "int32", "logits"))
@@ -516,8 +486,7 @@ def sample(
         ov = _integers("out", out, lv, "int32", "logits")
         if tuple(ov.shape) != shape:
             raise BadArgument(f"out has shape {tuple(ov.shape)}: expected {shape}")
-        if not ov.writable:
-            raise BadArgument(f"out is a read-only {ov.door.name} array")
+        checks.writable("out", ov)
         lv.door.stream([lv, ov])  # waits for the stream of `out`, if it has another one
         ov.written = True
     args.out = ov.pointer
@@ -530,8 +499,8 @@ def sample(
 def _args(kind: type, first: View, programmatic, num_threads) -> Any:
     args = new(kind)
     args.device, args.dtype = first.device, DTYPES[first.dtype]
-    args.programmatic = _flag("programmatic", programmatic)
-    args.num_threads = _integer("num_threads", num_threads, 0, 4096)
+    args.programmatic = checks.flag("programmatic", programmatic)
+    args.num_threads = checks.integer("num_threads", num_threads, 0, 4096)
     return args
 
 
@@ -546,41 +515,59 @@ def _input(name: str, array: Any, first: View | None = None, shape: tuple[int, .
     beside = ("x", first) if first else None
     view = _arrays.view(array, name, beside)
     if first:
-        _check_same_place(name, view, "x", first, "float32" if view.dtype not in _FLOATS else view.dtype)
-    if view.dtype not in _FLOATS:
-        advice = pass_cast(view.door.name, name, "float32", view.dtype)
-        raise BadArgument(f"{name} is {view.dtype}: expected {', '.join(_FLOATS[:-1])} or {_FLOATS[-1]}{advice}")
+        checks.same_place(name, view, "x", first, "float32" if view.dtype not in checks.FLOATS else view.dtype)
+    checks.floats(name, view, cast=True)
     if shape is not None and tuple(view.shape) != shape:
         raise BadArgument(f"{name} has shape {tuple(view.shape)}: expected {shape}")
     if not view.shape:
         raise BadArgument(f"{name} has shape (): expected at least one axis")
-    _check_last_axis(name, view)
+    checks.last_axis(name, view)
+    return view
+
+
+def _put_vector(args: Any, views: list[View], name: str, array: Any, length: int) -> None:
+    view = _input(name, array, views[0], (length,))
+    setattr(args, name, view.pointer)
+    setattr(args, f"{name.removesuffix('_weight')}_dtype", DTYPES[view.dtype])
+    views.append(view)
+
+
+def _put_residual(args: Any, views: list[View], residual: Any, shape: tuple[int, ...]) -> None:
+    views.append(_input("residual", residual, views[0], shape))
+    _put_matrix(args, "residual", views[-1])
+    args.residual_dtype = DTYPES[views[-1].dtype]
+
+
+def _put_output(args: Any, array: Any, first_name: str, first: View, shape: tuple[int, ...], dtype: Any) -> View:
+    view = _output(array, first_name, first, shape, dtype)
+    _put_matrix(args, "out", view)
+    args.out_dtype = DTYPES[view.dtype]
     return view
 
 
 def _integers(name: str, array: Any, first: View, dtype: str, first_name: str = "x") -> View:
     view = _arrays.view(array, name, (first_name, first), dtype)
-    _check_same_place(name, view, first_name, first, dtype)
+    checks.same_place(name, view, first_name, first, dtype)
     if view.dtype != dtype:
         raise BadArgument(f"{name} is {view.dtype}: expected {dtype}{pass_cast(view.door.name, name, dtype)}")
-    if not _is_contiguous(view):
-        raise BadArgument(f"{name} has strides {tuple(view.strides)} for shape {tuple(view.shape)}: not contiguous")
+    checks.contiguous(name, view)
     return view
 
 
 def _output(array: Any, first_name: str, first: View, shape: tuple[int, ...], dtype: str | None) -> View:
     if array is None:
-        return _empty(first, shape, first.dtype if dtype is None else _dtype_name("out_dtype", dtype, _FLOATS))
+        return _empty(
+            first, shape, first.dtype if dtype is None else checks.dtype_name("out_dtype", dtype, checks.FLOATS)
+        )
     if dtype is not None:
-        dtype = _dtype_name("out_dtype", dtype, _FLOATS)
+        dtype = checks.dtype_name("out_dtype", dtype, checks.FLOATS)
     view = _arrays.view(array, "out")
     view.door.check_seen()
-    _check_same_place("out", view, first_name, first)
-    if view.dtype not in _FLOATS or tuple(view.shape) != shape or (dtype and view.dtype != dtype):
+    checks.same_place("out", view, first_name, first)
+    if view.dtype not in checks.FLOATS or tuple(view.shape) != shape or (dtype and view.dtype != dtype):
         raise BadArgument(f"out is {view.dtype} {tuple(view.shape)}: expected {dtype or first.dtype} {shape}")
-    _check_last_axis("out", view)
-    if not view.writable:
-        raise BadArgument(f"out is a read-only {view.door.name} array")
+    checks.last_axis("out", view)
+    checks.writable("out", view)
     first.door.stream([first, view])  # waits for the stream of `out`, if it has another one
     view.written = True
     return view

@@ -37,11 +37,9 @@ from typing import Any
 import numpy as np
 
 from .. import _arrays
-from .._arrays import View
-from .._arrays.words import pass_cast
-from .._core import recordings
-from .._core.checks import _check_last_axis, _check_same_place, _dtype_name, _flag, _integer, _is_contiguous, _name
-from .._core.files import Fields, parse_json, quoted
+from .._arrays import View, to_numpy
+from .._core import checks, recordings
+from .._core.files import Fields, json_of, quoted
 from .._core.library import KERNEL_TABLES
 from .._core.options import DType
 from .._core.queries import kernel_table
@@ -52,9 +50,17 @@ from ._safetensors import ALL, FLOATS, read_metadata, read_safetensors, write_sa
 
 BLOCK = {"nvfp4": 16, "mxfp4": 32, "int4": 128}
 _SCALES = {"nvfp4": ("uint8", "F8_E4M3"), "mxfp4": ("uint8", "U8"), "int4": ("float16", "F16")}
-_FLOATS = ("float32", "float16", "bfloat16")
 _ALIGNMENT = 128  # of a packed weight, in bytes
 _KEY = "flash_attn_minimal.w4"  # a key of the metadata: {name: {"format", "in_features"}}
+
+
+def parts_of(format: str, rows: int, columns: int) -> dict[str, tuple[str, str, tuple[int, ...]]]:
+    """The arrays of a weight of this format and size: dtype, safetensors' name of it, shape."""
+    return {
+        "codes": ("uint8", "U8", (rows, -(-columns // 2))),
+        "scales": (*_SCALES[format], (rows, -(-columns // BLOCK[format]))),
+        "tensor_scale": ("float32", "F32", (1,)),
+    }
 
 
 class W4Weight:
@@ -69,9 +75,9 @@ class W4Weight:
     """
 
     def __init__(self, format: str, codes: Any, scales: Any, tensor_scale: Any, in_features: int):
-        format = _name("format", format, W4_FORMATS)
+        format = checks.one_of("format", format, W4_FORMATS)
         self.format, self.codes, self.scales, self.tensor_scale = format, codes, scales, tensor_scale
-        self.in_features = _integer("in_features", in_features, 1, 1 << 24)
+        self.in_features = checks.integer("in_features", in_features, 1, 1 << 24)
         self._views()
 
     @property
@@ -102,26 +108,21 @@ class W4Weight:
         below 2e-7 becomes 0. The CPU refuses the first, and also a matrix of which nothing but zeros would be left.
         Arrays on a GPU are not checked, because that would wait for the GPU.
         """
-        format = _name("format", format, W4_FORMATS)
+        format = checks.one_of("format", format, W4_FORMATS)
         view = _arrays.view(w, "w")
-        if view.dtype not in _FLOATS:
-            advice = pass_cast(view.door.name, "w", "float32", view.dtype)
-            raise BadArgument(f"w is {view.dtype}: expected float32, float16 or bfloat16{advice}")
+        checks.floats("w", view, cast=True)
         if len(view.shape) != 2 or 0 in view.shape:
             raise BadArgument(
                 f"w has shape {tuple(view.shape)}: expected (out_features, in_features), neither of them 0"
             )
-        _check_last_axis("w", view)
+        checks.last_axis("w", view)
         rows, columns = view.shape
         args = new(W4QuantizeArgs)
         args.device, args.dtype = view.device, DTYPES[view.dtype]
-        args.search, args.num_threads = _flag("search", search), _integer("num_threads", num_threads, 0, 4096)
+        args.search = checks.flag("search", search)
+        args.num_threads = checks.integer("num_threads", num_threads, 0, 4096)
         args.w_data, args.w_row_stride = view.pointer, view.strides[0]
-        made = [
-            view.door.empty(view, (rows, -(-columns // 2)), "uint8"),
-            view.door.empty(view, (rows, -(-columns // BLOCK[format])), _SCALES[format][0]),
-            view.door.empty(view, (1,), "float32"),
-        ]
+        made = [view.door.empty(view, shape, dtype) for dtype, _, shape in parts_of(format, rows, columns).values()]
         _put_weight(args, "out", format, rows, columns, made)
         load().fa_w4_quantize(args, view.door.stream([view]))
         recordings.wrote([view, *made])
@@ -131,12 +132,12 @@ class W4Weight:
 
     def dequantize(self, dtype: DType = "float32", *, num_threads: int = 0):
         """The matrix in float32, float16 or bfloat16."""
-        dtype = _dtype_name("dtype", dtype, _FLOATS)
+        dtype = checks.dtype_name("dtype", dtype, checks.FLOATS)
         views = self._views()
         out = views[0].door.empty(views[2], self.shape, dtype)
         args = new(W4DequantizeArgs)
         args.device, args.out_dtype = views[0].device, DTYPES[dtype]
-        args.num_threads = _integer("num_threads", num_threads, 0, 4096)
+        args.num_threads = checks.integer("num_threads", num_threads, 0, 4096)
         _put_weight(args, "weight", self.format, *self.shape, views)
         args.out_data, args.out_row_stride = out.pointer, self.in_features
         load().fa_w4_dequantize(args, views[0].door.stream(views))
@@ -149,11 +150,11 @@ class W4Weight:
         pair: for linear(swiglu=True); the first half of the rows is the gate, the second half is up.
         """
         names, expected = ("float16", "bfloat16"), "neither 'float16' nor 'bfloat16', which products are made in"
-        dtype = _dtype_name("dtype", dtype, names, expected)
+        dtype = checks.dtype_name("dtype", dtype, names, expected)
         views = self._views()
         args = new(W4PackArgs)
         args.device, args.dtype = views[0].device, DTYPES[dtype]
-        args.pair, args.num_threads = _flag("pair", pair), _integer("num_threads", num_threads, 0, 4096)
+        args.pair, args.num_threads = checks.flag("pair", pair), checks.integer("num_threads", num_threads, 0, 4096)
         _put_weight(args, "weight", self.format, *self.shape, views)
         size = ct.c_int64()
         load().fa_w4_packed_bytes(args.weight_format, *self.shape, args.pair, size)
@@ -194,21 +195,17 @@ class W4Weight:
                 f"codes is {codes.dtype} {tuple(codes.shape)}: expected uint8 (out_features, "
                 f"{-(-self.in_features // 2)}) for in_features={self.in_features}"
             )
-        for name, view, dtype, shape in (
-            ("scales", scales, _SCALES[self.format][0], (codes.shape[0], -(-self.in_features // BLOCK[self.format]))),
-            ("tensor_scale", tensor_scale, "float32", (1,)),
-        ):
-            _check_same_place(name, view, "codes", codes)
+        parts = parts_of(self.format, codes.shape[0], self.in_features)
+        for name, view in (("scales", scales), ("tensor_scale", tensor_scale)):
+            dtype, _, shape = parts[name]
+            checks.same_place(name, view, "codes", codes)
             if view.dtype != dtype or tuple(view.shape) != shape:
                 raise BadArgument(
                     f"{name} is {view.dtype} {tuple(view.shape)}: expected {dtype} {shape} for {self.format} "
                     f"and codes of shape {tuple(codes.shape)}"
                 )
         for name, view in (("codes", codes), ("scales", scales)):
-            if not _is_contiguous(view):
-                raise BadArgument(
-                    f"{name} has strides {tuple(view.strides)} for shape {tuple(view.shape)}: not contiguous"
-                )
+            checks.contiguous(name, view)
         return views
 
 
@@ -279,22 +276,14 @@ def save(path: str | os.PathLike[str], weights: Mapping[str, Any], metadata: Map
     for name, weight in weights.items():
         if isinstance(weight, W4Weight):
             about[name] = {"format": weight.format, "in_features": weight.in_features}
-            for part, code in (("codes", "U8"), ("scales", _SCALES[weight.format][1]), ("tensor_scale", "F32")):
-                tensors[f"{name}.{part}"] = _to_numpy(getattr(weight, part))
-                shapes[f"{name}.{part}"] = code, tensors[f"{name}.{part}"].shape
+            for part, (_, *stored) in parts_of(weight.format, *weight.shape).items():
+                tensors[f"{name}.{part}"], shapes[f"{name}.{part}"] = to_numpy(getattr(weight, part)), tuple(stored)
         else:
-            array = _to_numpy(weight)
+            array = to_numpy(weight)
             if array.dtype.name not in codes:
                 raise BadArgument(f"{name} is {array.dtype}: expected a W4Weight or an array of {', '.join(codes)}")
             tensors[name], shapes[name] = array, (codes[array.dtype.name], array.shape)
     write_safetensors(path, tensors.items(), shapes, {**(metadata or {}), _KEY: json.dumps(about)})
-
-
-def _to_numpy(array: Any) -> np.ndarray:
-    for name in ("get", "cpu"):  # CuPy's and PyTorch's methods that copy an array from a GPU
-        if hasattr(array, name):
-            array = getattr(array, name)()
-    return np.asarray(array)
 
 
 def load_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -309,12 +298,7 @@ def load_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, s
         raise bad(f"its metadata have no {_KEY!r}: it holds no 4-bit weights of this package")
     tensors = read_safetensors(path, ALL)
     where = f"safetensors file {os.fspath(path)!r}: its metadata are damaged"
-    try:
-        entries = Fields(where, parse_json(metadata[_KEY]), f"{_KEY}.").fields
-    except BadArgument:
-        raise
-    except ValueError as error:
-        raise BadArgument(f"{where}: {_KEY}: {error}") from None
+    entries = Fields(where, json_of(f"{where}: {_KEY}", metadata[_KEY]), f"{_KEY}.").fields
     about = {}
     for name, entry in entries.items():
         fields = Fields(where, entry, f"{quoted(name)}.")

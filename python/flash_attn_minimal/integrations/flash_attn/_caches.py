@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..._core.checks import _integer
+from ..._core.checks import integer
 from ...errors import BadArgument, Unsupported
 from ...kvcache import flash_attn_with_kvcache
 from ._calls import check_array, without_gradient
@@ -286,7 +286,7 @@ def _rotate_and_append(
     if isinstance(cache_seqlens, torch.Tensor):
         before = cache_seqlens.long().expand(batch)
     else:  # filled on the device, because a CUDA graph cannot hold a copy from the host
-        length = room if cache_seqlens is None else _integer("cache_seqlens", cache_seqlens, 0, 2**31 - 1)
+        length = room if cache_seqlens is None else integer("cache_seqlens", cache_seqlens, 0, 2**31 - 1)
         before = torch.full((batch,), length, device=q.device)
         before = before - new if cache_seqlens is None else before
     idle = before < 0

@@ -11,7 +11,7 @@ import torch
 
 from ... import attention as core
 from ..._arrays import torch_modes
-from ..._core.checks import _window
+from ..._core import checks
 from ...errors import FlashAttnError
 from ...torch._seeded import draw_dropout as _draw_dropout
 
@@ -131,7 +131,7 @@ def without_gradient(why: str) -> Callable[[Callable[_Arguments, Any]], Callable
 
 def window(window_size: Any) -> tuple[int, int]:
     """The window with -1 for an open end, for which flash_attn takes any negative number."""
-    left, right = _window(window_size)
+    left, right = checks.window(window_size)
     return max(left, -1), max(right, -1)
 
 
