@@ -22,8 +22,8 @@ constexpr int exchanged_at_once(const MmaTile& tile) {
 constexpr MmaTile mma_tile_split(int d, int dv, MmaSm sm) {
     if (d > 256) {                                                              // a row of Q, of K and of V takes 2 KB each
         if (sm == MmaSm::kAny) return with_column_parts({16, 32, 4, 1, 1}, 4);  // 162 KB; O at most 64 + S 16. Dropout takes 32 keys
-        if (d <= 384) return with_column_parts({64, 32, 8, 1, 1}, 2);           // 208 KB; O 96 + S 16
-        return with_column_parts({64, 16, 8, 1, 1}, 2);                         // 200 KB; O 128 + S 8
+        if (d <= 384) return with_column_parts({64, 32, 8, 1, 1}, 2);           // 225 KB; O 96 + S 16
+        return with_column_parts({64, 16, 8, 1, 1}, 2);                         // 208 KB; O 128 + S 8
     }
     if (sm == MmaSm::k228) {
         if (d <= 64) return {128, 32, 4, 2, 2};            // O 64 + S 32; 64 KB
