@@ -361,6 +361,8 @@ def _cuda_makers() -> Makers:
         partial(_forward, "mma_tf32_sm80", "float32", (3, 300, 330, 4, 2, 64), "tf32", allow_tf32=True),
         partial(_forward, "wgmma_float32_sm90", "float32", (2, 300, 330, 4, 2, 128), "", ("key_sums",)),
         partial(_forward, "mma_float32_sm80", "float32", (3, 300, 330, 4, 2, 64)),
+        partial(_forward, "mma_float32_sm80", "float32", (2, 150, 180, 4, 2, 512)),
+        partial(_hidden, "wgmma_float32_sm90", "float32", (2, 300, 330, 4, 2, 128), block_mask=0.5, mask=0.8),
         partial(_forward, "wgmma_sm90", half, (20, 300, 330, 4, 2, 128)),
         partial(_forward, "wgmma_sm90", half, (1, 300, 2100, 4, 2, 64)),  # a speculative maximum
         partial(_hidden, "wgmma_sm90", half, (2, 300, 330, 4, 2, 128), block_mask=0.5, mask=0.8),
@@ -390,7 +392,8 @@ def _cuda_makers() -> Makers:
         *(
             partial(_backward, name, dtype, (3, 200, 260, 4, 2, headdim), deterministic)
             for name, dtype, headdim in (
-                ("simple", "float32", 40), ("mma_float32_sm80", "float32", 64), ("wgmma_float32_sm90", "float32", 128),
+                ("simple", "float32", 40), ("mma_float32_sm80", "float32", 64),
+                ("mma_float32_sm80", "float32", 512), ("wgmma_float32_sm90", "float32", 128),
                 ("wgmma_float32_wide_sm90", "float32", 256),
                 ("mma_sm80", half, 128), ("wgmma_sm90", half, 128),
                 ("wgmma_pair_sm90", half, 256), ("mma_wide_sm80", half, 512), ("mma_wide_sm80", half, 321),

@@ -36,6 +36,9 @@ cudaError_t forward_mma_tf32_sm80(const AttentionParams& params, const DeviceInf
 // float32 in split products. With _if, each block ends at once unless *wanted, a word in device memory, says otherwise.
 cudaError_t forward_mma_float32_sm80(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
 cudaError_t forward_mma_float32_sm80_if(const int* wanted, const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
+// Called by forward_mma_float32_sm80: _paged for pages of a cache, _wide for head dims above 256 (with or without pages).
+cudaError_t forward_mma_float32_sm80_paged(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
+cudaError_t forward_mma_float32_sm80_wide(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
 cudaError_t forward_wgmma_float32_sm90(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
 size_t forward_wgmma_float32_sm90_workspace(const AttentionParams&, const DeviceInfo&);  // bytes: the parts of q, k and v
 

@@ -1,7 +1,10 @@
 """float32 on tensor cores (docs/float32.md): the sums that the kernels rely on, in NumPy; the kernels against float64
 with the budget of float32; infinity and NaN; and who serves what."""
 
+from dataclasses import replace
+
 import accuracy
+import kvcache_cases
 import numpy as np
 import pytest
 from accuracy import Case
@@ -299,6 +302,156 @@ def test_gradients_repeat_bitwise(name):
     arrays, options = spoiled(Case(257, 300, 256 if "wide" in name else 128, nheads=8, nheads_k=2), lambda *_: None)
     first, second = (BackwardKernel(CUDA, name)(*arrays, **options) for _ in range(2))
     assert all(np.array_equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+# ---- pages of a cache, head dims above 256, options ----
+
+
+@with_gpu
+@pytest.mark.parametrize("page_size", [1, 5, 16, 24, 128])
+@pytest.mark.parametrize(
+    "headdim, headdim_v", [(30, None), (64, None), (128, 100), (192, None), (256, None), (512, 300)]
+)
+def test_pages(headdim, headdim_v, page_size):
+    """Rows past a sequence's keys, and pages that no sequence owns, hold NaN."""
+    kernel = Kernel(CUDA, NAMES[0])
+    case = kvcache_cases.Case(
+        lengths=(300, None, 0, 129), rows=page_size, pages=-(-390 // page_size), seqlen_q=70, seqlen_new=0,
+        headdim=headdim, headdim_v=headdim_v, nheads=4, nheads_k=2,
+    )  # fmt: skip
+    kvcache_cases.check(kernel, case)
+    kvcache_cases.check(kernel, replace(case, causal=True, seqlen_q=65, seqlen_new=65))
+    kvcache_cases.check(kernel, replace(case, seqlen_q=1, window_size=(90, 0), sinks=True))
+    kvcache_cases.check(kernel, replace(case, causal=True, softcap=20.0, alibi=1))
+
+
+@with_gpu
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_special_values_in_pages(value):
+    """A block with an infinite sum walks over the pages a second time."""
+    rng = np.random.default_rng(0)
+    q = CUDA.array(rng.standard_normal((1, 40, 2, 64), dtype=np.float32))
+    cache = rng.standard_normal((2, 10, 16, 2, 64), dtype=np.float32)
+    cache[0, 3, 5, 0, 7] = value
+    table = rng.permutation(10).astype(np.int32)[None]
+    outs = []
+    for name in ("minimal", NAMES[0]):
+        arrays = [CUDA.array(x) for x in cache]
+        lengths = CUDA.array(np.array([155], np.int32))
+        outs.append(CUDA.numpy(fa.flash_attn_with_kvcache(
+            q, *arrays, cache_seqlens=lengths, block_table=CUDA.array(table), causal=True, kernel=name
+        )))  # fmt: skip
+    for is_special in (np.isnan, np.isinf):
+        assert np.array_equal(is_special(outs[0]), is_special(outs[1]))
+    finite = np.isfinite(outs[0])
+    assert np.allclose(outs[0][finite], outs[1][finite], rtol=1e-4, atol=1e-5)
+
+
+WIDE = [(264, None), (320, 256), (384, None), (392, 448), (512, None), (512, 64), (64, 512), (333, 301)]
+
+
+@with_gpu
+@pytest.mark.parametrize("seqlen_q,seqlen_k", [(1, 1), (65, 63), (129, 257), (1, 700), (300, 31)])
+@pytest.mark.parametrize("headdim, headdim_v", WIDE)
+def test_head_dims_above_256(headdim, headdim_v, seqlen_q, seqlen_k):
+    case = Case(seqlen_q, seqlen_k, headdim, headdim_v, nheads=4, nheads_k=2)
+    check(NAMES[0], case)
+    check(NAMES[0], replace(case, causal=True))
+
+
+@with_gpu
+@pytest.mark.parametrize("headdim", [320, 512])
+@pytest.mark.parametrize("value", SPECIAL)
+def test_special_values_of_wide_heads(headdim, value):
+    which, number = SPECIAL[value]
+    arrays = accuracy.inputs(Case(70, 90, headdim))[:3]
+    arrays[which][0, 40, 0, 5] = number
+    want = Kernel(CUDA, "minimal")(*arrays, "float32")
+    got = Kernel(CUDA, NAMES[0])(*arrays, "float32")
+    for x, y in zip(got, want, strict=True):
+        assert np.array_equal(np.isnan(x), np.isnan(y)) and np.array_equal(np.isinf(x), np.isinf(y))
+
+
+@with_gpu
+@pytest.mark.parametrize("seqlen_q,seqlen_k", [(1, 1), (65, 63), (129, 257), (300, 31)])
+@pytest.mark.parametrize("headdim, headdim_v", WIDE)
+def test_gradients_of_head_dims_above_256(headdim, headdim_v, seqlen_q, seqlen_k):
+    case = Case(seqlen_q, seqlen_k, headdim, headdim_v, nheads=4, nheads_k=2, dlse=True)
+    BackwardKernel(CUDA, NAMES[0]).check(case)
+    BackwardKernel(CUDA, NAMES[0]).check(replace(case, causal=True, seqlen_q=seqlen_q + 7))
+
+
+OPTIONS = [
+    {"softcap": 15.0}, {"softcap": 15.0, "spread": 12.0}, {"alibi": 1}, {"alibi": 2, "causal": True},
+    {"bias": (True, True, True)}, {"bias": (False, True, True), "softcap": 15.0}, {"bias": ()},
+    {"mask": (True, False, True)}, {"mask": (True, False, False), "mask_rate": 0.1}, {"dropout_p": 0.3},
+    {"mask": (True, True, True), "bias": (False, False, True), "dropout_p": 0.2, "causal": True},
+    {"intervals": (2, 2)}, {"blocks": (4, 64, 128)}, {"attention_chunk": 100}, {"sinks": True, "softcap": 15.0},
+    {"window_size": (90, 20), "alibi": 1}, {"window_size": (50, -1)},
+]  # fmt: skip
+
+
+@with_gpu
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("headdim", [64, 100, 128, 192, 256])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_options(name, headdim, options):
+    check(name, Case(200, 333, headdim, batch=2, nheads=4, nheads_k=2, **options))
+
+
+@with_gpu
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_options_of_wide_heads(options):
+    check(NAMES[0], Case(130, 210, 320, 400, batch=2, nheads=4, nheads_k=2, **options))
+    BackwardKernel(CUDA, NAMES[0]).check(Case(130, 210, 320, 400, batch=2, nheads=4, nheads_k=2, **options))
+
+
+@with_gpu
+@pytest.mark.parametrize("name", BACKWARD)
+@pytest.mark.parametrize("headdim", [64, 100, 128, 192])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_gradients_with_options(name, headdim, options):
+    BackwardKernel(CUDA, name).check(Case(200, 333, headdim, batch=2, nheads=4, nheads_k=2, dlse=True, **options))
+
+
+@with_gpu
+@pytest.mark.parametrize("name", ["wgmma_float32_sm90"])
+def test_options_out_of_float16s_range(name):
+    """mma_float32_sm80 serves the call instead, with its options."""
+
+    def change(q, k, v):
+        k[:, 50] *= 2.0**20
+        k[:, 50, :, 1:] = 0
+
+    check(name, Case(70, 120, 64, bias=(True, True, True), softcap=15.0), change)
+
+
+@with_gpu
+@pytest.mark.parametrize("seqlen_q", [1, 3, 16])
+@pytest.mark.parametrize("softcap", [5.0, 50.0])
+def test_softcap_of_few_rows(seqlen_q, softcap):
+    """softcap multiplies the error of tanh, so that float32 needs an exact one."""
+    case = kvcache_cases.Case(
+        lengths=(700, 300), rows=800, seqlen_q=seqlen_q, seqlen_new=0, headdim=64, softcap=softcap, causal=True
+    )
+    for name in ("decode_lanes_sm80", "decode_lanes_cluster_sm90"):
+        kvcache_cases.check(Kernel(CUDA, name), case)
+
+
+@with_gpu
+def test_what_float32_calls_run_on():
+    def plan(headdim=64, rows=2048, query=fa.query, **options):
+        q = CUDA.array(np.zeros((1, rows, 8, headdim), np.float32))
+        return query(q, q, q, **options)
+
+    if "needs sm_90" in plan().why_not.get("wgmma_float32_sm90", "needs sm_90"):
+        pytest.skip("needs a Hopper GPU")
+    bias = CUDA.array(np.zeros((2048, 2048), np.float32))
+    for options in ({}, {"causal": True}, {"softcap": 30.0}, {"bias": bias}, {"attention_chunk": 256}):
+        for headdim in (64, 128):
+            for query in (fa.query, fa.backward_query):
+                assert plan(headdim, query=query, **options).kernel == "wgmma_float32_sm90", (headdim, options)
+    assert plan(512).kernel == plan(512, query=fa.backward_query).kernel == "mma_float32_sm80"
 
 
 @with_gpu

@@ -31,8 +31,9 @@ MAY_SPILL = {
     # In the product for dQ: the number of query tiles of the block, read once for each tile.
     r"backward_wgmma_pair_kernelI\w+BackwardPlanIdE8E": 4,
     # wgmma_float32_sm90, dK and dV of head dim 128: twelve registers in a step of 192 wgmmas.
-    r"gradient_kernelILi128ELNS0_3OwnE0EEEvNS0_11PartsParams": 68,
-    r"gradient_kernelILi64ELNS0_3OwnE0EEEvNS0_11PartsParams": 4,  # in the warp that loads statistics
+    r"gradient_kernelILi128ELNS0_3OwnE0E(Lb0E)?EEvNS0_11PartsParams": 68,
+    r"gradient_kernelILi128ELNS0_3OwnE0ELb1EEEvNS0_11PartsParams": 84,  # with options
+    r"gradient_kernelILi64ELNS0_3OwnE0E(Lb[01]E)?EEvNS0_11PartsParams": 4,  # in the warp that loads statistics
     # mma_float32_sm80: up to ten registers in a step of 1500 instructions and more; head dims above 128.
     r"attention_kernelINS_10SplitFloatELi(192|256)E\w+OptionsE0": 32,
     # The same with options: the bounds of masks by intervals take registers, too.

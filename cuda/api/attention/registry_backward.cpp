@@ -52,6 +52,12 @@ bool has_blocks_for_halves_of_32(const BackwardParams& b, const DeviceInfo&) {
 const char* split_products_yield(const BackwardParams&, const DeviceInfo& device, char*, size_t) {
     return device.shared_memory > kMostSharedSm86 ? nullptr : "the CUDA cores of this GPU are faster";
 }
+const char* split_refuses(const BackwardParams& b, const DeviceInfo& device, char* text, size_t size) {
+    const AttentionParams& p = b.forward;
+    if ((p.headdim <= 256 && p.headdim_v <= 256) || device.shared_memory >= kBackwardSplitWideBytes) return nullptr;
+    return say(text, size, "headdim=%d, headdim_v=%d: above 256 a block needs %zu bytes of shared memory, and this GPU has %zu", p.headdim,
+               p.headdim_v, kBackwardSplitWideBytes, device.shared_memory);
+}
 bool has_indices_for_chunks(const BackwardParams& b, const DeviceInfo&) {
     constexpr int kMost = 1 << 30;  // whole chunks of rows and keys still have 32-bit indices
     return b.forward.seqlen_q <= kMost && b.forward.seqlen_k <= kMost;
@@ -145,24 +151,24 @@ constexpr BackwardKernel kKernels[] = {
      .workspace = FA_SM80(backward_mma_wide_sm80_workspace),
      .launch = FA_SM80(backward_mma_wide_sm80)},
     {.name = "wgmma_float32_sm90",
-     .summary = "Hopper: float32 with float32's accuracy, wgmma on float16 parts; head dims to 128, plain, causal and windowed calls",
+     .summary = "Hopper: float32 with float32's accuracy, wgmma on float16 parts; head dims to 128, every option except dropout",
      .device = FA_CUDA,
      .limits = {.dtypes = kFloat32,
                 .gpus = kHopper,
                 .head_dims = head_dims(4, 128),
-                .takes = kHints | kMaxScore | kKeySums | kLeftEdge | kSinks,
+                .takes = kHints | kMaxScore | kKeySums | (kScoresOfTiles & ~kDropout) | kChunk | kIntervals | kBlockMask,
                 .memory = Memory::kWideRows},
      .fits = FA_SM90(has_blocks_for_parts),
      .yields = FA_SM90(float16_parts_yield),
      .workspace = FA_SM90(backward_wgmma_float32_sm90_workspace),
      .launch = FA_SM90(backward_wgmma_float32_sm90)},
     {.name = "wgmma_float32_wide_sm90",
-     .summary = "Hopper: as wgmma_float32_sm90, warpgroups divide the products; head dims above 128, to 256",
+     .summary = "Hopper: as wgmma_float32_sm90, warpgroups divide the products; head dims above 128, to 256, no softcap or dropout",
      .device = FA_CUDA,
      .limits = {.dtypes = kFloat32,
                 .gpus = kHopper,
                 .head_dims = head_dims(4, 256),
-                .takes = kHints | kMaxScore | kKeySums | kLeftEdge | kSinks,
+                .takes = kHints | kMaxScore | kKeySums | (kScoresOfTiles & ~(kSoftcap | kDropout)) | kChunk | kIntervals | kBlockMask,
                 .memory = Memory::kWideRows},
      .refuses = FA_SM90(wide_float32_refuses),
      .fits = FA_SM90(has_blocks_for_parts),
@@ -170,9 +176,10 @@ constexpr BackwardKernel kKernels[] = {
      .workspace = FA_SM90(backward_wgmma_float32_wide_sm90_workspace),
      .launch = FA_SM90(backward_wgmma_float32_wide_sm90)},
     {.name = "mma_float32_sm80",
-     .summary = "tensor cores (mma.sync): float32 with float32's accuracy, three products of tf32 parts; head dims to 256, every option",
+     .summary = "tensor cores (mma.sync): float32 with float32's accuracy, three products of tf32 parts; head dims to 512, every option",
      .device = FA_CUDA,
-     .limits = {.dtypes = kFloat32, .gpus = kFromSm80, .head_dims = head_dims(1, 256)},
+     .limits = {.dtypes = kFloat32, .gpus = kFromSm80, .head_dims = head_dims(1, 512)},
+     .refuses = FA_SM80(split_refuses),
      .fits = FA_SM80(has_blocks_for_halves_of_32),
      .yields = FA_SM80(split_products_yield),
      .workspace = FA_SM80(backward_mma_float32_sm80_workspace),

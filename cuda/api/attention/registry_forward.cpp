@@ -7,6 +7,7 @@
 #include "attention/common/tiles_mma_sm80.h"
 #include "attention/forward/common/work_list.h"
 #include "attention/forward/fp8_sm90/plan.h"
+#include "attention/forward/mma_sm80/tiles_split.h"
 #include "attention/forward/wgmma_sm90/plan.h"
 #include "cpu/attention/kernels.h"
 
@@ -67,6 +68,13 @@ const char* takes_no_padding_in_pages(const AttentionParams& p, const DeviceInfo
 // cores have a quarter of the rate.
 const char* split_products_yield(const AttentionParams&, const DeviceInfo& device, char*, size_t) {
     return device.shared_memory > kMostSharedSm86 ? nullptr : "the CUDA cores of this GPU are faster";
+}
+const char* split_refuses(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
+    const int d = p.headdim > p.headdim_v ? p.headdim : p.headdim_v;
+    if (d > 256 && device.shared_memory < kSplitWideBytes)
+        return say(text, size, "headdim=%d, headdim_v=%d: above 256 a block needs %zu bytes of shared memory, and this GPU has %zu",
+                   p.headdim, p.headdim_v, kSplitWideBytes, device.shared_memory);
+    return takes_no_padding_in_pages(p, device, text, size);
 }
 const char* needs_shared_memory(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
     const size_t bytes = forward_float32_sm80_shared(p);
@@ -209,21 +217,22 @@ constexpr Kernel kKernels[] = {
      .workspace = FA_SM80(bounds_workspace),
      .launch = FA_SM80(forward_mma_tf32_sm80)},
     {.name = "wgmma_float32_sm90",
-     .summary = "Hopper: float32 with float32's accuracy, wgmma on float16 parts; head dims to 256, plain, causal and windowed calls",
+     .summary = "Hopper: float32 with float32's accuracy, wgmma on float16 parts; head dims to 256, every option of scores",
      .device = FA_CUDA,
      .limits = {.dtypes = kFloat32,
                 .gpus = kHopper,
                 .head_dims = head_dims(4, 256),
-                .takes = kHints | kKeySums | kLeftEdge | kSinks,
+                .takes = kHints | kKeySums | kScoresOfTiles | kChunk | kAnyScale | kIntervals | kBlockMask,
                 .memory = Memory::kWideRows},
      .fits = FA_SM90(has_blocks_for_parts),
      .yields = FA_SM90(float16_parts_yield),
      .workspace = FA_SM90(forward_wgmma_float32_sm90_workspace),
      .launch = FA_SM90(forward_wgmma_float32_sm90)},
     {.name = "mma_float32_sm80",
-     .summary = "tensor cores (mma.sync): float32 with float32's accuracy, three products of tf32 parts; head dims to 256, every option",
+     .summary = "tensor cores (mma.sync): float32 with float32's accuracy, three products of tf32 parts; head dims to 512, every option",
      .device = FA_CUDA,
-     .limits = {.dtypes = kFloat32, .gpus = kFromSm80, .head_dims = head_dims(1, 256), .takes = kAllFeatures & ~(k8BitCache | kPages)},
+     .limits = {.dtypes = kFloat32, .gpus = kFromSm80, .head_dims = head_dims(1, 512), .takes = kAllFeatures & ~k8BitCache},
+     .refuses = FA_SM80(split_refuses),
      .fits = FA_SM80(has_blocks_for_tiles_of_32),
      .yields = FA_SM80(split_products_yield),
      .launch = FA_SM80(forward_mma_float32_sm80)},

@@ -1,5 +1,5 @@
 // mma_float32_sm80.cu: the gradients of attention in float32, with float32's accuracy, on tensor cores: every product is three products of
-// tf32 parts (device/split_tf32.cuh). For every GPU from sm_80 on; head dims up to 256, every option; deterministic.
+// tf32 parts (device/split_tf32.cuh). For every GPU from sm_80 on; head dims up to 512, every option; deterministic.
 //
 // The two mirrored kernels of simple.cu, with its formulas and its sums in a fixed order. In one, a block owns keys and walks over the
 // queries of every head that reads them; in the other, it owns queries and walks over keys. New against simple.cu:
@@ -15,7 +15,8 @@
 //         acc_a += dS walked_a                                    dK += dS^T q           dQ += dS k
 //
 // Above head dim 128 the registers of a warp do not hold dK and dV: two warps have the same keys and half of the columns each, and both
-// compute S and dP. Two warps with the same queries take half of the keys of a step each, and add up their sums of dQ at the end.
+// compute S and dP. Two warps with the same queries take half of the keys of a step each, and add up their sums of dQ at the end. Above
+// head dim 256 four warps have a quarter of the columns each, also of those that S and dP are summed over; they add up these sums.
 //
 // A row whose |lse| is beyond 4096 needs the products of large_rows.cuh to the bit: a call that has one is left to simple.cu. So is one
 // with an infinite delta.
@@ -29,6 +30,7 @@
 #include "attention/kernels.h"
 #include "common/constants.h"
 #include "device/launch.h"
+#include "device/ptx.cuh"
 #include "device/split_tf32.cuh"
 
 namespace fa {
@@ -49,6 +51,7 @@ constexpr int warps_of(const GradientTile& tile) { return tile.row_warps * tile.
 // kLarge: sm_90 and others with 227 KB; kSmall: 99 KB; kGeneral: the same, for options, which need registers
 enum class Size { kLarge, kSmall, kGeneral };
 constexpr GradientTile gradient_tile(int d, Own own, Size size) {
+    if (d > 256) return {size == Size::kLarge ? 2 : 1, 16, 1, 1, 4, 1};                       // 209 KB; 137 KB, from sm_80 on
     if (d <= 64) return {4, 32, 2, size == Size::kGeneral ? 2 : 3, 1, 1};                     // 65 KB
     if (d == 128 && own == Own::kKeys && size == Size::kGeneral) return {4, 16, 1, 2, 1, 1};  // 81 KB
     if (d <= 128) return {4, 32, 1, 2, 1, 1};                                                 // 73, 97 KB
@@ -74,8 +77,16 @@ struct BlockState {
     int steps, all_steps;  // steps: of one head
 };
 
+// Above head dim 256, warps that share rows and walked rows sum S and dP over a part of the columns each, and exchange their sums here.
+template <int kWarps, int kElements, bool kShares>
+struct PairParts {
+    float part[kWarps][kElements][32];
+};
+template <int kWarps, int kElements>
+struct PairParts<kWarps, kElements, false> {};
+
 template <GradientTile const& kTile, int kD>
-struct GradientSmem {
+struct GradientSmem : PairParts<warps_of(kTile), kTile.walked, (kD > 256)> {
     alignas(128) float own_a[16 * kTile.row_warps * kD];
     alignas(128) float own_b[16 * kTile.row_warps * kD];
     alignas(128) float walked_a[kTile.stages][kTile.walked * kD];
@@ -91,14 +102,14 @@ __device__ __forceinline__ void clear(float (&C)[1][kTiles][4]) {
     for (int x = 0; x < 4 * kTiles; ++x) C[0][x / 4][x % 4] = 0;
 }
 
-// S = own walked^T over kD columns. `own` and `walked` are this lane's addresses for ldmatrix.
-template <SplitRange kRange, int kD, int kTiles>
-__device__ __forceinline__ void multiply_rows(float (&S)[1][kTiles][4], uint32_t own, uint32_t walked) {
+// S = own walked^T over kSteps x 8 columns, from step `first` on. `own` and `walked` are this lane's addresses for ldmatrix.
+template <SplitRange kRange, int kD, int kSteps = kD / 8, int kTiles>
+__device__ __forceinline__ void multiply_rows(float (&S)[1][kTiles][4], uint32_t own, uint32_t walked, int first = 0) {
     using Tile = SharedTile<float, kD>;
     constexpr int kAtOnce = kRange == SplitRange::kUsual && kTiles % 4 == 0 ? 4 : 2;
     clear(S);
 #pragma unroll 1  // more steps at a time take registers
-    for (int step = 0; step < kD / 8; ++step) {
+    for (int step = first; step < first + kSteps; ++step) {
         uint32_t x[4];
         ldmatrix_x4(x, Tile::advance(own, step));
         const SplitParts<kRange, 4> A[1] = {split_fragment<kRange, 4>(x)};
@@ -288,6 +299,7 @@ struct GradientBlock {
     static constexpr int kPartRows = kWalked / kTile.walked_parts, kTiles = kPartRows / 8;  // walked rows of a warp
     static constexpr int kColumns = kD / kTile.column_parts, kColumnTiles = kColumns / 8;
     static_assert(kColumns % 32 == 0 && 4 * kTiles <= 32, "whole groups of columns; a bit for each element");
+    static constexpr bool kShares = kD > 256;  // S and dP are summed by several warps
     using Tile = SharedTile<float, kD>;
     using Smem = GradientSmem<kGradientTile<kD, kOwn, kSize>, kD>;
     using Pairs = float[1][kTiles][4];
@@ -389,8 +401,15 @@ struct GradientBlock {
             const int row0 = at.walk_begin + (step - head_step * at.steps) * kWalked + part_row;
             const uint32_t walked_a = shared_address(smem.walked_a[stage]), walked_b = shared_address(smem.walked_b[stage]);
             Pairs S, dP;
-            multiply_rows<kRange, kD>(S, shared_address(smem.own_a) + own, walked_a + columns);
-            multiply_rows<kRange, kD>(dP, shared_address(smem.own_b) + own, walked_b + columns);
+            if constexpr (kShares) {
+                constexpr int kSteps = kD / 8 / kTile.column_parts;
+                multiply_rows<kRange, kD, kSteps>(S, shared_address(smem.own_a) + own, walked_a + columns, group * kSteps);
+                multiply_rows<kRange, kD, kSteps>(dP, shared_address(smem.own_b) + own, walked_b + columns, group * kSteps);
+                join_pairs(S, dP, all);
+            } else {
+                multiply_rows<kRange, kD>(S, shared_address(smem.own_a) + own, walked_a + columns);
+                multiply_rows<kRange, kD>(dP, shared_address(smem.own_b) + own, walked_b + columns);
+            }
             if constexpr (kOwnsKeys) {
                 const Query* const query = smem.query + stage * kWalked + part_row + lane % 4 * 2;
                 const int key = at.own0 + 16 * warp + lane / 4, first_row = row0 + lane % 4 * 2;
@@ -409,6 +428,26 @@ struct GradientBlock {
             }
             add_rows<kRange, kD>(acc_a, dP, walked_a + rows, at.walk_end - row0);
             if (kStages == 1) __syncthreads();  // nobody reads the walked rows any more
+        }
+    }
+    // Adds up the sums of warps with the same pairs. All add in the same order, so all have the same bits. The block's barrier at the end
+    // of a step keeps a warp from writing its next sums before these have been read.
+    __device__ __forceinline__ void join_pairs(Pairs& S, Pairs& dP, int warp) const {
+        static_assert(kStages == 1, "a barrier at the end of a step");
+        constexpr int kCount = 4 * kTiles;
+        const int lane = opaque(int(threadIdx.x)) % 32, row_warp = warp % kTile.row_warps;
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            smem.part[warp][i][lane] = S[0][i / 4][i % 4];
+            smem.part[warp][kCount + i][lane] = dP[0][i / 4][i % 4];
+        }
+        bar_sync(1 + row_warp, 32 * kTile.column_parts);
+#pragma unroll
+        for (int i = 0; i < 2 * kCount; ++i) {
+            float sum = smem.part[row_warp][i][lane];
+#pragma unroll
+            for (int part = 1; part < kTile.column_parts; ++part) sum += smem.part[row_warp + part * kTile.row_warps][i][lane];
+            (i < kCount ? S : dP)[0][i % kCount / 4][i % 4] = sum;
         }
     }
     // Whether a row of this warp does not see all keys of the tile.
@@ -508,8 +547,11 @@ cudaError_t launch(GradientParams& params, cudaStream_t stream) {
 }
 template <int kD, Size kSize, Scores kScores>
 cudaError_t launch(GradientParams& params, cudaStream_t stream) {
-    static_assert(kSize == Size::kLarge || sizeof(GradientSmem<kGradientTile<kD, Own::kKeys, kSize>, kD>) <= 99 * 1024,
-                  "a block of sm_86 and 89 has no more");
+    constexpr size_t kBytes = sizeof(GradientSmem<kGradientTile<kD, Own::kKeys, kSize>, kD>);
+    static_assert(kBytes <= (kSize == Size::kLarge ? 227 * 1024
+                             : kD > 256            ? kBackwardSplitWideBytes
+                                                   : 99 * 1024),
+                  "what a block of sm_90, of sm_80, and of sm_86 and 89 may have");
     if (const cudaError_t error = launch<kD, Own::kKeys, kSize, kScores>(params, stream)) return error;
     return launch<kD, Own::kQueries, kSize, kScores>(params, stream);
 }
@@ -541,6 +583,7 @@ cudaError_t backward_mma_float32_sm80_if(const int* wanted, const int* unwanted,
     params.aligned_dq = aligned(b.dq, p.nheads, p.headdim);
     params.aligned_dk = aligned(b.dk, p.nheads_k, p.headdim), params.aligned_dv = aligned(b.dv, p.nheads_k, p.headdim_v);
     const bool plain = !p.general_scores() && params.aligned_q && params.aligned_k && params.aligned_v && params.aligned_dout;
+    if (p.headdim > 256 || p.headdim_v > 256) return launch<512>(params, plain, device.shared_memory, stream);
     return with_backward_bucket(p.headdim, p.headdim_v,
                                 [&](auto d, auto) { return launch<decltype(d)::value>(params, plain, device.shared_memory, stream); });
 }

@@ -1,6 +1,6 @@
 // wgmma_float32_sm90.cu: the gradients of attention in float32, with float32's accuracy, on Hopper's tensor cores, in float16 parts
-// (attention/forward/wgmma_float32_sm90.cu has the idea, attention/common/float16_parts.cuh the parts). Plain, causal and windowed calls,
-// head dims to 128; deterministic.
+// (attention/forward/wgmma_float32_sm90.cu has the idea, attention/common/float16_parts.cuh the parts). Every option except dropout, head
+// dims to 128; deterministic.
 //
 // The two mirrored kernels of mma_float32_sm80.cu. A first kernel writes the parts of q, k, v and dout, in tiles of 64 rows with a scale
 // each. New against mma_float32_sm80.cu:
@@ -64,7 +64,8 @@ struct alignas(1024) PartsSmem {
     uint64_t own_full[1], a_full[kStages], a_empty[kStages], b_full[kStages], b_empty[kStages];
 };
 
-template <int kD, Own kOwn>
+// kGeneral: options of scores, except dropout.
+template <int kD, Own kOwn, bool kGeneral>
 struct PartsBlock : BlockView<kOwn> {
     using BlockView<kOwn>::kOwnsKeys, BlockView<kOwn>::p, BlockView<kOwn>::w;
     using BlockView<kOwn>::walked_head, BlockView<kOwn>::walked_tile, BlockView<kOwn>::query_of;
@@ -259,6 +260,31 @@ struct PartsBlock : BlockView<kOwn> {
         }
     }
 
+    // The same with options. `head`: of the queries.
+    template <typename StatisticsOf>
+    __device__ __forceinline__ void general_gradients(float (&S)[kPairs], float (&dP)[kPairs], float scale_s, float scale_dp, int head,
+                                                      int own, int walked, const StatisticsOf& statistics) const {
+#pragma unroll
+        for (int n = 0; n < kPairs; n += 4) {
+            forget_registers();
+            GeneralPairs pairs(p, w.s, w.batch, head);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const Query& query = statistics(n + e);
+                const int a = own + e / 2 * 8, b = walked + n / 4 * 8 + e % 2;
+                pairs.put(e, S[n + e] * scale_s, kOwnsKeys ? b : a, kOwnsKeys ? a : b, query);
+            }
+            pairs.transform();
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const Query& query = statistics(n + e);
+                const float P = pairs.probability(e, query);
+                S[n + e] = P;
+                dP[n + e] = pairs.seen[e] ? P * pairs.slope[e] * fmaf(dP[n + e], scale_dp, -query.delta) : 0.0f;
+            }
+        }
+    }
+
     __device__ __forceinline__ void consume(int wg) const {
         const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0), quad = lane % 4;
         const int own = w.own0 + wg * kRows + warp * 16 + lane / 4;  // and own + 8
@@ -296,15 +322,17 @@ struct PartsBlock : BlockView<kOwn> {
             const int walked0 = walked_tile(step) * kRows + 2 * quad;
             if constexpr (kOwnsKeys) {
                 const Query* const query = smem.query[a.slot] + 2 * quad;
-                gradients(S, dP, scale_s, scale_dp, smem.cut[a.slot], own, walked0,
-                          [=](int i) -> const Query& { return query[i / 4 * 8 + i % 2]; });
+                const auto statistics = [=](int i) -> const Query& { return query[i / 4 * 8 + i % 2]; };
+                if constexpr (kGeneral) general_gradients(S, dP, scale_s, scale_dp, walked_head(step), own, walked0, statistics);
+                else gradients(S, dP, scale_s, scale_dp, smem.cut[a.slot], own, walked0, statistics);
             } else {
                 const int key0 = walked_tile(step) * kRows;
                 bool less = false;
 #pragma unroll
                 for (int r = 0; r < 2; ++r) less |= mine[r].begin > key0 || mine[r].end < key0 + kRows;
-                gradients(S, dP, scale_s, scale_dp, __any_sync(~0u, less), own, walked0,
-                          [&](int i) -> const Query& { return mine[i / 2 % 2]; });
+                const auto statistics = [&](int i) -> const Query& { return mine[i / 2 % 2]; };
+                if constexpr (kGeneral) general_gradients(S, dP, scale_s, scale_dp, w.head, own, walked0, statistics);
+                else gradients(S, dP, scale_s, scale_dp, __any_sync(~0u, less), own, walked0, statistics);
             }
             float up[2], down[2];  // of dS
 #pragma unroll
@@ -340,7 +368,7 @@ struct PartsBlock : BlockView<kOwn> {
     }
 };
 
-template <int kD, Own kOwn>
+template <int kD, Own kOwn, bool kGeneral>
 __global__ void __launch_bounds__(kBlockThreads, 1) gradient_kernel(const __grid_constant__ PartsParams params) {
     if (params.out_of_range[0] || params.out_of_range[1]) return;
     static_assert(sizeof(PartsSmem<kD>) <= 227 * 1024, "a block of sm_90 has no more");
@@ -359,7 +387,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1) gradient_kernel(const __grid
         fence_mbarrier_init();
     }
     __syncthreads();
-    const PartsBlock<kD, kOwn> block{{params.backward, params.backward.forward, smem.work}, params, smem};
+    const PartsBlock<kD, kOwn, kGeneral> block{{params.backward, params.backward.forward, smem.work}, params, smem};
     if (warpgroup == 0) {
         setmaxnreg_dec<kProducerRegisters>();
         if (threadIdx.x == 0) block.produce();
@@ -392,7 +420,8 @@ cudaError_t launch(PartsParams& params, cudaStream_t stream) {
     params.tiles = ((kOwn == Own::kKeys ? p.seqlen_k : p.seqlen_q) + kOwnRows - 1) / kOwnRows;
     const int64_t blocks = int64_t(params.tiles) * (kOwn == Own::kKeys ? p.nheads_k : p.nheads) * p.batch;
     if (blocks == 0) return cudaSuccess;
-    return launch_kernel(gradient_kernel<kD, kOwn>, unsigned(blocks), kBlockThreads, sizeof(PartsSmem<kD>), stream, params);
+    return launch_kernel(p.general_scores() ? gradient_kernel<kD, kOwn, true> : gradient_kernel<kD, kOwn, false>, unsigned(blocks),
+                         kBlockThreads, sizeof(PartsSmem<kD>), stream, params);
 }
 template <int kD>
 cudaError_t launch(PartsParams& params, cudaStream_t stream) {

@@ -1,4 +1,5 @@
-// wgmma_float32_wide_sm90.cu: wgmma_float32_sm90.cu for head dims above 128, to 256. Plain, causal and windowed calls; deterministic.
+// wgmma_float32_wide_sm90.cu: wgmma_float32_sm90.cu for head dims above 128, to 256. Every option except softcap, whose slope would
+// have to be exchanged, too, and dropout; deterministic.
 //
 // New against that kernel: a block owns 64 rows, because shared memory does not hold the parts of 128, and walks over tiles of 32. Its two
 // warpgroups divide the work of a step by product and then by column:
@@ -119,7 +120,7 @@ __device__ __forceinline__ void add_rows(float (&acc)[kSums], const float (&weig
     }
 }
 
-template <Own kOwn>
+template <Own kOwn, bool kGeneral>
 struct WideBlock : BlockView<kOwn> {
     using BlockView<kOwn>::kOwnsKeys, BlockView<kOwn>::p, BlockView<kOwn>::w;
     using BlockView<kOwn>::walked_head, BlockView<kOwn>::walked_tile, BlockView<kOwn>::query_of;
@@ -195,6 +196,25 @@ struct WideBlock : BlockView<kOwn> {
         }
     }
 
+    // The same with options. `head`: of the queries.
+    template <typename StatisticsOf>
+    __device__ __forceinline__ void general_probabilities(float (&S)[kPairs], float scale, int head, int own, int walked,
+                                                          const StatisticsOf& statistics) const {
+#pragma unroll
+        for (int n = 0; n < kPairs; n += 4) {
+            forget_registers();
+            GeneralPairs pairs(p, w.s, w.batch, head);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int a = own + e / 2 * 8, b = walked + n / 4 * 8 + e % 2;
+                pairs.put(e, S[n + e] * scale, kOwnsKeys ? b : a, kOwnsKeys ? a : b, statistics(n + e));
+            }
+            pairs.transform();
+#pragma unroll
+            for (int e = 0; e < 4; ++e) S[n + e] = pairs.probability(e, statistics(n + e));
+        }
+    }
+
     __device__ __forceinline__ void consume(int wg) const {
         const int thread = threadIdx.x % 128, lane = thread % 32, warp = __shfl_sync(~0u, thread / 32, 0), quad = lane % 4;
         const int own = w.own0 + warp * 16 + lane / 4;  // and own + 8
@@ -233,7 +253,10 @@ struct WideBlock : BlockView<kOwn> {
                     for (int r = 0; r < 2; ++r) cut |= mine[r].begin > key0 || mine[r].end < key0 + kWalked;
                     cut = __any_sync(~0u, cut);
                 }
-                probabilities(P, own_scale * a_scale, cut, own, walked_tile(step) * kWalked + 2 * quad, statistics);
+                const int walked0 = walked_tile(step) * kWalked + 2 * quad;
+                if constexpr (kGeneral)
+                    general_probabilities(P, own_scale * a_scale, kOwnsKeys ? walked_head(step) : w.head, own, walked0, statistics);
+                else probabilities(P, own_scale * a_scale, cut, own, walked0, statistics);
 #pragma unroll
                 for (int i = 0; i < kPairs; ++i) given[0][i][thread] = P[i];
             } else {
@@ -278,7 +301,7 @@ struct WideBlock : BlockView<kOwn> {
     }
 };
 
-template <Own kOwn>
+template <Own kOwn, bool kGeneral>
 __global__ void __launch_bounds__(kBlockThreads, 1) gradient_kernel(const __grid_constant__ WideParams params) {
     if (params.out_of_range[0] || params.out_of_range[1]) return;
     extern __shared__ __align__(1024) unsigned char shared[];
@@ -295,7 +318,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1) gradient_kernel(const __grid
         fence_mbarrier_init();
     }
     __syncthreads();
-    const WideBlock<kOwn> block{{params.backward, params.backward.forward, smem.work}, params, smem};
+    const WideBlock<kOwn, kGeneral> block{{params.backward, params.backward.forward, smem.work}, params, smem};
     if (warpgroup == 0) {
         setmaxnreg_dec<kProducerRegisters>();
         if (threadIdx.x == 0) block.produce();
@@ -327,7 +350,8 @@ cudaError_t launch(const WideParams& params, cudaStream_t stream) {
     const int64_t tiles = kOwn == Own::kKeys ? params.k.own.tiles : params.q.own.tiles;
     const int64_t blocks = tiles * (kOwn == Own::kKeys ? p.nheads_k : p.nheads) * p.batch;
     if (blocks == 0) return cudaSuccess;
-    return launch_kernel(gradient_kernel<kOwn>, unsigned(blocks), kBlockThreads, sizeof(WideSmem), stream, params);
+    return launch_kernel(p.general_scores() ? gradient_kernel<kOwn, true> : gradient_kernel<kOwn, false>, unsigned(blocks), kBlockThreads,
+                         sizeof(WideSmem), stream, params);
 }
 
 }  // namespace

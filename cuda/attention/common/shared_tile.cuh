@@ -115,10 +115,11 @@ __device__ __forceinline__ void load_paged_tile(const T* tile, const T* source, 
         if (whole || left <= 0) {
             cp_async_16(to, left > 0 ? from : source, left > 0 ? 16 : 0);
         } else {
+            using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;
             uint32_t word[4] = {};
 #pragma unroll
             for (int e = 0; e < kPieceColumns; ++e)
-                if (e < left) word[e / 2] |= uint32_t(reinterpret_cast<const uint16_t*>(from)[e]) << (e % 2 * 16);
+                if (e < left) word[e * sizeof(T) / 4] |= uint32_t(reinterpret_cast<const Bits*>(from)[e]) << (e * sizeof(T) % 4 * 8);
             store_shared_16(to, make_uint4(word[0], word[1], word[2], word[3]));
         }
     }

@@ -10,10 +10,11 @@ namespace fa {
 
 struct MmaTile {
     int block_m, block_n;  // queries per block, keys per step
-    int warps;             // a warp owns block_m / warps query rows, 16 or 32
+    int warps;             // a warp owns block_m / warps query rows, 16 or 32; with column_parts, so many times more
     int stages;            // 2: K and V of the next tile arrive while this one is computed; 1: K and V take turns, in half the memory
     int blocks_per_sm;     // promised to the compiler for its register allocation: 32 warps x registers x blocks <= 65536
     bool q_in_registers = false;  // Q's fragments stay in registers for the whole loop instead of being read again for every tile
+    int column_parts = 1;         // warps that share rows: each sums S over a part of the columns of Q and K, and has a part of those of O
 };
 constexpr MmaTile with_q_in_registers(MmaTile tile) {
     tile.q_in_registers = true;
@@ -21,7 +22,7 @@ constexpr MmaTile with_q_in_registers(MmaTile tile) {
 }
 constexpr bool operator==(const MmaTile& a, const MmaTile& b) {
     return a.block_m == b.block_m && a.block_n == b.block_n && a.warps == b.warps && a.stages == b.stages &&
-           a.blocks_per_sm == b.blocks_per_sm && a.q_in_registers == b.q_in_registers;
+           a.blocks_per_sm == b.blocks_per_sm && a.q_in_registers == b.q_in_registers && a.column_parts == b.column_parts;
 }
 
 // The SM that a tile is made for, by its KB of shared memory. The first three, with blocks of at most 99 KB, run on all.
@@ -197,6 +198,9 @@ constexpr BackwardTile backward_mma_tile(int d, MmaSm sm) {
     if (d <= 192) return {64, 32, 8, 4, 2, 2, 1, 1, 1};  // 81 KB
     return {32, 32, 4, 2, 2, 2, 1, 1, 1};                // 68 KB; 64 queries do not fit beside 32 keys
 }
+
+// Shared memory of the smallest tile of attention/backward/mma_float32_sm80.cu for head dims above 256.
+constexpr size_t kBackwardSplitWideBytes = 141312;
 
 // Few keys under a causal mask: tiles of 64 keys waste less on the diagonal. On H200, 64 against 128 keys at head dim 64: 5 % faster at 512
 // keys, 9 % slower from 2048 on; at head dim 128: 2 % faster at 512, 1 % slower from 1024 on.

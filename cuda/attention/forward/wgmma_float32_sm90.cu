@@ -16,6 +16,7 @@
 // Bound by the tensor cores: six products.
 #include "attention/common/epilogue.cuh"
 #include "attention/common/float16_parts.cuh"
+#include "attention/common/general_scores.cuh"
 #include "attention/common/mask.h"
 #include "attention/common/score_fragment.cuh"
 #include "attention/common/tiles_mma_sm80.h"
@@ -185,7 +186,19 @@ __device__ __forceinline__ void multiply_values(float (&O)[kD / 2], const uint32
         }
 }
 
-template <int kD>
+// Scores with every option, in natural units, from sums in the units of the thread's two rows. No number of V is infinite or NaN here, so
+// hidden keys need no care beyond P = 0. Tiles that masks by intervals or by blocks hide are computed, too.
+template <int kScores>
+__device__ __forceinline__ void transform_scores(const AttentionParams& p, const FragmentPlace& at, const float (&unit)[2],
+                                                 float (&S)[kScores]) {
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) S[i] *= unit[i / 2 % 2];
+    transform_fragment<float>(p, at, S);
+    if (p.intervals.data) hide_by_intervals(p, at, S);
+    if (p.blocks.data) hide_by_blocks(p, at, S);
+}
+
+template <int kD, bool kGeneral>
 __device__ __forceinline__ void consume(const WgmmaFloat32Params& params, SplitSmem<kD>& smem, const Work& w, int wg) {
     constexpr int kStages = SplitSmem<kD>::kStages, kBlockN = block_n(kD), kScores = kBlockN / 2, kOutputs = kD / 2;
     constexpr uint32_t kChunkN = kBlockN * kChunkRowBytes;
@@ -199,7 +212,7 @@ __device__ __forceinline__ void consume(const WgmmaFloat32Params& params, SplitS
     const int64_t head_k = int64_t(w.b) * p.nheads_k + w.head / p.group;
     const float* const k_scales = params.k.scales + head_k * params.k.tiles;
     const float* const v_scales = params.v.scales + head_k * params.v.tiles;
-    const float scale = p.scale * kLog2e;
+    const float scale = kGeneral ? kLog2e : p.scale * kLog2e;
     float q_scale[2], row_max[2] = {-FLT_MAX, -FLT_MAX}, row_sum[2] = {};
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -223,19 +236,26 @@ __device__ __forceinline__ void consume(const WgmmaFloat32Params& params, SplitS
         const uint64_t desc_k = k0 + k.slot * descriptor_step(sizeof smem.k[0]), desc_v = v0 + v.slot * descriptor_step(sizeof smem.v[0]);
         multiply_scores<kD>(S, q, desc_k, kLowQ, kLowK, [&] { k.release(lane); });
         // ---- softmax ----
+        // What options need is computed where they use it, and takes no registers in between.
+        const auto place = [&] {
+            const Work now = work_of<kBlockN>(params, opaque(blockIdx.x));
+            const int thread = opaque(threadIdx.x), first = now.row0 + wg * kWarpgroupRows + thread % 128 / 32 * 16 + thread % 32 / 4;
+            return FragmentPlace{now.b, now.head, first, n * kBlockN + 2 * (thread % 4), now.s.seqlen_q, now.s.seqlen_k, now.s.shift};
+        };
+        if constexpr (kGeneral) transform_scores(p, place(), {q_scale[0] * k_scale, q_scale[1] * k_scale}, S);
         if (n * kBlockN < every_begin || (n + 1) * kBlockN > every_end) {
             const int key = n * kBlockN + 2 * quad, here = opaque(row);
             const KeyRange a = key_range(p, w.s, here), b = key_range(p, w.s, here + 8);
             mask_right(S, a.end - 1 - key, b.end - 1 - key);
             mask_left(S, a.begin - key, b.begin - key);
         }
-        // row_max is a product of q and k; `base` is the same in the unit of this tile's sums.
+        // row_max is a product of q and k; `base` is the same in the unit of this tile's sums. With options both are scores.
         float tile_max[2], base[2], exponent[2];
         tile_maximum(S, tile_max);
         bool moved = false;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            tile_max[r] = fmaxf(row_max[r], tile_max[r] * (q_scale[r] * k_scale));
+            tile_max[r] = fmaxf(row_max[r], kGeneral ? tile_max[r] : tile_max[r] * (q_scale[r] * k_scale));
             moved |= (tile_max[r] - row_max[r]) * scale > kRise;
         }
         if (__any_sync(~0u, moved)) {
@@ -249,16 +269,29 @@ __device__ __forceinline__ void consume(const WgmmaFloat32Params& params, SplitS
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
+            if constexpr (kGeneral) {  // a bias may be as low as -FLT_MAX
+                base[r] = row_max[r], exponent[r] = scale;
+                continue;
+            }
             const float unit = q_scale[r] * k_scale;
             base[r] = row_max[r] == -FLT_MAX ? 0.0f : row_max[r] * inverse_of(unit), exponent[r] = unit * scale;
+        }
+        if constexpr (kGeneral) {
+#pragma unroll
+            for (int i = 0; i < kScores; ++i) {
+                const int r = i / 2 % 2;
+                S[i] = exp2_approx(fmaf(S[i] - base[r], exponent[r], kTop));
+                row_sum[r] += S[i];
+            }
+            if (p.dropout_threshold) drop_fragment(p, place(), quad, S);
         }
         uint32_t high[kScores / 2], low[kScores / 2];
 #pragma unroll
         for (int i = 0; i < kScores; i += 2) {
             const int r = i / 2 % 2;
-            const float a = exp2_approx(fmaf(S[i] - base[r], exponent[r], kTop));
-            const float b = exp2_approx(fmaf(S[i + 1] - base[r], exponent[r], kTop));
-            row_sum[r] += a + b;
+            const float a = kGeneral ? S[i] : exp2_approx(fmaf(S[i] - base[r], exponent[r], kTop));
+            const float b = kGeneral ? S[i + 1] : exp2_approx(fmaf(S[i + 1] - base[r], exponent[r], kTop));
+            if (!kGeneral) row_sum[r] += a + b;
             high[i / 2] = pack_16<__half>(a, b);
             const float2 rounded = unpack_16<__half>(high[i / 2]);
             low[i / 2] = pack_16<__half>(a - rounded.x, b - rounded.y);
@@ -276,11 +309,11 @@ __device__ __forceinline__ void consume(const WgmmaFloat32Params& params, SplitS
     for (int r = 0; r < 2; ++r) {
         const int i = row + 8 * r;
         constexpr float kUnscale = 1.0f / (1 << int(kTop));
-        const float sum = quad_sum(row_sum[r]) * kUnscale;
-        RowEnd end = finish_row<ScoreUnit::kNatural>(row_max[r] * p.scale, sum, sink);
-        end.inverse *= kUnscale;
+        const float sum = quad_sum(row_sum[r]) * kUnscale, unit = kGeneral ? 1.0f : p.scale;
+        RowEnd end = finish_row<ScoreUnit::kNatural>(row_max[r] * unit, sum, sink);
+        end.inverse *= kGeneral && p.dropout_threshold ? kUnscale * p.dropout_scale : kUnscale;
         if (i >= w.s.seqlen_q) continue;
-        if (p.lse && quad == 0) p.lse[lse_offset(p, w.s, w.head) + i] = natural_lse(row_max[r], p.scale, sum, sink);
+        if (p.lse && quad == 0) p.lse[lse_offset(p, w.s, w.head) + i] = natural_lse(row_max[r], unit, sum, sink);
 #pragma unroll
         for (int x = 2 * r; x < kOutputs; x += 4) {
             const int column = x / 4 * 8 + 2 * quad;
@@ -290,7 +323,8 @@ __device__ __forceinline__ void consume(const WgmmaFloat32Params& params, SplitS
     }
 }
 
-template <int kD>
+// kGeneral: every option of scores, and any scale.
+template <int kD, bool kGeneral>
 __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_constant__ WgmmaFloat32Params params) {
     if (*params.out_of_range) return;
     static_assert(sizeof(SplitSmem<kD>) <= 227 * 1024, "a block of sm_90 has no more");
@@ -314,7 +348,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
         return;
     }
     setmaxnreg_inc<240>();
-    consume(params, smem, w, warpgroup - 1);
+    consume<kD, kGeneral>(params, smem, w, warpgroup - 1);
 }
 
 // ---- launch ----
@@ -354,8 +388,9 @@ cudaError_t launch(const SplitParams& split, const WgmmaFloat32Params& params, c
     if (const cudaError_t error =
             launch_kernel(split_kernel<kD>, unsigned(split.blocks_q + 2 * split.blocks_k), kSplitThreads, 0, stream, split))
         return error;
-    return launch_kernel(attention_kernel<kD>, unsigned(int64_t(params.tiles) * p.nheads * p.batch), kThreads, sizeof(SplitSmem<kD>),
-                         stream, params);
+    const bool general = p.general_scores() || !(p.scale > 0);  // as in mma_sm80/kernel.cuh
+    return launch_kernel(general ? attention_kernel<kD, true> : attention_kernel<kD, false>,
+                         unsigned(int64_t(params.tiles) * p.nheads * p.batch), kThreads, sizeof(SplitSmem<kD>), stream, params);
 }
 
 }  // namespace

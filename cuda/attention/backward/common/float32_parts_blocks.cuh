@@ -7,6 +7,7 @@
 #include "attention/common/mask.h"
 #include "attention/common/simple_tiles.cuh"
 #include "attention/kernels.h"
+#include "common/constants.h"
 #include "device/launch.h"
 
 namespace fa {
@@ -100,6 +101,70 @@ struct BlockView {
         } else {
             put(acc_a, p.scale, backward.dq, g.dq, p.headdim);
         }
+    }
+};
+
+// Four pairs of a thread with options of scores, except dropout, one option at a time. Few pairs at a time take few registers.
+struct GeneralPairs {
+    const AttentionParams& p;
+    const Sequence& s;
+    int batch, head;
+    float score[4], slope[4];
+    int query[4], key[4];
+    bool seen[4];
+
+    __device__ __forceinline__ GeneralPairs(const AttentionParams& p, const Sequence& s, int batch, int head)
+        : p(p), s(s), batch(batch), head(head) {}
+    // `product`: q . k
+    __device__ __forceinline__ void put(int e, float product, int i, int j, const Query& row) {
+        score[e] = __fmul_rn(product, p.scale), slope[e] = 1, query[e] = i, key[e] = j, seen[e] = j >= row.begin && j < row.end;
+    }
+    // The arithmetic of gradients_of_pairs in mma_float32_sm80.cu. Arrays are read only for pairs that causal and window leave visible.
+    __device__ __forceinline__ void transform() {
+        if (p.softcap != 0) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const float t = tanhf(score[e] / p.softcap);
+                score[e] = p.softcap * t, slope[e] = 1 - t * t;
+            }
+        }
+        if (p.alibi_slopes) {
+            const float alibi = p.alibi_slopes[batch * p.alibi_batch + head];
+#pragma unroll
+            for (int e = 0; e < 4; ++e) score[e] -= alibi * fabsf(float(int64_t(query[e]) + s.shift - key[e]));
+        }
+        if (p.bias.data) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                if (!seen[e]) continue;
+                const int64_t place = batch * p.bias.batch + head * p.bias.head + query[e] * p.bias.row + key[e];
+                const float bias = load_as_float(p.bias.data, place, p.bias_dtype);
+                score[e] += bias;
+                seen[e] = bias != -INFINITY;
+            }
+        }
+        if (p.mask.data) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int64_t place = batch * p.mask.batch + head * p.mask.head + query[e] * p.mask.row + key[e];
+                if (seen[e]) seen[e] = static_cast<const uint8_t*>(p.mask.data)[place];
+            }
+        }
+        if (p.blocks.data) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                if (seen[e]) seen[e] = !block_hides(p, batch, head, query[e], key[e]);
+        }
+        if (p.intervals.data) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                if (seen[e]) seen[e] = !interval_hides(p, batch, head, query[e], key[e]);
+        }
+    }
+    // P; 0 where the pair is hidden, which it then says in `seen`, too.
+    __device__ __forceinline__ float probability(int e, const Query& row) {
+        seen[e] = seen[e] && score[e] != -INFINITY;
+        return seen[e] ? exp2_approx(((score[e] - row.max) - row.rest) * kLog2e) : 0.0f;
     }
 };
 

@@ -11,6 +11,7 @@
 
 #include <cfloat>
 #include <climits>
+#include <type_traits>
 
 namespace fa {
 namespace {
@@ -114,11 +115,14 @@ __device__ __forceinline__ void lane_score_options(LaneScores<Plan>& S, const La
     // i_aligned of row j, computed where it is used
     const auto aligned = [&](int j) { return lane_query(p, unit.row0 + opaque(place.tile_row) + j) + shift; };
     if (p.softcap_log2 != 0) {
-        const float inverse = __fdividef(1.0f, p.softcap_log2);
+        const float inverse = std::is_same_v<typename Plan::T, float> ? 1.0f / p.softcap_log2 : __fdividef(1.0f, p.softcap_log2);
 #pragma unroll
         for (int i = 0; i < Plan::kAtOnce; ++i)
 #pragma unroll
-            for (int j = 0; j < Plan::kRows; ++j) S[i][j] = p.softcap_log2 * tanh_fast(S[i][j] * inverse);
+            for (int j = 0; j < Plan::kRows; ++j) {  // exact for float32, as in transform_products
+                const float x = S[i][j] * inverse;
+                S[i][j] = p.softcap_log2 * (std::is_same_v<typename Plan::T, float> ? tanhf(x) : tanh_fast(x));
+            }
     }
     if (p.alibi_slopes) {
 #pragma unroll

@@ -11,6 +11,8 @@
 namespace fa {
 
 cudaError_t forward_mma_float32_sm80_if(const int* wanted, const AttentionParams& p, const DeviceInfo& device, cudaStream_t stream) {
+    if (p.headdim > 256 || p.headdim_v > 256) return forward_mma_float32_sm80_wide(p, device, stream);
+    if (p.cache.block_table) return forward_mma_float32_sm80_paged(p, device, stream);
     AttentionParams params = p;
     params.workspace = const_cast<int*>(wanted);  // nullptr: the kernel always runs. It has no other use for a workspace
     return launch<SplitFloat>(params, device.multiprocessors, device.shared_memory, stream);

@@ -1,6 +1,6 @@
 // mma_sm80/kernel.cuh: FlashAttention-2 on tensor cores, for every GPU from sm_80 on, with every option. T is fp16 or bf16
 // (mma_sm80/entry.cu, head dims up to 512), float with products in tf32 (mma_sm80/tf32.cu, head dims up to 256), or SplitFloat: float32
-// with float32's accuracy (mma_sm80/float32.cu, head dims up to 256).
+// with float32's accuracy (mma_sm80/float32.cu, head dims up to 512).
 //
 // One block of 2 to 8 warps computes 32 to 128 query rows of one head, as in flash_attn_minimal.cu. New against that rung:
 //   - mma.sync computes S = Q K^T and O += P V. A warp owns 16 or 32 whole rows, and a row lies in the four lanes of a quad, so no softmax
@@ -22,7 +22,7 @@
 // Shared memory (Smem)      Q block_m x d | K stages x block_n x d | V stages x block_n x dv | what each warp sees | visible keys
 //
 // Above head dim 256, the 16 rows of a warp do not leave registers for all columns of O. There a block computes one part of the columns, at
-// most 256, and every part computes S again: half as many products again at head dim 512.
+// most 256, and every part computes S again: half as many products again at head dim 512. (SplitFloat: mma_sm80/float32_wide.cu.)
 //
 // At head dims up to 128 the bound is how much of the softmax the products of other warps cover. At 256, where a warp has 16 rows, it is
 // the bytes that ldmatrix reads. At 64, 128 and 256, tensor cores are about 54, 65 and 55 % busy and shared memory 42, 55 and 81 % (bf16,
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
     }
 #endif
     using Warp = ForwardWarp<T, kD, kDv, kSm, kOptions, kKeyRows>;
-    if constexpr (Warp::kSplit && !Warp::kGeneral) {  // a word in the workspace may say that another kernel has served the call
+    if constexpr (Warp::kSplit) {  // a word in the workspace may say that another kernel has served the call
         const int* const wanted = static_cast<const int*>(params.attention.workspace);
         if (wanted && *wanted == 0) return;
     }
@@ -116,7 +116,7 @@ cudaError_t launch_tile(MmaParams& params, cudaStream_t stream) {
                          unsigned(kTile.warps * 32), sizeof(Smem<T, kTileOf<T, kD, kDv, kSm>, kD, kDv>), stream, params);
 }
 
-template <typename T, int kD, int kDv>
+template <typename T, int kD, int kDv, KeyRows kKeyRows = KeyRows::kStrided>
 cudaError_t launch_bucket(const AttentionParams& p, int multiprocessors, size_t shared_memory, cudaStream_t stream) {
     MmaParams params = mma_params<T>(p);
     const int64_t heads = int64_t(p.nheads) * p.deciding_batch();
@@ -127,24 +127,24 @@ cudaError_t launch_bucket(const AttentionParams& p, int multiprocessors, size_t 
     if constexpr (sizeof(T) == 2) {
         constexpr const MmaTile &kShort = kTileOf<T, kD, kDv, MmaSm::kShort>, &k99 = kTileOf<T, kD, kDv, MmaSm::k99>;
         if (!general && aligned && p.seqlen_q <= 2 * kShort.block_m && p.deciding_keys() <= kShort.block_n)
-            return launch_tile<T, kD, kDv, MmaSm::kShort, Options::kNone, KeyRows::kStrided>(params, stream);
+            return launch_tile<T, kD, kDv, MmaSm::kShort, Options::kNone, kKeyRows>(params, stream);
         if (!general && aligned && mma_tile_runs_at_once(k99, heads, p.seqlen_q, p.deciding_keys(), multiprocessors))
-            return launch_tile<T, kD, kDv, MmaSm::k99, Options::kNone, KeyRows::kStrided>(params, stream);
+            return launch_tile<T, kD, kDv, MmaSm::k99, Options::kNone, kKeyRows>(params, stream);
     }
     if (!general) {
         constexpr const MmaTile &k228 = kTileOf<T, kD, kDv, MmaSm::k228>, &k164 = kTileOf<T, kD, kDv, MmaSm::k164>;
-        if constexpr (!(k228 == k164)) {
+        if constexpr (!(k228 == k164) && !(kKeyRows == KeyRows::kInPages && kD == 128)) {  // pages take registers that three blocks lack
             if (shared_memory > kMostSharedSm80 && serves(k228, sizeof(Smem<T, kTileOf<T, kD, kDv, MmaSm::k228>, kD, kDv>)))
-                return launch_tile<T, kD, kDv, MmaSm::k228, Options::kNone, KeyRows::kStrided>(params, stream);
+                return launch_tile<T, kD, kDv, MmaSm::k228, Options::kNone, kKeyRows>(params, stream);
         }
         if (serves(k164, sizeof(Smem<T, kTileOf<T, kD, kDv, MmaSm::k164>, kD, kDv>)))
-            return launch_tile<T, kD, kDv, MmaSm::k164, Options::kNone, KeyRows::kStrided>(params, stream);
+            return launch_tile<T, kD, kDv, MmaSm::k164, Options::kNone, kKeyRows>(params, stream);
     }
     if constexpr (sizeof(T) == 2) {
-        if (!general && aligned) return launch_tile<T, kD, kDv, MmaSm::k99, Options::kNone, KeyRows::kStrided>(params, stream);
+        if (!general && aligned) return launch_tile<T, kD, kDv, MmaSm::k99, Options::kNone, kKeyRows>(params, stream);
     }
-    if (general) return launch_tile<T, kD, kDv, MmaSm::kAny, Options::kAll, KeyRows::kStrided>(params, stream);
-    return launch_tile<T, kD, kDv, MmaSm::kAny, Options::kNone, KeyRows::kStrided>(params, stream);
+    if (general) return launch_tile<T, kD, kDv, MmaSm::kAny, Options::kAll, kKeyRows>(params, stream);
+    return launch_tile<T, kD, kDv, MmaSm::kAny, Options::kNone, kKeyRows>(params, stream);
 }
 
 template <typename T>

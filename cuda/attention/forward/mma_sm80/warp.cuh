@@ -11,6 +11,7 @@
 #include "attention/forward/mma_sm80/tiles_split.h"
 #include "common/constants.h"
 #include "device/mma.cuh"
+#include "device/ptx.cuh"
 #include "device/split_tf32.cuh"
 
 #include <cfloat>
@@ -33,8 +34,16 @@ struct MmaParams {
     IntervalBounds bounds;
 };
 
+// Where warps that share rows exchange their sums of S. Two rounds have room, so that a round needs one barrier.
+template <int kWarps, int kAtOnce, bool kShares>
+struct ScoreParts {
+    float part[2][kWarps][kAtOnce][32];
+};
+template <int kWarps, int kAtOnce>
+struct ScoreParts<kWarps, kAtOnce, false> {};
+
 template <typename T, MmaTile const& kTile, int kD, int kDv>
-struct Smem {
+struct Smem : ScoreParts<kTile.warps, exchanged_at_once(kTile), (kTile.column_parts > 1)> {
     alignas(128) T q[kTile.block_m * kD];
     alignas(128) T k[kTile.stages][kTile.block_n * kD];
     alignas(128) T v[kTile.stages][kTile.block_n * kDv];
@@ -129,14 +138,17 @@ struct ForwardWarp {
     static constexpr bool kSplit = std::is_same_v<T, SplitFloat>;
     using Stored = std::conditional_t<kSplit, float, T>;  // of a bias in T
     static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kThreads = kTile.warps * 32, kStages = kTile.stages;
-    static constexpr int kWarpRows = kBlockM / kTile.warps, kMmas = kWarpRows / 16, kRows = 2 * kMmas;  // a thread has kRows rows of S, O
-    static constexpr int kTilesN = kBlockN / 8, kTilesV = kDv / 8, kStep = 32 / int(sizeof(T));  // of an mma: columns of Q, K; keys of P, V
+    static constexpr int kColumnParts = kTile.column_parts, kRowWarps = kTile.warps / kColumnParts, kOwnDv = kDv / kColumnParts;
+    static constexpr int kWarpRows = kBlockM / kRowWarps, kMmas = kWarpRows / 16, kRows = 2 * kMmas;  // a thread has kRows rows of S, O
+    static constexpr int kTilesN = kBlockN / 8, kTilesV = kOwnDv / 8,
+                         kStep = 32 / int(sizeof(T));  // of an mma: columns of Q, K; keys of P, V
     static constexpr int kStepsD = kD / kStep, kStepsN = kBlockN / kStep, kStepTiles = kStep / 8, kStepPairs = 2 * kStepTiles * kMmas;
     static constexpr bool kAnyAlignment = kSm == MmaSm::kAny;
     static constexpr bool kFull = kMmas * kTilesN * 4 >= 128;  // S fills the registers: what can be read again is not kept in registers
     static_assert(kWarpRows == 16 || kWarpRows == 32, "one or two m16 tiles a warp");
-    static constexpr bool kInParts = kD > 256;
-    static_assert(!kPaged || sizeof(T) == 2, "pages hold 16-bit values here");
+    static constexpr bool kInParts = kD > 256 && kColumnParts == 1;
+    static_assert(kColumnParts == 1 || kSplit, "16 bits share out the parts of columns to blocks");
+    static_assert(!kPaged || sizeof(T) == 2 || kSplit, "no pages of float32 in tf32");
     static constexpr float kThreshold = kGeneral ? kRescaleThreshold * kLn2 : kRescaleThreshold;
     static constexpr bool kRaw = kSplit && !kGeneral;  // row maxima are products: subtracted before scale, they may be as large as float32
     using SharedMemory = Smem<T, kTileOf<T, kD, kDv, kSm>, kD, kDv>;
@@ -145,6 +157,8 @@ struct ForwardWarp {
     // Whether tiles that masks by intervals or by blocks hide from all rows of the block are skipped. (SplitFloat may walk twice.)
     static constexpr bool kSkips = kGeneral && !kPaged && !kSplit;
     static_assert(!kSkips || (!kFull && kBlockN % kBoundsKeys == 0), "the stage does not follow from the tile; a tile has its own bounds");
+    // Whether what the next tile's addresses need is computed again instead of being kept in registers.
+    static constexpr bool kForgets = kPaged && kSplit;
     // Row places in the tile to be loaded next. Where V is narrower than K, other lanes load V's rows.
     static constexpr bool kRowsOfV = kPaged && kD != kDv;
     struct Places {
@@ -166,7 +180,7 @@ struct ForwardWarp {
     int columns_v;  // of V, from this block's part on
     const T *q, *k, *v;
     int first_key, end_key, first_tile, last_tile;
-    int lane, warp, warp_row;
+    int lane, warp, warp_row;         // warps 0 .. kRowWarps - 1 have the first part of the columns
     uint32_t q_lane, k_lane, v_lane;  // addresses of this lane's rows
     // Row maxima are in units of log2, so that scale and subtraction are one multiply-add; of split products they are products. General
     // scores are scaled already and stay in natural units, where a mask written as a bias of -FLT_MAX does not overflow. The maximum of a
@@ -177,6 +191,8 @@ struct ForwardWarp {
 
     // Parts of the same rows are neighbours, because they read the same K.
     static __device__ __forceinline__ int part_of(const MmaParams& params, int block) { return kInParts ? block % params.parts : 0; }
+    static __device__ __forceinline__ int row_warp_of(int warp) { return kColumnParts == 1 ? warp : warp % kRowWarps; }
+    static __device__ __forceinline__ int column_part_of(int warp) { return kColumnParts == 1 ? 0 : warp / kRowWarps; }
     static __device__ __forceinline__ Work work_at(const MmaParams& params, int block) {
         return work_of(params, kInParts ? block / params.parts : block);
     }
@@ -191,7 +207,7 @@ struct ForwardWarp {
         first_key = key_range(p, s, row0).begin, end_key = key_range(p, s, min(row0 + kBlockM, s.seqlen_q) - 1).end;
         first_tile = first_key / kBlockN, last_tile = end_key > first_key ? (end_key - 1) / kBlockN : first_tile - 1;
         lane = threadIdx.x % 32, warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);  // the shuffle makes it known as uniform
-        warp_row = row0 + warp * kWarpRows;
+        warp_row = row0 + row_warp_of(warp) * kWarpRows;
         // opaque: otherwise this address is shared with later ones and holds registers all the time.
         if (!kPaged && p.max_score && threadIdx.x < kBlockM) smem.greatest[opaque(threadIdx.x)] = -FLT_MAX;
         if (lane == 0) {
@@ -202,9 +218,10 @@ struct ForwardWarp {
         __syncwarp();
         // For ldmatrix, A and V^T take 16 rows x 32 bytes, K takes 16 keys x 32 bytes with the middle two 8 x 8 matrices swapped. ldmatrix
         // cannot transpose fp32 V: there a lane loads keys 2 q and 2 q + 1, four columns of each.
-        q_lane = shared_address(smem.q) + TileQK::offset(warp * kWarpRows + lane % 16, lane / 16);
+        q_lane = shared_address(smem.q) + TileQK::offset(row_warp_of(warp) * kWarpRows + lane % 16, lane / 16);
         k_lane = shared_address(smem.k) + TileQK::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
         v_lane = shared_address(smem.v) + (sizeof(T) == 2 ? TileV::offset(lane % 16, lane / 16) : TileV::offset(lane % 4 * 2, lane / 4));
+        if constexpr (kColumnParts > 1) v_lane += column_part_of(warp) * (kOwnDv * sizeof(T));
         scale = p.scale * kLog2e;
         hides = p.may_hide_keys() || p.tree.rows;
         if constexpr (kSkips) {
@@ -247,10 +264,17 @@ struct ForwardWarp {
 
     // ---- copies to shared memory ----
 
+    // The head in page 0 of a cache, which `kept` is.
+    __device__ __forceinline__ const T* head_of(const TensorView& view, const T* kept) const {
+        if constexpr (!kForgets) return kept;
+        return static_cast<const T*>(view.data) + work_now().head / p.group * view.head;
+    }
+    // Options read `work` everywhere.
+    __device__ __forceinline__ Work work_now() const { return kForgets && !kGeneral ? work_at(params, opaque(blockIdx.x)) : work; }
     __device__ __forceinline__ void load_k(int tile, int stage) const {
         const int begin = first_key - tile * kBlockN, end = end_key - tile * kBlockN;
         if constexpr (kPaged)
-            load_paged_tile<kBlockN, kD, kThreads>(smem.k[stage], k, p.k, places.k, begin, end, p.headdim, params.aligned_k);
+            load_paged_tile<kBlockN, kD, kThreads>(smem.k[stage], head_of(p.k, k), p.k, places.k, begin, end, p.headdim, params.aligned_k);
         else
             load_tile<kBlockN, kD, kThreads, kAnyAlignment>(smem.k[stage], k + tile * kBlockN * p.k.row, p.k.row, begin, end, p.headdim,
                                                             params.aligned_k);
@@ -260,15 +284,16 @@ struct ForwardWarp {
         if constexpr (kRowsOfV)
             load_paged_tile<kBlockN, kDv, kThreads>(smem.v[stage], v, p.v, places.v, begin, end, columns_v, params.aligned_v);
         else if constexpr (kPaged)
-            load_paged_tile<kBlockN, kDv, kThreads>(smem.v[stage], v, p.v, places.k, begin, end, columns_v, params.aligned_v);
+            load_paged_tile<kBlockN, kDv, kThreads>(smem.v[stage], head_of(p.v, v), p.v, places.k, begin, end, columns_v, params.aligned_v);
         else
             load_tile<kBlockN, kDv, kThreads, kAnyAlignment>(smem.v[stage], v + tile * kBlockN * p.v.row, p.v.row, begin, end, columns_v,
                                                              params.aligned_v);
     }
     __device__ __forceinline__ void find_rows(int tile) const {
         const int key0 = tile * kBlockN;
-        if constexpr (kPaged) places.k.find(p, work.b, key0, first_key - key0, end_key - key0);
-        if constexpr (kRowsOfV) places.v.find(p, work.b, key0, first_key - key0, end_key - key0);
+        const int b = work_now().b;
+        if constexpr (kPaged) places.k.find(p, b, key0, first_key - key0, end_key - key0);
+        if constexpr (kRowsOfV) places.v.find(p, b, key0, first_key - key0, end_key - key0);
     }
     __device__ __forceinline__ void load_q_step(Queries& Q, int step) const {
 #pragma unroll
@@ -402,7 +427,10 @@ struct ForwardWarp {
     // The same in split products.
     template <SplitRange kRange>
     __device__ __forceinline__ void multiply_split_scores(Scores& S) const {
-        constexpr int kTiles = kRange == SplitRange::kUsual ? 4 : 2;  // of S at a time
+        constexpr int kTiles = kRange == SplitRange::kUsual && kTilesN % 4 == 0 ? 4 : 2;  // of S at a time
+        constexpr int kOwnSteps = kStepsD / kColumnParts;
+        static_assert(kStepsD % kColumnParts == 0 && kOwnDv % 32 == 0, "whole steps; columns of O come in fours of tiles");
+        static_assert(kColumnParts == 1 || kMmas == 1, "what join_scores is written for");
         const uint32_t k_stage = k_lane + stage * uint32_t(sizeof smem.k[0]);
 #pragma unroll
         for (int m = 0; m < kMmas; ++m)
@@ -411,7 +439,8 @@ struct ForwardWarp {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) S[m][n][i] = 0;
 #pragma unroll 1  // more steps at a time take registers
-        for (int step = 0; step < kStepsD; ++step) {
+        for (int x = 0; x < kOwnSteps; ++x) {
+            const int step = column_part_of(warp) * kOwnSteps + x;
             SplitParts<kRange, 4> A[kMmas];
 #pragma unroll
             for (int m = 0; m < kMmas; ++m) {
@@ -429,6 +458,28 @@ struct ForwardWarp {
                     B[t] = split_fragment<kRange, 2>(x), B[t + 1] = split_fragment<kRange, 2>(x + 2);
                 }
                 add_split_products(S, n, A, B);
+            }
+        }
+        if constexpr (kColumnParts > 1) join_scores(S);
+    }
+    // Adds up the sums of the warps that share rows. All add in the same order, so all have the same bits. A round's barrier also says that
+    // the round before it has been read; the block's barrier between two tiles says so of a tile's last rounds.
+    __device__ __forceinline__ void join_scores(Scores& S) const {
+        constexpr int kElements = kMmas * kTilesN * 4, kAtOnce = exchanged_at_once(kTile);
+        static_assert(kElements % kAtOnce == 0, "whole rounds");
+        const int here = opaque(lane), row_warp = row_warp_of(warp);
+#pragma unroll
+        for (int first = 0; first < kElements; first += kAtOnce) {
+            auto& part = smem.part[first / kAtOnce % 2];
+#pragma unroll
+            for (int x = 0; x < kAtOnce; ++x) part[warp][x][here] = S[0][(first + x) / 4][(first + x) % 4];
+            bar_sync(1 + row_warp, 32 * kColumnParts);
+#pragma unroll
+            for (int x = 0; x < kAtOnce; ++x) {
+                float sum = part[row_warp][x][here];
+#pragma unroll
+                for (int other = 1; other < kColumnParts; ++other) sum += part[row_warp + other * kRowWarps][x][here];
+                S[0][(first + x) / 4][(first + x) % 4] = sum;
             }
         }
     }
@@ -506,10 +557,10 @@ struct ForwardWarp {
         }
         if (!kPaged && p.max_score) {
             const int thread = opaque(threadIdx.x);
-            float* const greatest = smem.greatest + thread / 32 * kWarpRows + mma_row(thread % 32, 0);
+            float* const greatest = smem.greatest + row_warp_of(thread / 32) * kWarpRows + mma_row(thread % 32, 0);
 #pragma unroll
             for (int r = 0; r < kRows; ++r)
-                if (thread % 4 == 0) greatest[8 * r] = fmaxf(greatest[8 * r], new_max[r]);
+                if (thread % 4 == 0 && column_part_of(thread / 32) == 0) greatest[8 * r] = fmaxf(greatest[8 * r], new_max[r]);
         }
         if (!__any_sync(kFullWarp, moved)) return;
 #pragma unroll
@@ -579,7 +630,8 @@ struct ForwardWarp {
     template <SplitRange kRange>
     __device__ __forceinline__ void multiply_split_values(Scores& S, Output& O, const RowValues& row_max, RowValues& row_sum,
                                                           int key0) const {
-        constexpr int kGroups = kTilesV / 4, kParts = kDv > 192 || kRange == SplitRange::kAny ? 2 : 1;  // four tiles of O; parts of a step
+        constexpr int kGroups = kTilesV / 4,
+                      kParts = kOwnDv > 192 || kRange == SplitRange::kAny ? 2 : 1;  // four tiles of O; parts of a step
         const uint32_t v_stage = v_lane + stage * uint32_t(sizeof smem.v[0]);
         exponentials(S, row_max, row_sum, 0, 0, kStepPairs);
         if constexpr (kGeneral) finish_probabilities(S, row_max, row_sum, key0);
@@ -628,12 +680,12 @@ struct ForwardWarp {
     // What is needed here is computed again instead of being kept in registers through the loop.
     __device__ __forceinline__ void finish(const Output& O, const RowValues& row_max, const RowValues& row_sum) const {
         const Work done = kGeneral ? work : work_at(params, opaque(blockIdx.x));
-        const int part = part_of(params, opaque(blockIdx.x));
-        const int last_lane = opaque(threadIdx.x) % 32, last_warp = opaque(threadIdx.x) / 32;
+        const int last_lane = opaque(threadIdx.x) % 32, every_warp = opaque(threadIdx.x) / 32, last_warp = row_warp_of(every_warp);
+        const int part = kColumnParts > 1 ? column_part_of(every_warp) : part_of(params, opaque(blockIdx.x));
         const Sequence done_s =
             kGeneral && kInParts ? s : sequence_of(p, opaque(done.b));  // a second Sequence would spill in the first case
         const int end_row = done.query_tile * kBlockM + last_warp * kWarpRows;
-        T* out = static_cast<T*>(p.out.data) + done_s.out + done.head * p.out.head + part * kDv;
+        T* out = static_cast<T*>(p.out.data) + done_s.out + done.head * p.out.head + part * kOwnDv;
         const float sink = sink_of(p.sinks, done.head);
         if (!kPaged && p.max_score && part == 0) {
             float score = -INFINITY;
@@ -679,7 +731,7 @@ struct ForwardWarp {
 #pragma unroll
             for (int piece = 0; piece < kPieces; ++piece) {
                 const int column = 8 * (n + lane % 4) + kPieceColumns * piece;
-                const int columns = exists ? p.headdim_v - part * kDv - column : 0;
+                const int columns = exists ? p.headdim_v - part * kOwnDv - column : 0;
                 T* to = row + column;
                 const uint32_t(&x)[4] = word[piece];
                 if (!kAnyAlignment || params.aligned_out) {
