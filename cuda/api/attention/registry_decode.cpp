@@ -46,6 +46,8 @@ const char* others_are_faster(const AttentionParams& p, const DeviceInfo& device
                p.seqlen_q, p.seqlen_k);
 }
 const char* lanes_cluster_yields(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
+    if (!p.cache.entries && decode_scores_are_natural(p))
+        return "softcap of float32 without allow_tf32: decode_lanes_sm80 is more accurate";
     if (const char* reason = others_are_faster(p, device, text, size)) return reason;
     if (decode_lanes_cluster_wins(p, device)) return nullptr;
     return "a launch with the keys in pieces, or tensor cores, are faster for so many keys or rows";
@@ -175,10 +177,13 @@ constexpr Kernel kKernels[] = {
      .workspace = FA_SM80(workspace<DecodeKernel::kSplit>),
      .launch = FA_SM80(run<DecodeKernel::kSplit>)},
     {.name = "decode_lanes_sm80",
-     .summary = "few rows against a long cache in float32: CUDA cores, head dims to 256",
+     .summary = "few rows against many keys in float32: CUDA cores; bias, masks; head dims to 256",
      .device = FA_CUDA,
-     .limits =
-         {.dtypes = kFloat32, .gpus = kFromSm80, .head_dims = head_dims(1, 256), .takes = kOfDecode | kNoKeys, .memory = Memory::kWideRows},
+     .limits = {.dtypes = kFloat32,
+                .gpus = kFromSm80,
+                .head_dims = head_dims(1, 256),
+                .takes = kOfDecode | kNoKeys | kReadsScores,
+                .memory = Memory::kWideRows},
      .fits = FA_SM80(fits<DecodeKernel::kLanes>),
      .yields = FA_SM80(others_are_faster),
      .workspace = FA_SM80(workspace<DecodeKernel::kLanes>),

@@ -32,11 +32,6 @@ __device__ __forceinline__ UnitPieces with_whole_slot(const DecodeParams& d, con
     return pieces.count == 1 ? UnitPieces{1, int64_t(d.whole_slots) + b * d.heads() + unit, false} : pieces;
 }
 
-template <ScoreUnit kUnit>
-__device__ __forceinline__ float exponential(float x) {
-    return exp2_approx(kUnit == ScoreUnit::kNatural ? x * kLog2e : x);
-}
-
 // Row `index` of the (batch, seqlen_q, nheads) rows of out.
 template <bool kPrefix>
 struct CombinedRow {
@@ -108,13 +103,13 @@ private:
             float next = row_max;
 #pragma unroll
             for (int j = 0; j < kAtOnce; ++j) next = fmaxf(next, lse[j]);
-            const float factor = exponential<kUnit>(row_max - next);
+            const float factor = exponential_of<kUnit>(row_max - next);
             row_max = next, row_sum *= factor;
 #pragma unroll
             for (int part = 0; part < kParts; ++part) o[part].x *= factor, o[part].y *= factor, o[part].z *= factor, o[part].w *= factor;
 #pragma unroll
             for (int j = 0; j < kAtOnce; ++j) {
-                const float weight = exponential<kUnit>(lse[j] - row_max) * sum[j];
+                const float weight = exponential_of<kUnit>(lse[j] - row_max) * sum[j];
                 row_sum += weight;
 #pragma unroll
                 for (int part = 0; part < kParts; ++part) {
@@ -167,7 +162,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
 #pragma unroll
             for (int w = 0; w < kWarps; ++w) row_max = fmaxf(row_max, max_of[w]);
 #pragma unroll
-            for (int w = 0; w < kWarps; ++w) weight[w] = exponential<kUnit>(max_of[w] - row_max), row_sum += weight[w] * sum_of[w];
+            for (int w = 0; w < kWarps; ++w) weight[w] = exponential_of<kUnit>(max_of[w] - row_max), row_sum += weight[w] * sum_of[w];
             const RowEnd end = finish_row<kUnit>(row_max, row_sum, sink_of(p.sinks, row.head));
             if (p.lse && threadIdx.x == 0)
                 p.lse[(int64_t(row.b) * p.nheads + row.head) * p.seqlen_q + row.i] = end.lse * (kUnit == ScoreUnit::kLog2 ? kLn2 : 1.0f);
@@ -266,7 +261,7 @@ cudaError_t launch_combine(const DecodeParams& d, int64_t most_blocks, const Dev
     // The two kernels add up the pieces of a row in different orders. With batch_invariant, and for natural scores, always the same kernel
     // runs, with many blocks.
     constexpr int kInvariantBlocks = 16;  // blocks per multiprocessor
-    const bool natural = decode_reads_scores(p), invariant = p.cache.batch_invariant || natural;
+    const bool natural = decode_scores_are_natural(p), invariant = p.cache.batch_invariant || natural;
     if (invariant) most_blocks = std::max<int64_t>(most_blocks, kInvariantBlocks * device.multiprocessors);
     if (rows > most_blocks && !invariant) {  // one block per row would not run at once
         const RowsParams params{d, int(std::clamp<int64_t>(rows / (kWarps * most_blocks), 1, 4))};

@@ -78,9 +78,7 @@ __device__ __forceinline__ void score_options(const ScoreOptions& p, const Visib
 // share.
 template <ScoreUnit kUnit = ScoreUnit::kLog2, int kTilesN, int kTilesV>
 __device__ __forceinline__ void softmax_step(float (&S)[kTilesN][4], float (&O)[kTilesV][4], float (&row_max)[2], float (&row_sum)[2]) {
-    constexpr bool kNatural = kUnit == ScoreUnit::kNatural;
-    constexpr float kThreshold = kNatural ? kRescaleThreshold * kLn2 : kRescaleThreshold;
-    const auto exponential = [](float x) { return exp2_approx(kNatural ? x * kLog2e : x); };
+    constexpr float kThreshold = kUnit == ScoreUnit::kNatural ? kRescaleThreshold * kLn2 : kRescaleThreshold;
     float new_max[2];
     bool moved = false;
 #pragma unroll
@@ -95,7 +93,7 @@ __device__ __forceinline__ void softmax_step(float (&S)[kTilesN][4], float (&O)[
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const float next = new_max[half] - row_max[half] > kThreshold ? new_max[half] : row_max[half];
-            const float factor = exponential(row_max[half] - next);
+            const float factor = exponential_of<kUnit>(row_max[half] - next);
             row_max[half] = next;
             row_sum[half] *= factor;
 #pragma unroll
@@ -106,7 +104,7 @@ __device__ __forceinline__ void softmax_step(float (&S)[kTilesN][4], float (&O)[
     for (int n = 0; n < kTilesN; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-            S[n][e] = exponential(S[n][e] - row_max[e / 2]);
+            S[n][e] = exponential_of<kUnit>(S[n][e] - row_max[e / 2]);
             row_sum[e / 2] += S[n][e];
         }
 }

@@ -109,7 +109,7 @@ struct SplitRows {
 #pragma unroll
         for (int n = 0; n < kTilesN; ++n)
 #pragma unroll
-            for (int e = 0; e < 4; ++e) S[n][e] *= row_scale[e / 2];
+            for (int e = 0; e < 4; ++e) S[n][e] = Plan::kGeneral ? __fmul_rn(S[n][e], row_scale[e / 2]) : S[n][e] * row_scale[e / 2];
         float v_scale[kBytes ? kTilesN : 1][2];
         if (kBytes) {
             float largest = 0;
