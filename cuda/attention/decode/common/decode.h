@@ -174,7 +174,7 @@ inline bool decode_wins_with_options(const AttentionParams& p, const DeviceInfo&
     const double bytes = double(p.deciding_batch()) * p.nheads_k * double(span) * (p.headdim + p.headdim_v) * (single ? 4 : 2);
     // Tiles of 64 rows read the keys once each; float32 is bound by its multiplications from a few rows on.
     const double passes = single ? 1 + double(rows) / 16 : rows <= 16 ? 1 : double((rows + 63) / 64) * 1.3;
-    return kOverhead + passes * bytes / 3.6e6 < others;
+    return kOverhead + passes * bytes / 3.8e6 < others;
 }
 
 cudaError_t decode_split_sm80(const DecodeParams& d, const DeviceInfo& device, cudaStream_t stream);
