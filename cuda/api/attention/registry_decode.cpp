@@ -32,7 +32,7 @@ const char* lanes_cluster_refuses(const AttentionParams& p, const DeviceInfo& de
 
 // Why a kernel outside this table is faster, or nullptr.
 const char* others_are_faster(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
-    if (has_8bit_cache(p)) return nullptr;
+    if (has_8bit_cache(p) || decode_wins_with_options(p, device)) return nullptr;
     if (rows_of_key_head(p) > 64)
         return say(text, size, "seqlen_q=%d x %d heads of a key head: other kernels are faster from 65 rows on", p.seqlen_q, p.group);
     if (wgmma_split_is_best(p, device)) return "wgmma_split_sm90 is faster for so many rows and keys";
@@ -46,6 +46,8 @@ const char* others_are_faster(const AttentionParams& p, const DeviceInfo& device
                p.seqlen_q, p.seqlen_k);
 }
 const char* lanes_cluster_yields(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
+    if (!p.cache.entries && decode_scores_are_natural(p))
+        return "softcap of float32 without allow_tf32: decode_lanes_sm80 is more accurate";
     if (const char* reason = others_are_faster(p, device, text, size)) return reason;
     if (decode_lanes_cluster_wins(p, device)) return nullptr;
     return "a launch with the keys in pieces, or tensor cores, are faster for so many keys or rows";
@@ -102,6 +104,7 @@ bool mla_fits(const AttentionParams& p, const DeviceInfo& device) {
 #endif
 #endif
 
+constexpr uint32_t kReadsScores = kBias | kMask | kIntervals | kBlockMask;  // decode_reads_scores, beside dropout
 constexpr uint32_t kOfDecode = kHints | kKeySums | kCache | kPages | kScoresOfDecode | kAnyScale;
 
 constexpr char kLanesCluster[] = "decode_lanes_cluster_sm90";
@@ -162,22 +165,25 @@ constexpr Kernel kKernels[] = {
      .workspace = FA_SM90(workspace<DecodeKernel::kRing>),
      .launch = FA_SM90(run<DecodeKernel::kRing>)},
     {.name = "decode_split_sm80",
-     .summary = "few rows against a long cache: mma.sync; any pages, 8-bit caches, head dims to 256",
+     .summary = "few rows against many keys: mma.sync; bias, masks, dropout; any pages, 8-bit caches, head dims to 256",
      .device = FA_CUDA,
      .limits = {.dtypes = k16Bits,
                 .gpus = kFromSm80,
                 .head_dims = head_dims(1, 256),
-                .takes = kOfDecode | k8BitCache | kLeftpad | kNoKeys,
+                .takes = kOfDecode | k8BitCache | kLeftpad | kNoKeys | kReadsScores | kDropout,
                 .memory = Memory::kWideRows},
      .fits = FA_SM80(fits<DecodeKernel::kSplit>),
      .yields = FA_SM80(others_are_faster),
      .workspace = FA_SM80(workspace<DecodeKernel::kSplit>),
      .launch = FA_SM80(run<DecodeKernel::kSplit>)},
     {.name = "decode_lanes_sm80",
-     .summary = "few rows against a long cache in float32: CUDA cores, head dims to 256",
+     .summary = "few rows against many keys in float32: CUDA cores; bias, masks; head dims to 256",
      .device = FA_CUDA,
-     .limits =
-         {.dtypes = kFloat32, .gpus = kFromSm80, .head_dims = head_dims(1, 256), .takes = kOfDecode | kNoKeys, .memory = Memory::kWideRows},
+     .limits = {.dtypes = kFloat32,
+                .gpus = kFromSm80,
+                .head_dims = head_dims(1, 256),
+                .takes = kOfDecode | kNoKeys | kReadsScores,
+                .memory = Memory::kWideRows},
      .fits = FA_SM80(fits<DecodeKernel::kLanes>),
      .yields = FA_SM80(others_are_faster),
      .workspace = FA_SM80(workspace<DecodeKernel::kLanes>),

@@ -11,6 +11,10 @@ namespace fa {
 
 // The unit of a row's maximum. The exponentials of a row are 2^(score - maximum) or e^(score - maximum).
 enum class ScoreUnit { kLog2, kNatural };
+template <ScoreUnit kUnit>
+__device__ __forceinline__ float exponential_of(float x) {
+    return exp2_approx(kUnit == ScoreUnit::kNatural ? x * kLog2e : x);
+}
 
 struct RowEnd {
     float inverse;  // out = inverse * sum of P V; 0 for a row without keys and sink

@@ -54,9 +54,11 @@ struct CombinedRow {
     __device__ __forceinline__ bool is_merged() const { return pieces.count != 1 || prefix.count > 0; }
 };
 
-// A warp's share of a row: every kEvery-th piece, from piece `begin` on. A lane has four columns of each part of 128.
-template <int kParts, int kEvery>
+// A warp's share of a row: every kEvery-th piece, from piece `begin` on. A lane has four columns of each part of 128. Of exponents of 2 a
+// piece has its lse; of natural scores it has its maximum and its sum, because at a maximum of -FLT_MAX an lse would lose the sum.
+template <int kParts, int kEvery, ScoreUnit kUnit = ScoreUnit::kLog2>
 struct WarpShare {
+    static constexpr bool kNatural = kUnit == ScoreUnit::kNatural;
     float row_max = -FLT_MAX, row_sum = 0;
     float4 o[kParts] = {};
 
@@ -78,13 +80,18 @@ private:
                                          int begin, int lane) {
         constexpr int kAtOnce = kParts == 1 ? 4 : 2;  // pieces that a warp reads at once
         for (int first = begin; first < count; first += kEvery * kAtOnce) {
-            float lse[kAtOnce];
+            float lse[kAtOnce], sum[kAtOnce];  // natural scores: the maximum, and the sum
             float4 piece_o[kAtOnce][kParts];
 #pragma unroll
             for (int j = 0; j < kAtOnce; ++j) {
                 const int piece = first + kEvery * j;
                 const int64_t at = row_of(min(piece, count - 1));
-                lse[j] = piece < count ? partial_lse[at] : -INFINITY;
+                if constexpr (kNatural) {
+                    const float2 stats = reinterpret_cast<const float2*>(partial_lse)[at];
+                    lse[j] = piece < count ? stats.x : -INFINITY, sum[j] = piece < count ? stats.y : 0;
+                } else {
+                    lse[j] = piece < count ? partial_lse[at] : -INFINITY, sum[j] = 1;
+                }
 #pragma unroll
                 for (int part = 0; part < kParts; ++part) {
                     const int column = 128 * part + 4 * lane;
@@ -96,13 +103,13 @@ private:
             float next = row_max;
 #pragma unroll
             for (int j = 0; j < kAtOnce; ++j) next = fmaxf(next, lse[j]);
-            const float factor = exp2_approx(row_max - next);
+            const float factor = exponential_of<kUnit>(row_max - next);
             row_max = next, row_sum *= factor;
 #pragma unroll
             for (int part = 0; part < kParts; ++part) o[part].x *= factor, o[part].y *= factor, o[part].z *= factor, o[part].w *= factor;
 #pragma unroll
             for (int j = 0; j < kAtOnce; ++j) {
-                const float weight = exp2_approx(lse[j] - row_max);
+                const float weight = exponential_of<kUnit>(lse[j] - row_max) * sum[j];
                 row_sum += weight;
 #pragma unroll
                 for (int part = 0; part < kParts; ++part) {
@@ -127,7 +134,7 @@ __device__ __forceinline__ void store_columns(const AttentionParams& p, int64_t 
     *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.out.data) + at) = pairs;
 }
 
-template <int kParts, bool kPrefix>  // parts of 128 columns
+template <int kParts, bool kPrefix, ScoreUnit kUnit = ScoreUnit::kLog2>  // parts of 128 columns
 __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ DecodeParams d) {
     const AttentionParams& p = d.attention;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rows = p.batch * p.seqlen_q * p.nheads;
@@ -144,7 +151,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
 #pragma unroll 1
     while (true) {
         if (row.is_merged()) {
-            WarpShare<kParts, kWarps> share;
+            WarpShare<kParts, kWarps, kUnit> share;
             if (kPrefix) share.read(d, row.prefix, warp, lane);
             share.read(d, row.pieces, row.tile_row, warp, lane);
 #pragma unroll
@@ -155,9 +162,10 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
 #pragma unroll
             for (int w = 0; w < kWarps; ++w) row_max = fmaxf(row_max, max_of[w]);
 #pragma unroll
-            for (int w = 0; w < kWarps; ++w) weight[w] = exp2_approx(max_of[w] - row_max), row_sum += weight[w] * sum_of[w];
-            const RowEnd end = finish_row<ScoreUnit::kLog2>(row_max, row_sum, sink_of(p.sinks, row.head));
-            if (p.lse && threadIdx.x == 0) p.lse[(int64_t(row.b) * p.nheads + row.head) * p.seqlen_q + row.i] = end.lse * kLn2;
+            for (int w = 0; w < kWarps; ++w) weight[w] = exponential_of<kUnit>(max_of[w] - row_max), row_sum += weight[w] * sum_of[w];
+            const RowEnd end = finish_row<kUnit>(row_max, row_sum, sink_of(p.sinks, row.head));
+            if (p.lse && threadIdx.x == 0)
+                p.lse[(int64_t(row.b) * p.nheads + row.head) * p.seqlen_q + row.i] = end.lse * (kUnit == ScoreUnit::kLog2 ? kLn2 : 1.0f);
             const int64_t out = row.b * p.out.batch + row.i * p.out.row + row.head * p.out.head;
             if (const int column = 4 * threadIdx.x; column < p.headdim_v) {
                 float4 y{};
@@ -250,9 +258,10 @@ cudaError_t launch_combine(const DecodeParams& d, int64_t most_blocks, const Dev
     const AttentionParams& p = d.attention;
     const int64_t rows = int64_t(p.batch) * p.seqlen_q * p.nheads;
     const bool wide = p.headdim_v > 128, late = device.compute >= 90;
-    // The two kernels add up the pieces of a row in different orders. With batch_invariant always the same kernel runs, with many blocks.
+    // The two kernels add up the pieces of a row in different orders. With batch_invariant, and for natural scores, always the same kernel
+    // runs, with many blocks.
     constexpr int kInvariantBlocks = 16;  // blocks per multiprocessor
-    const bool invariant = p.cache.batch_invariant;
+    const bool natural = decode_scores_are_natural(p), invariant = p.cache.batch_invariant || natural;
     if (invariant) most_blocks = std::max<int64_t>(most_blocks, kInvariantBlocks * device.multiprocessors);
     if (rows > most_blocks && !invariant) {  // one block per row would not run at once
         const RowsParams params{d, int(std::clamp<int64_t>(rows / (kWarps * most_blocks), 1, 4))};
@@ -262,6 +271,11 @@ cudaError_t launch_combine(const DecodeParams& d, int64_t most_blocks, const Dev
                              late);
     }
     const unsigned blocks = unsigned(std::min(rows, most_blocks));
+    if constexpr (!kPrefix) {
+        if (natural)
+            return launch_kernel(wide ? combine_kernel<2, false, ScoreUnit::kNatural> : combine_kernel<1, false, ScoreUnit::kNatural>,
+                                 blocks, kThreads, 0, stream, d, late);
+    }
     return launch_kernel(wide ? combine_kernel<2, kPrefix> : combine_kernel<1, kPrefix>, blocks, kThreads, 0, stream, d, late);
 }
 

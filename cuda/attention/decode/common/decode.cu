@@ -5,7 +5,7 @@ namespace fa {
 
 size_t decode_workspace(DecodeKernel kernel, const AttentionParams& p, const DeviceInfo& device) {
     const DecodeShape s = decode_shape(kernel, p, device);
-    return s.combines ? size_t(decode_slots(s, p)) * s.rows * (p.headdim_v + 1) * sizeof(float) + 128 : 0;
+    return s.combines ? size_t(decode_slots(s, p)) * s.rows * decode_row_floats(p) * sizeof(float) + 128 : 0;
 }
 
 bool decode_fits(DecodeKernel kernel, const AttentionParams& p, const DeviceInfo& device) {

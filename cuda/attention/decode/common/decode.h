@@ -5,6 +5,7 @@
 #include "attention/kernels.h"
 #include "common/constants.h"
 
+#include <algorithm>
 #include <numeric>
 
 namespace fa {
@@ -21,6 +22,17 @@ inline bool has_8bit_cache(const AttentionParams& p) { return p.cache.entries &&
 // 8-bit caches: whether the factors may differ between the keys of a key head of one sequence.
 inline bool is_scaled_by_key(const CacheView& cache) {
     return cache.k_scale.row || cache.v_scale.row || (cache.block_table && (cache.k_scale.batch || cache.v_scale.batch));
+}
+
+// Whether a decode kernel reads elements of memory for each score: bias, a mask of any form, dropout. Such calls have no cache.
+inline bool decode_reads_scores(const AttentionParams& p) {
+    return p.bias.data || p.mask.data || p.intervals.data || p.blocks.data || p.dropout_threshold;
+}
+
+// Whether the scores of a call stay in natural units, in plans of their own. A softcap of float32 does, too: its tanh is exact there,
+// unless the call allows what is coarser.
+inline bool decode_scores_are_natural(const AttentionParams& p) {
+    return decode_reads_scores(p) || (p.dtype == DType::kFloat32 && p.softcap != 0 && !p.allow_tf32);
 }
 
 // Rows of q that share a key head.
@@ -96,6 +108,8 @@ inline int64_t decode_blocks(const DecodeShape& s, const AttentionParams& p, con
 inline int64_t decode_slots(const DecodeShape& s, const AttentionParams& p) {
     return s.uniform ? decode_units(s, p) * s.pieces : 2 * int64_t(s.pieces);
 }
+// Floats of a row of a partial result: its O, and its lse or, of natural scores, its maximum and its sum.
+inline int decode_row_floats(const AttentionParams& p) { return p.headdim_v + (decode_scores_are_natural(p) ? 2 : 1); }
 
 inline DecodeShape decode_shape(DecodeKernel kernel, const AttentionParams& p, const DeviceInfo& device) {
     constexpr int kInvariantPieces = 16, kInvariantTiles = 4;  // batch_invariant: most pieces of a unit; least tiles of a piece
@@ -135,13 +149,43 @@ inline DecodeParams decode_params(const DecodeShape& shape, const AttentionParam
     return d;
 }
 
+// The keys that some row of the longest sequence may see under causal and window.
+inline int64_t decode_span(const AttentionParams& p) {
+    const int64_t keys = p.deciding_keys(), right = p.window_right;
+    const int64_t end = p.top_left && right >= 0 ? std::min(keys, p.seqlen_q + right) : keys;
+    return p.window_left < 0 ? end : std::min(end, p.window_left + p.seqlen_q + (right >= 0 ? right : end));
+}
+
+// Whether a call with options of its scores is faster here than in kernels whose blocks have all keys of their rows. (wgmma_split_sm90,
+// which divides the keys, too, takes none of these options.) By times in microseconds, those of an H200: launches and the first and last
+// tile; a tile of 128 keys; bytes of K and V per microsecond.
+inline bool decode_wins_with_options(const AttentionParams& p, const DeviceInfo& device) {
+    const bool reads = decode_reads_scores(p);
+    if (!reads && p.softcap == 0 && !p.alibi_slopes && p.window_left < 0) return false;
+    constexpr double kOverhead = 12, kOtherOverhead = 6;
+    const int64_t rows = rows_of_key_head(p), span = decode_span(p);
+    const int bucket = decode_bucket(p);
+    const bool single = p.dtype == DType::kFloat32;
+    if (single && rows > 32) return false;
+    const int64_t other_blocks = (int64_t(p.seqlen_q) + 127) / 128 * p.nheads * p.deciding_batch();
+    const int64_t rounds = (other_blocks + device.multiprocessors - 1) / device.multiprocessors;
+    const double tile = (bucket == 64 ? 1.0 : bucket == 128 ? 1.45 : 2.9) * (reads ? 1.6 : 1.0) * (single ? p.allow_tf32 ? 2.0 : 5.0 : 1.0);
+    const double others = kOtherOverhead + double(rounds) * double(span) / 128 * tile;
+    const double bytes = double(p.deciding_batch()) * p.nheads_k * double(span) * (p.headdim + p.headdim_v) * (single ? 4 : 2);
+    // Tiles of 64 rows read the keys once each; float32 is bound by its multiplications from a few rows on.
+    const double passes = single ? 1 + double(rows) / 16 : rows <= 16 ? 1 : double((rows + 63) / 64) * 1.3;
+    return kOverhead + passes * bytes / 3.8e6 < others;
+}
+
 cudaError_t decode_split_sm80(const DecodeParams& d, const DeviceInfo& device, cudaStream_t stream);
 cudaError_t decode_split_8bit(const DecodeParams& d, const DeviceInfo& device, cudaStream_t stream);  // decode_split_sm80 for 8-bit caches
+cudaError_t decode_split_options(const DecodeParams& d, const DeviceInfo& device, cudaStream_t stream);  // for decode_reads_scores
 cudaError_t decode_ring_sm90(const DecodeParams& d, const DeviceInfo& device, cudaStream_t stream);
 cudaError_t decode_cluster_sm90(const DecodeParams& d, cudaStream_t stream);
 // decode_lanes_sm80 or, with a cluster, decode_lanes_cluster_sm90. With `append` the latter also does the work of kvcache_append.
 cudaError_t decode_lanes(const DecodeParams& d, const AppendParams* append, const DeviceInfo& device, cudaStream_t stream);
 cudaError_t decode_lanes_8bit(const DecodeParams& d, cudaStream_t stream);
+cudaError_t decode_lanes_options(const DecodeParams& d, const DeviceInfo& device, cudaStream_t stream);  // of natural scores
 cudaError_t decode_lanes_16bit(const DecodeParams& d, const AppendParams* append, const DeviceInfo& device, cudaStream_t stream);
 // Merges the pieces that a kernel has left, with that many blocks at most.
 cudaError_t decode_combine(const DecodeParams& d, int64_t most_blocks, const DeviceInfo& device, cudaStream_t stream);

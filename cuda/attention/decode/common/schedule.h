@@ -60,7 +60,7 @@ struct DecodeParams {
     int stages;                  // split_sm80/kernel.cuh: stages of the ring in shared memory
     Divisor page, group, units;  // divide by the page size; the query heads per key head; the units of a sequence
     float* partial;              // (slots, rows, headdim_v): the normalised O of each piece
-    float* partial_lse;          // (slots, rows): exponents of 2
+    float* partial_lse;          // (slots, rows): exponents of 2; of natural scores (slots, rows, 2): the maximum and the sum
     bool after_append;           // the launch is programmatic: the previous kernel may still write q and append to the cache
     bool scaled_by_key;          // 8-bit caches: the factors may differ between the keys of a head
     Balance balance;             // unless uniform

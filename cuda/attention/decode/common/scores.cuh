@@ -3,6 +3,7 @@
 // (mma.m16n8k16). Row r of the seqlen_q * group rows that share a key head is head r % group of query r / group.
 #pragma once
 
+#include "attention/common/epilogue.cuh"
 #include "attention/common/general_scores.cuh"
 #include "attention/decode/common/schedule.h"
 #include "common/constants.h"
@@ -17,7 +18,7 @@ constexpr float kRescaleThreshold = 8;  // an exponent of 2: see attention/forwa
 constexpr unsigned kFullWarp = 0xFFFFFFFFu;
 
 struct ScoreOptions {
-    float softcap_log2;  // as in DecodeParams
+    float softcap;  // in the unit of the scores
     const float* alibi_slopes;
     int seqlen_q, group, window_left, window_right;
 };
@@ -26,29 +27,35 @@ __device__ __forceinline__ ScoreOptions score_options_of(const DecodeParams& d) 
     return {d.softcap_log2, p.alibi_slopes, p.seqlen_q, p.group, p.window_left, p.window_right};
 }
 
-// Applies softcap and ALiBi; sets scores of keys that a row does not see to -inf. S holds exponents of 2. row_of(half): the thread's row.
-// slopes(): index of the key head's first ALiBi slope.
-template <int kTilesN, typename RowOf, typename Slopes>
+struct NoChange {
+    template <typename Scores>
+    __device__ __forceinline__ void operator()(Scores&) const {}
+};
+
+// Applies softcap and ALiBi, then change(S); sets scores of keys that a row does not see to -inf. row_of(half): the thread's row. slopes():
+// index of the key head's first ALiBi slope.
+template <ScoreUnit kUnit = ScoreUnit::kLog2, int kTilesN, typename RowOf, typename Slopes, typename Change = NoChange>
 __device__ __forceinline__ void score_options(const ScoreOptions& p, const VisibleKeys& keys, int key0, int lane, const RowOf& row_of,
-                                              const Slopes& slopes, float (&S)[kTilesN][4]) {
-    if (p.softcap_log2 != 0) {
-        const float inverse = 1.0f / p.softcap_log2;
+                                              const Slopes& slopes, float (&S)[kTilesN][4], const Change& change = {}) {
+    if (p.softcap != 0) {
+        const float inverse = 1.0f / p.softcap;
 #pragma unroll
         for (int n = 0; n < kTilesN; ++n)
 #pragma unroll
-            for (int e = 0; e < 4; ++e) S[n][e] = p.softcap_log2 * tanh_fast(S[n][e] * inverse);
+            for (int e = 0; e < 4; ++e) S[n][e] = p.softcap * tanh_fast(S[n][e] * inverse);
     }
     if (p.alibi_slopes) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int r = row_of(half), distance = r / p.group + keys.shift - key0 - mma_column(lane, 0);
-            const float slope = p.alibi_slopes[slopes() + r % p.group] * kLog2e;
+            const float slope = p.alibi_slopes[slopes() + r % p.group] * (kUnit == ScoreUnit::kLog2 ? kLog2e : 1.0f);
 #pragma unroll
             for (int n = 0; n < kTilesN; ++n)
 #pragma unroll
                 for (int e = 0; e < 2; ++e) S[n][2 * half + e] -= slope * fabsf(float(distance - 8 * n - e));
         }
     }
+    change(S);
     // Keys that every row sees need no comparison.
     const int every_begin = p.window_left >= 0 ? max(p.seqlen_q - 1 + keys.shift - p.window_left, keys.begin) : keys.begin;
     const int every_end = p.window_right >= 0 ? min(keys.shift + p.window_right + 1, keys.end) : keys.end;
@@ -67,9 +74,11 @@ __device__ __forceinline__ void score_options(const ScoreOptions& p, const Visib
     }
 }
 
-// S becomes P = 2^(S - row_max), as in attention/forward/mma_sm80/kernel.cuh; row_sum is this thread's share.
-template <int kTilesN, int kTilesV>
+// S becomes P = 2^(S - row_max), of natural scores e^(S - row_max), as in attention/forward/mma_sm80/kernel.cuh; row_sum is this thread's
+// share.
+template <ScoreUnit kUnit = ScoreUnit::kLog2, int kTilesN, int kTilesV>
 __device__ __forceinline__ void softmax_step(float (&S)[kTilesN][4], float (&O)[kTilesV][4], float (&row_max)[2], float (&row_sum)[2]) {
+    constexpr float kThreshold = kUnit == ScoreUnit::kNatural ? kRescaleThreshold * kLn2 : kRescaleThreshold;
     float new_max[2];
     bool moved = false;
 #pragma unroll
@@ -78,13 +87,13 @@ __device__ __forceinline__ void softmax_step(float (&S)[kTilesN][4], float (&O)[
 #pragma unroll
         for (int n = 1; n < kTilesN; ++n) x = fmaxf(x, fmaxf(S[n][2 * half], S[n][2 * half + 1]));
         new_max[half] = fmaxf(row_max[half], quad_max(x));
-        moved |= new_max[half] - row_max[half] > kRescaleThreshold;
+        moved |= new_max[half] - row_max[half] > kThreshold;
     }
     if (__any_sync(kFullWarp, moved)) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const float next = new_max[half] - row_max[half] > kRescaleThreshold ? new_max[half] : row_max[half];
-            const float factor = exp2_approx(row_max[half] - next);
+            const float next = new_max[half] - row_max[half] > kThreshold ? new_max[half] : row_max[half];
+            const float factor = exponential_of<kUnit>(row_max[half] - next);
             row_max[half] = next;
             row_sum[half] *= factor;
 #pragma unroll
@@ -95,7 +104,7 @@ __device__ __forceinline__ void softmax_step(float (&S)[kTilesN][4], float (&O)[
     for (int n = 0; n < kTilesN; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-            S[n][e] = exp2_approx(S[n][e] - row_max[e / 2]);
+            S[n][e] = exponential_of<kUnit>(S[n][e] - row_max[e / 2]);
             row_sum[e / 2] += S[n][e];
         }
 }
@@ -216,10 +225,15 @@ __device__ __forceinline__ void scale_values(float (&P)[kTilesN][4], uint32_t sc
         for (int e = 0; e < 4; ++e) P[i][e] *= v_scale[i][e % 2] * inverse;
 }
 
+struct KeepAll {
+    __device__ __forceinline__ uint32_t operator()(uint32_t values, int) const { return values; }
+};
+
 // O += P V. at(step, i) is this lane's address for ldmatrix: keys from 16 step on, pieces 2 i and 2 i + 1 of a row. With 8-bit values,
-// tiles 2 j and 2 j + 1 of O have the even and the odd columns of 16.
-template <typename E, typename Mma, int kTilesN, int kTilesV, typename At>
-__device__ __forceinline__ void add_values(float (&O)[kTilesV][4], const float (&P)[kTilesN][4], const At& at) {
+// tiles 2 j and 2 j + 1 of O have the even and the odd columns of 16. keep(values, n) gives the two values of this thread's keys in tile n
+// of P, or zeros in their place.
+template <typename E, typename Mma, int kTilesN, int kTilesV, typename At, typename Keep = KeepAll>
+__device__ __forceinline__ void add_values(float (&O)[kTilesV][4], const float (&P)[kTilesN][4], const At& at, const Keep& keep = {}) {
     constexpr bool kBytes = sizeof(E) == 1;
 #pragma unroll
     for (int step = 0; step < kTilesN / 2; ++step) {
@@ -241,8 +255,8 @@ __device__ __forceinline__ void add_values(float (&O)[kTilesV][4], const float (
             } else {
                 uint32_t B[2][2];
                 ldmatrix_x4_trans(B, at(step, n / 2));
-                mma<Mma>(O[n], A, B[0][0], B[0][1]);
-                mma<Mma>(O[n + 1], A, B[1][0], B[1][1]);
+                mma<Mma>(O[n], A, keep(B[0][0], 2 * step), keep(B[0][1], 2 * step + 1));
+                mma<Mma>(O[n + 1], A, keep(B[1][0], 2 * step), keep(B[1][1], 2 * step + 1));
             }
         }
     }

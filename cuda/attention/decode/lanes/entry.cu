@@ -57,6 +57,7 @@ int decode_most_cluster_blocks(const DeviceInfo& device) {
 
 cudaError_t decode_lanes(const DecodeParams& d, const AppendParams* append, const DeviceInfo& device, cudaStream_t stream) {
     if (has_8bit_cache(d.attention)) return decode_lanes_8bit(d, stream);
+    if (!d.shape.cluster && decode_scores_are_natural(d.attention)) return decode_lanes_options(d, device, stream);
     return d.attention.dtype == DType::kFloat32 ? launch_lanes_of<float>(d, append, device, stream)
                                                 : decode_lanes_16bit(d, append, device, stream);
 }

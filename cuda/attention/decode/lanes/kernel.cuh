@@ -16,7 +16,7 @@
 
 #include "attention/common/epilogue.cuh"
 #include "attention/decode/append.h"
-#include "attention/decode/lanes/softmax.cuh"
+#include "attention/decode/lanes/options.cuh"
 #include "device/cluster.cuh"
 #include "device/launch.h"
 #include "device/ptx.cuh"
@@ -31,7 +31,8 @@ namespace {
 template <typename Plan, bool kAppends, typename Stage>
 __device__ __forceinline__ void attend_to_keys(LaneSums<Plan>& sums, const LaneParams& p, const LanePlace<Plan>& place,
                                                const LaneUnit& unit, const LaneKeys& keys, const AddedKey& added, int entry,
-                                               const float* q_tile, const typename Plan::T* added_k, uint32_t ring, const Stage& stage) {
+                                               const float* q_tile, const typename Plan::T* added_k, uint32_t ring, const Stage& stage,
+                                               const DecodeParams* d = nullptr) {
     constexpr int kElement = int(sizeof(typename Plan::T));
     const bool adds = kAppends && added.here;
     const bool sees_added =
@@ -53,12 +54,26 @@ __device__ __forceinline__ void attend_to_keys(LaneSums<Plan>& sums, const LaneP
             LaneKeyBits<Plan> bits;
             LaneScores<Plan> S;
             load_bits<Plan>(bits, k_from, part_step, whole);
-            multiply_keys<Plan>(S, Q, bits, place, q_tile);
-            const int key0 = whole ? copies.key(g, 0) : keys.count - 1, end = whole ? keys.own_end : sees_added ? keys.count : 0;
-            lane_score_options<Plan>(S, p, place, unit, keys.shift, key0, end);
-            sums.softmax(S);
-            load_bits<Plan>(bits, v_from, part_step, whole);
-            sums.add_values(S, bits);
+            if constexpr (Plan::kNatural) {
+                const int key0 = copies.key(g, 0);
+                LaneScores<Plan> addends;
+                load_lane_addends<Plan>(addends, d->attention, p, place, unit, key0, keys.own_end - 1);
+                multiply_keys<Plan>(S, Q, bits, place, q_tile);
+                transform_lane_scores<Plan>(S, addends, d->attention, p, place, unit, keys.shift, key0);
+                lane_score_options<Plan>(S, p, place, unit, keys.shift, key0, keys.own_end);
+                const LaneSeen<Plan> seen(S);
+                sums.softmax(S);
+                load_bits<Plan>(bits, v_from, part_step, whole);
+                seen.clear_others(bits);
+                sums.add_values(S, bits);
+            } else {
+                multiply_keys<Plan>(S, Q, bits, place, q_tile);
+                const int key0 = whole ? copies.key(g, 0) : keys.count - 1, end = whole ? keys.own_end : sees_added ? keys.count : 0;
+                lane_score_options<Plan>(S, p, place, unit, keys.shift, key0, end);
+                sums.softmax(S);
+                load_bits<Plan>(bits, v_from, part_step, whole);
+                sums.add_values(S, bits);
+            }
         }
         if (g + Plan::kGroups < groups) copies.copy(p, place.column, g + Plan::kGroups, ring + slot * Plan::kGroupBytes);
         cp_async_commit();
@@ -78,7 +93,7 @@ __device__ __forceinline__ void for_each_quad(const LaneParams& p, const LanePla
 #pragma unroll 1
     for (int x = 4 * place.warp + place.lane % 4; x < p.tile_rows * kQuads; x += 4 * kLaneWarps) {  // a warp has four quads of a row
         const int r = x / kQuads, c = x % kQuads * 4, first = r / kRows;
-        const LaneResult result = gather_results(
+        const LaneResult result = gather_results<Plan::kUnit>(
             place.lane, place.key_warps, [&](int i) { return stat_of[i * place.row_warps + first][r % kRows]; },
             [&](int i) { return o_tile + ((i * place.row_warps + first) * kRows + r % kRows) * kD + c; });
         if (place.lane / 4 == 0) take(r, c, result);
@@ -87,21 +102,25 @@ __device__ __forceinline__ void for_each_quad(const LaneParams& p, const LanePla
 
 // Stores columns c .. c + 3 of row r of the tile. They go to out, with the row's lse; or, if the result is for one piece of the keys, to
 // the piece's slot in the workspace.
-template <typename T>
+template <typename T, ScoreUnit kUnit = ScoreUnit::kLog2>
 __device__ __forceinline__ void store_row(const LaneParams& p, const LaneUnit& unit, int r, int c, const LaneResult& result,
                                           const DecodeParams* d = nullptr, int slot = -1) {
     if (unit.row0 + r >= p.rows || c >= p.headdim_v) return;
     const bool whole = !d || slot < 0;
     const int i = lane_query(p, unit.row0 + r), head = lane_head(p, unit.head_k, unit.row0 + r, i);
-    const RowEnd end = finish_row<ScoreUnit::kLog2>(result.row_max, result.row_sum, whole ? sink_of(p.sinks, head) : -INFINITY);
+    const RowEnd end = finish_row<kUnit>(result.row_max, result.row_sum, whole ? sink_of(p.sinks, head) : -INFINITY);
     const float4 x = end.output(result.o);
     if (!whole) {
         const int64_t at = int64_t(slot) * p.tile_rows + r;
-        if (c == 0) d->partial_lse[at] = end.lse;
+        if (c == 0) {
+            if constexpr (kUnit == ScoreUnit::kNatural)
+                reinterpret_cast<float2*>(d->partial_lse)[at] = make_float2(result.row_max, result.row_sum);
+            else d->partial_lse[at] = end.lse;
+        }
         *reinterpret_cast<float4*>(d->partial + at * p.headdim_v + c) = x;
         return;
     }
-    if (p.lse && c == 0) p.lse[(int64_t(unit.b) * p.nheads + head) * p.seqlen_q + i] = end.lse * kLn2;
+    if (p.lse && c == 0) p.lse[(int64_t(unit.b) * p.nheads + head) * p.seqlen_q + i] = end.lse * (kUnit == ScoreUnit::kLog2 ? kLn2 : 1.0f);
     T* const out = static_cast<T*>(p.out.data) + unit.b * p.out.batch + i * p.out.row + head * p.out.head + c;
     if constexpr (sizeof(T) == 4) *reinterpret_cast<float4*>(out) = x;
     else *reinterpret_cast<uint2*>(out) = make_uint2(pack_16<T>(x.x, x.y), pack_16<T>(x.z, x.w));
@@ -207,13 +226,15 @@ __global__ void __launch_bounds__(Plan::kBoundThreads, Plan::kBoundBlocks)
         LaneKeys keys = lane_keys(p, lane_keys_before(p, unit.b));
         cut_to_segment(d.shape.tile_shift, segment, keys);
         LaneSums<Plan> sums;
-        attend_to_keys<Plan, false>(sums, p, place, unit, keys, AddedKey{}, lane_entry(p, unit.b), q_tile, kNone, ring, [&] {
-            stage_rows<Plan, false>(p, unit, AddedKey{}, keys.before, p.scale_log2, q_tile, kNone, waited);
-        });
+        const auto stage = [&] {
+            const float scale = Plan::kNatural ? 1.0f : p.scale_log2;
+            stage_rows<Plan, false>(p, unit, AddedKey{}, keys.before, scale, q_tile, kNone, waited);
+        };
+        attend_to_keys<Plan, false>(sums, p, place, unit, keys, AddedKey{}, lane_entry(p, unit.b), q_tile, kNone, ring, stage, &d);
         sums.store(place, o_tile, stat_of[place.warp]);
         __syncthreads();
         for_each_quad<Plan>(p, place, stat_of, o_tile, [&](int r, int c, const LaneResult& result) {
-            store_row<typename Plan::T>(p, unit, r, c, result, &d, segment.slot);
+            store_row<typename Plan::T, Plan::kUnit>(p, unit, r, c, result, &d, segment.slot);
         });
         __syncthreads();  // q and O may be written again
     }
@@ -234,7 +255,8 @@ cudaError_t launch_lanes_cluster(const DecodeParams& d, const AppendParams* appe
 
 template <typename Plan>
 cudaError_t launch_lanes(const DecodeParams& d, const AppendParams* append, const DeviceInfo& device, cudaStream_t stream) {
-    if (d.shape.cluster) return launch_lanes_cluster<Plan>(d, append, stream);
+    if constexpr (!Plan::kNatural)
+        if (d.shape.cluster) return launch_lanes_cluster<Plan>(d, append, stream);
     if constexpr (sizeof(typename Plan::T) == 4) {
         const unsigned blocks = unsigned(decode_blocks(d.shape, d.attention, device));
         const size_t bytes = LaneMemory<Plan>(d.shape.rows, 0).bytes;
@@ -252,12 +274,12 @@ cudaError_t launch_lanes_8bit(const DecodeParams& d, cudaStream_t stream) {
                                             : launch_lanes_cluster<LanePlan<T, 128, 1, E>>(d, nullptr, stream);
 }
 
-template <typename T>
+template <typename T, bool kNatural = false>
 cudaError_t launch_lanes_of(const DecodeParams& d, const AppendParams* append, const DeviceInfo& device, cudaStream_t stream) {
     const auto with_columns = [&](auto columns) {
         constexpr int kD = decltype(columns)::value;
-        return d.shape.rows == d.shape.row_warps ? launch_lanes<LanePlan<T, kD, 1>>(d, append, device, stream)
-                                                 : launch_lanes<LanePlan<T, kD, 4>>(d, append, device, stream);
+        return d.shape.rows == d.shape.row_warps ? launch_lanes<LanePlan<T, kD, 1, T, kNatural>>(d, append, device, stream)
+                                                 : launch_lanes<LanePlan<T, kD, 4, T, kNatural>>(d, append, device, stream);
     };
     using std::integral_constant;
     switch (decode_bucket(d.attention)) {

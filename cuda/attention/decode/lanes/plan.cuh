@@ -2,6 +2,7 @@
 // memory.
 #pragma once
 
+#include "attention/common/epilogue.cuh"
 #include "attention/decode/lanes/params.h"
 
 #include <cstdint>
@@ -12,9 +13,12 @@ namespace {
 constexpr int kLaneThreads = 32 * kLaneWarps, kMostCluster = 16;
 
 // Element: the type of q and out. Cached: the type of K and V, the same or bytes. kColumns: the bucket of the head dim. kWarpRows: rows of
-// q per warp, 1 or 4. With more rows, neighbouring warps take the same keys, which the second warp finds in L2.
-template <typename Element, int kColumns, int kWarpRows, typename Cached = Element>
+// q per warp, 1 or 4. With more rows, neighbouring warps take the same keys, which the second warp finds in L2. kNaturalScores: for calls
+// of decode_scores_are_natural.
+template <typename Element, int kColumns, int kWarpRows, typename Cached = Element, bool kNaturalScores = false>
 struct LanePlan {
+    static constexpr ScoreUnit kUnit = kNaturalScores ? ScoreUnit::kNatural : ScoreUnit::kLog2;
+    static constexpr bool kNatural = kNaturalScores;
     using T = Element;
     using E = Cached;
     static constexpr bool kBytes = sizeof(E) == 1;

@@ -107,14 +107,14 @@ __device__ __forceinline__ void multiply_keys(LaneScores<Plan>& S, LaneQuery<Pla
             for (int j = 0; j < Plan::kRows; ++j) S[i][j] += __shfl_xor_sync(~0u, S[i][j], offset);
 }
 
-// Applies softcap and ALiBi; sets scores of keys that a row does not see to -inf. key0 is this lane's key in the first pass; keys from
-// `end` on do not exist.
+// Applies softcap and ALiBi, unless scores are natural (lanes/options.cuh); sets scores of keys that a row does not see to -inf. key0 is
+// this lane's key in the first pass; keys from `end` on do not exist.
 template <typename Plan>
 __device__ __forceinline__ void lane_score_options(LaneScores<Plan>& S, const LaneParams& p, const LanePlace<Plan>& place,
                                                    const LaneUnit& unit, int shift, int key0, int end) {
     // i_aligned of row j, computed where it is used
     const auto aligned = [&](int j) { return lane_query(p, unit.row0 + opaque(place.tile_row) + j) + shift; };
-    if (p.softcap_log2 != 0) {
+    if (!Plan::kNatural && p.softcap_log2 != 0) {
         const float inverse = std::is_same_v<typename Plan::T, float> ? 1.0f / p.softcap_log2 : __fdividef(1.0f, p.softcap_log2);
 #pragma unroll
         for (int i = 0; i < Plan::kAtOnce; ++i)
@@ -124,7 +124,7 @@ __device__ __forceinline__ void lane_score_options(LaneScores<Plan>& S, const La
                 S[i][j] = p.softcap_log2 * (std::is_same_v<typename Plan::T, float> ? tanhf(x) : tanh_fast(x));
             }
     }
-    if (p.alibi_slopes) {
+    if (!Plan::kNatural && p.alibi_slopes) {
 #pragma unroll
         for (int j = 0; j < Plan::kRows; ++j) {
             const int r = min(unit.row0 + place.tile_row + j, p.rows - 1), head = lane_head(p, unit.head_k, r, lane_query(p, r));
@@ -166,14 +166,14 @@ struct LaneSums {
             float next = row_max[j];
 #pragma unroll
             for (int i = 0; i < Plan::kAtOnce; ++i) next = fmaxf(next, S[i][j]);
-            const float factor = exp2_approx(row_max[j] - next);
+            const float factor = exponential_of<Plan::kUnit>(row_max[j] - next);
             row_max[j] = next, row_sum[j] *= factor;
             if (__any_sync(~0u, factor != 1)) {
 #pragma unroll
                 for (int c = 0; c < Plan::kDims; ++c) O[j][c] *= factor;
             }
 #pragma unroll
-            for (int i = 0; i < Plan::kAtOnce; ++i) row_sum[j] += S[i][j] = exp2_approx(S[i][j] - next);
+            for (int i = 0; i < Plan::kAtOnce; ++i) row_sum[j] += S[i][j] = exponential_of<Plan::kUnit>(S[i][j] - next);
         }
     }
     // O += P V
@@ -198,7 +198,7 @@ struct LaneSums {
             float max = row_max[j];
 #pragma unroll
             for (int offset = Plan::kLanes; offset < 32; offset *= 2) max = fmaxf(max, __shfl_xor_sync(~0u, max, offset));
-            const float factor = exp2_approx(row_max[j] - max);
+            const float factor = exponential_of<Plan::kUnit>(row_max[j] - max);
             row_sum[j] *= factor;
 #pragma unroll
             for (int c = 0; c < Plan::kDims; ++c) O[j][c] *= factor * unit;
@@ -226,7 +226,7 @@ struct LaneResult {
     float row_max, row_sum;
 };
 // Eight lanes sum four columns of a row over `count` sources: stat(i) is the maximum and the sum of source i, o(i) points at its O.
-template <typename Stat, typename O>
+template <ScoreUnit kUnit = ScoreUnit::kLog2, typename Stat, typename O>
 __device__ __forceinline__ LaneResult gather_results(int lane, int count, const Stat& stat, const O& o) {
     LaneResult all{make_float4(0, 0, 0, 0), -FLT_MAX, 0};
     float4& sum = all.o;
@@ -234,7 +234,8 @@ __device__ __forceinline__ LaneResult gather_results(int lane, int count, const 
     for (int i = lane / 4; i < count; i += 8) {
         const float2 s = stat(i);
         const float4 x = *reinterpret_cast<const float4*>(o(i));
-        const float next = fmaxf(all.row_max, s.x), factor = exp2_approx(all.row_max - next), weight = exp2_approx(s.x - next);
+        const float next = fmaxf(all.row_max, s.x), factor = exponential_of<kUnit>(all.row_max - next),
+                    weight = exponential_of<kUnit>(s.x - next);
         all.row_max = next, all.row_sum = all.row_sum * factor + weight * s.y;
         sum.x = sum.x * factor + weight * x.x, sum.y = sum.y * factor + weight * x.y;
         sum.z = sum.z * factor + weight * x.z, sum.w = sum.w * factor + weight * x.w;
@@ -242,7 +243,7 @@ __device__ __forceinline__ LaneResult gather_results(int lane, int count, const 
     float max = all.row_max;
 #pragma unroll
     for (int offset = 4; offset < 32; offset *= 2) max = fmaxf(max, __shfl_xor_sync(~0u, max, offset));
-    const float factor = exp2_approx(all.row_max - max);
+    const float factor = exponential_of<kUnit>(all.row_max - max);
     all.row_max = max, all.row_sum *= factor, sum.x *= factor, sum.y *= factor, sum.z *= factor, sum.w *= factor;
 #pragma unroll
     for (int offset = 4; offset < 32; offset *= 2) {

@@ -3,6 +3,7 @@
 
 #include "attention/common/epilogue.cuh"
 #include "attention/decode/split_sm80/loads.cuh"
+#include "attention/decode/split_sm80/options.cuh"
 
 #include <cfloat>
 
@@ -20,7 +21,7 @@ struct SplitRows {
     using TileQ = typename Plan::TileQ;
 
     uint32_t Q[Plan::kQueryInRegisters ? kStepsD : 1][4];
-    float row_scale[2];  // turns q . k into an exponent of 2
+    float row_scale[2];  // turns q . k into a score: an exponent of 2, or a natural one
     float O[kTilesV][4] = {};
     float row_max[2] = {-FLT_MAX, -FLT_MAX}, row_sum[2] = {0, 0};  // max: exponents of 2; sum: this thread's share
     float v_unit = 1e-30f;                                         // bytes: O is in units of the largest factor of V so far
@@ -54,7 +55,7 @@ struct SplitRows {
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            row_scale[half] = d.scale_log2;
+            row_scale[half] = Plan::kGeneral ? d.attention.scale : d.scale_log2;
             if (narrows) row_scale[half] *= row_factor[place.warp_row() + place.lane / 4 + 8 * half];
         }
     }
@@ -94,12 +95,21 @@ struct SplitRows {
         const int lane = Plan::kRegistersFull && !Plan::kSharedParts ? opaque(place.lane) : place.lane;
         const uint32_t k_lane = part + Tile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
         const uint32_t v_lane = part + Plan::kPartKeys * kPitch + Tile::offset(lane % 16, lane / 16);
-        float S[kTilesN][4] = {};
+        const auto row_of = [&](int half) {
+            return min(work.row_tile0() + place.warp_row() + opaque(place.lane) / 4 + 8 * half, p.seqlen_q * p.group - 1);
+        };
+        float S[kTilesN][4] = {}, addends[Plan::kGeneral ? kTilesN : 1][4];
+        const auto find_addends = [&] {
+            if constexpr (Plan::kGeneral)
+                load_addends<E, Plan::kRegistersFull ? 1 : 2>(d, work.b(), work.head_k(), key0, work.keys().end - 1, opaque(place.lane),
+                                                              row_of, addends);
+        };
+        if (!Plan::kRegistersFull) find_addends();  // before the products, which hide the latency of these loads
         multiply_part(S, place, k_lane);
 #pragma unroll
         for (int n = 0; n < kTilesN; ++n)
 #pragma unroll
-            for (int e = 0; e < 4; ++e) S[n][e] *= row_scale[e / 2];
+            for (int e = 0; e < 4; ++e) S[n][e] = Plan::kGeneral ? __fmul_rn(S[n][e], row_scale[e / 2]) : S[n][e] * row_scale[e / 2];
         float v_scale[kBytes ? kTilesN : 1][2];
         if (kBytes) {
             float largest = 0;
@@ -115,12 +125,19 @@ struct SplitRows {
                 }
             raise_unit(largest, v_unit, O);
         }
-        const auto row_of = [&](int half) {
-            return min(work.row_tile0() + place.warp_row() + opaque(place.lane) / 4 + 8 * half, p.seqlen_q * p.group - 1);
-        };
-        score_options(
-            score_options_of(d), work.keys(), key0, place.lane, row_of, [&] { return work.b() * p.alibi_batch + work.head_k() * p.group; },
-            S);
+        const auto slopes = [&] { return work.b() * p.alibi_batch + work.head_k() * p.group; };
+        if constexpr (Plan::kGeneral) {
+            score_options<ScoreUnit::kNatural>(natural_options_of(d), work.keys(), key0, place.lane, row_of, slopes, S, [&](auto& scores) {
+                if (Plan::kRegistersFull) find_addends();
+                add_addends(scores, addends);
+            });
+            const SeenKeys<kTilesN> seen(S, opaque(place.lane));
+            softmax_step<ScoreUnit::kNatural>(S, O, row_max, row_sum);
+            if (p.dropout_threshold) drop_scores(d, work.b(), work.head_k(), key0, opaque(place.lane), row_of, S);
+            add_values<E, Mma>(O, S, [&](int step, int i) { return Tile::advance(v_lane, i) + 16 * step * kPitch; }, seen);
+            return;
+        }
+        score_options(score_options_of(d), work.keys(), key0, place.lane, row_of, slopes, S);
         softmax_step(S, O, row_max, row_sum);
         if (kBytes) {
             const float inverse = 1.0f / v_unit;
@@ -164,6 +181,7 @@ template <typename Plan>
 __device__ __forceinline__ void store_results(const DecodeParams& d, const SplitPlace<Plan>& place, const Segment& segment,
                                               const unsigned char* stage0, const SplitStats& stats) {
     constexpr int kD = Plan::kD, kSources = Plan::kSources, kThreadsPerRow = 32 * kSources / 16;
+    constexpr bool kNatural = Plan::kUnit == ScoreUnit::kNatural;
     const AttentionParams& p = d.attention;
     const int thread = Plan::kSharedParts ? place.lane : int(threadIdx.x), source0 = Plan::kSharedParts ? place.warp : 0;
     const int row = thread / kThreadsPerRow, tile_row = place.warp_row() + row;
@@ -174,16 +192,19 @@ __device__ __forceinline__ void store_results(const DecodeParams& d, const Split
     for (int x = 0; x < kSources; ++x) row_max = fmaxf(row_max, stats.row_max[source0 + x][row]);
 #pragma unroll
     for (int x = 0; x < kSources; ++x) {
-        weight[x] = exp2_approx(stats.row_max[source0 + x][row] - row_max);
+        weight[x] = exp2_approx((stats.row_max[source0 + x][row] - row_max) * (kNatural ? kLog2e : 1.0f));
         row_sum += weight[x] * stats.row_sum[source0 + x][row];
     }
     const int i = r / p.group, head = segment.unit / d.shape.row_tiles * p.group + r % p.group;
     const bool whole = segment.slot < 0, first = thread % kThreadsPerRow == 0;
-    const RowEnd end = finish_row<ScoreUnit::kLog2>(row_max, row_sum, whole ? sink_of(p.sinks, head) : -INFINITY);
+    RowEnd end = finish_row<Plan::kUnit>(row_max, row_sum, whole ? sink_of(p.sinks, head) : -INFINITY);
     if (first) {
-        if (!whole) d.partial_lse[int64_t(segment.slot) * Plan::kRows + tile_row] = end.lse;
-        else if (p.lse) p.lse[(int64_t(segment.b) * p.nheads + head) * p.seqlen_q + i] = end.lse * kLn2;
+        if (!whole && kNatural)
+            reinterpret_cast<float2*>(d.partial_lse)[int64_t(segment.slot) * Plan::kRows + tile_row] = make_float2(row_max, row_sum);
+        else if (!whole) d.partial_lse[int64_t(segment.slot) * Plan::kRows + tile_row] = end.lse;
+        else if (p.lse) p.lse[(int64_t(segment.b) * p.nheads + head) * p.seqlen_q + i] = end.lse * (kNatural ? 1.0f : kLn2);
     }
+    if (Plan::kGeneral && p.dropout_threshold) end.inverse *= p.dropout_scale;
     float* const partial = d.partial + (int64_t(segment.slot) * Plan::kRows + tile_row) * p.headdim_v;
     uint16_t* const out = static_cast<uint16_t*>(p.out.data) + segment.b * p.out.batch + i * p.out.row + head * p.out.head;
 #pragma unroll 1

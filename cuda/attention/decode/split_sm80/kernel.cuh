@@ -96,19 +96,19 @@ cudaError_t launch_split(DecodeParams d, const DeviceInfo& device, cudaStream_t 
     return launch_kernel(decode_split_kernel<Plan>, blocks, kDecodeThreads, bytes, stream, d, d.after_append);
 }
 
-template <typename E, int kD>
+template <typename E, int kD, bool kReadsScores>
 cudaError_t launch_split(const DecodeParams& d, const DeviceInfo& device, cudaStream_t stream) {
     if constexpr (decode_has_wide(sizeof(E), kD))
-        if (d.shape.rows == 64) return launch_split<SplitPlan<E, kD, 64>>(d, device, stream);
-    return launch_split<SplitPlan<E, kD, 16>>(d, device, stream);
+        if (d.shape.rows == 64) return launch_split<SplitPlan<E, kD, 64, kReadsScores>>(d, device, stream);
+    return launch_split<SplitPlan<E, kD, 16, kReadsScores>>(d, device, stream);
 }
 
-template <typename E>
+template <typename E, bool kReadsScores = false>
 cudaError_t launch_split_of(const DecodeParams& d, const DeviceInfo& device, cudaStream_t stream) {
     switch (decode_bucket(d.attention)) {
-        case 64: return launch_split<E, 64>(d, device, stream);
-        case 128: return launch_split<E, 128>(d, device, stream);
-        default: return launch_split<E, 256>(d, device, stream);
+        case 64: return launch_split<E, 64, kReadsScores>(d, device, stream);
+        case 128: return launch_split<E, 128, kReadsScores>(d, device, stream);
+        default: return launch_split<E, 256, kReadsScores>(d, device, stream);
     }
 }
 

@@ -12,11 +12,15 @@ namespace {
 
 constexpr int kDecodeWarps = 4, kDecodeThreads = 32 * kDecodeWarps, kMaxStages = 6;
 
-// Element: the cache's type. kColumns: the bucket of the head dim. kTileRows: rows of q per tile, 16 or 64.
-template <typename Element, int kColumns, int kTileRows>
+// Element: the cache's type. kColumns: the bucket of the head dim. kTileRows: rows of q per tile, 16 or 64. kReadsScores: for the options
+// of decode_reads_scores; such calls have no cache.
+template <typename Element, int kColumns, int kTileRows, bool kReadsScores = false>
 struct SplitPlan {
     using E = Element;
-    static constexpr bool kBytes = sizeof(E) == 1;
+    static constexpr bool kBytes = sizeof(E) == 1, kGeneral = kReadsScores;
+    static_assert(!(kBytes && kGeneral), "calls with a cache have none of these options");
+    // General scores stay in natural units, where a mask written as a bias of -FLT_MAX does not overflow.
+    static constexpr ScoreUnit kUnit = kGeneral ? ScoreUnit::kNatural : ScoreUnit::kLog2;
     using Mma = std::conditional_t<kBytes, __half, E>;  // what the tensor cores multiply
     using Tile = SharedTile<E, kColumns>;
     using TileQ = SharedTile<__half, kColumns>;  // of 16-bit values
