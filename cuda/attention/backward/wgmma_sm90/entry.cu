@@ -31,10 +31,15 @@ cudaError_t backward_wgmma_sm90(const BackwardParams& b, const DeviceInfo& devic
         FA_BACKWARD_CASE(kD128Dropout)
         FA_BACKWARD_CASE(kD128General)
         FA_BACKWARD_CASE(kD192V128)
+        FA_BACKWARD_CASE(kD192V128Options)
         FA_BACKWARD_CASE(kD192V128General)
         FA_BACKWARD_CASE(kD192)
+        FA_BACKWARD_CASE(kD192Options)
+        FA_BACKWARD_CASE(kD192Softcap)
         FA_BACKWARD_CASE(kD192General)
         FA_BACKWARD_CASE(kD256)
+        FA_BACKWARD_CASE(kD256Options)
+        FA_BACKWARD_CASE(kD256Softcap)
         FA_BACKWARD_CASE(kD256General)
 #undef FA_BACKWARD_CASE
     }

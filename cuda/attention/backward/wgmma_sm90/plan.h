@@ -8,9 +8,9 @@
 
 namespace fa {
 
-// Bare plans serve causal and full attention. To head dim 128, plans with options have the tiles and products of the bare plans, and serve
-// options that change S before the exponential (backward_serves_options), some of them also a 16-bit bias or dropout; plans for intervals
-// and for masks serve masks that hide whole tiles. General plans serve everything else.
+// Bare plans serve causal and full attention. Plans with options have the tiles and products of the bare plans, and serve options that
+// change S before the exponential (backward_serves_options), some of them also a 16-bit bias or dropout; plans for intervals and for masks
+// serve masks that hide whole tiles. General plans serve everything else.
 enum class BackwardPlanId {
     kD64,
     kD64General,
@@ -33,7 +33,12 @@ enum class BackwardPlanId {
     kD64Dropout,
     kD128Dropout,
     kD64Masks,
-    kD128Masks
+    kD128Masks,
+    kD192V128Options,
+    kD192Options,
+    kD256Options,
+    kD192Softcap,
+    kD256Softcap
 };
 
 // The warpgroups of a block: one copies, two are the main warpgroups, which own 64 keys each, and one multiplies dQ.
@@ -103,9 +108,14 @@ FA_HOST_DEVICE constexpr BackwardPlan backward_plan(BackwardPlanId id) {
         // (wgmma_pair_sm90/kernel.cuh).
         case BackwardPlanId::kD192V128: plan.headdim = 192, plan.headdim_v = 128; break;
         case BackwardPlanId::kD192V128General: plan.headdim = 192, plan.headdim_v = 128, plan.general = true; break;
+        case BackwardPlanId::kD192V128Options: plan = backward_plan(BackwardPlanId::kD192V128), plan.options = true; break;
         case BackwardPlanId::kD192: plan.headdim = plan.headdim_v = 192; break;
+        case BackwardPlanId::kD192Options: plan = backward_plan(BackwardPlanId::kD192), plan.options = true; break;
+        case BackwardPlanId::kD192Softcap: plan = backward_plan(BackwardPlanId::kD192Options), plan.softcap = true; break;
         case BackwardPlanId::kD192General: plan.headdim = plan.headdim_v = 192, plan.general = true; break;
         case BackwardPlanId::kD256: plan.headdim = plan.headdim_v = 256; break;
+        case BackwardPlanId::kD256Options: plan = backward_plan(BackwardPlanId::kD256), plan.options = true; break;
+        case BackwardPlanId::kD256Softcap: plan = backward_plan(BackwardPlanId::kD256Options), plan.softcap = true; break;
         case BackwardPlanId::kD256General: plan.headdim = plan.headdim_v = 256, plan.general = true; break;
     }
     return plan;
@@ -161,21 +171,21 @@ inline bool backward_serves_bias(const AttentionParams& p) {
 }
 
 inline BackwardPlanId backward_choose(const AttentionParams& p) {
-    const bool general = backward_scores_are_natural(p) || p.window_left >= 0;
+    using Id = BackwardPlanId;
     const int d = p.headdim > p.headdim_v ? p.headdim : p.headdim_v;
+    const auto choose = [&](Id d64, Id d128, Id d192_v128, Id d192, Id d256) {
+        return d <= 64 ? d64 : d <= 128 ? d128 : d > 192 ? d256 : p.headdim_v <= 128 ? d192_v128 : d192;
+    };
+    const bool general = backward_scores_are_natural(p) || p.window_left >= 0;
     if (p.intervals.data && d <= 128) return d <= 64 ? BackwardPlanId::kD64Intervals : BackwardPlanId::kD128Intervals;
     if (backward_serves_masks(p)) return d <= 64 ? BackwardPlanId::kD64Masks : BackwardPlanId::kD128Masks;
     if (d <= 128 && backward_serves_bias(p)) return d <= 64 ? BackwardPlanId::kD64Bias : BackwardPlanId::kD128Bias;
     if (d <= 128 && backward_serves_dropout(p)) return d <= 64 ? BackwardPlanId::kD64Dropout : BackwardPlanId::kD128Dropout;
-    if (general && d <= 128 && backward_serves_options(p)) {
-        if (p.softcap != 0) return d <= 64 ? BackwardPlanId::kD64Softcap : BackwardPlanId::kD128Softcap;
-        return d <= 64 ? BackwardPlanId::kD64Options : BackwardPlanId::kD128Options;
-    }
-    if (d <= 64) return general ? BackwardPlanId::kD64General : BackwardPlanId::kD64;
-    if (d <= 128) return general ? BackwardPlanId::kD128General : BackwardPlanId::kD128;
-    if (d <= 192 && p.headdim_v <= 128) return general ? BackwardPlanId::kD192V128General : BackwardPlanId::kD192V128;
-    if (d <= 192) return general ? BackwardPlanId::kD192General : BackwardPlanId::kD192;
-    return general ? BackwardPlanId::kD256General : BackwardPlanId::kD256;
+    if (general && backward_serves_options(p))
+        return p.softcap != 0 ? choose(Id::kD64Softcap, Id::kD128Softcap, Id::kD192Softcap, Id::kD192Softcap, Id::kD256Softcap)
+                              : choose(Id::kD64Options, Id::kD128Options, Id::kD192V128Options, Id::kD192Options, Id::kD256Options);
+    if (general) return choose(Id::kD64General, Id::kD128General, Id::kD192V128General, Id::kD192General, Id::kD256General);
+    return choose(Id::kD64, Id::kD128, Id::kD192V128, Id::kD192, Id::kD256);
 }
 
 }  // namespace fa

@@ -163,7 +163,8 @@ __global__ void __launch_bounds__(kThreads) after_kernel(const __grid_constant__
     if (!find_tile(params, blockIdx.x / kBlocks, at)) return;
     const Range blocks = key_blocks_of(visible_band(p, at.s), at.row0, kBlockM, params.tiles.block_n);
     // A tile that no key block meets has a gradient of zero. A tile that a block has written has a counter above zero.
-    const bool meets = params.tiles.skipped ? params.tiles.turn[at.tile] != 0 : blocks.begin < blocks.end;
+    constexpr int kCounters = kColumns > 128 ? 2 : 1;  // BackwardPlan::blocks: the first of two counts in either order
+    const bool meets = params.tiles.skipped ? params.tiles.turn[at.tile * kCounters] != 0 : blocks.begin < blocks.end;
     const bool written = params.tiles.zeroed || meets;
     T* rows = static_cast<T*>(params.b.dq.data) + gradients_of(params.b, at.batch).dq + at.head * params.b.dq.head;
     const auto store = [&](int r, int column, const float(&x)[8]) {
