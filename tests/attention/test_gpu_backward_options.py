@@ -83,7 +83,9 @@ def test_options_and_pairs(options, headdim, dtype):
 @pytest.mark.parametrize(("headdim", "headdim_v"), [(192, 128), (136, 64), (192, 144), (64, 192), (256, 8)])
 @pytest.mark.parametrize("option", OPTIONS)
 def test_own_head_dim_of_values(option, headdim, headdim_v):
-    case = Case(270, 333, headdim, headdim_v=headdim_v, batch=2, nheads=4, nheads_k=2, dtype="bfloat16", **OPTIONS[option])
+    case = Case(
+        270, 333, headdim, headdim_v=headdim_v, batch=2, nheads=4, nheads_k=2, dtype="bfloat16", **OPTIONS[option]
+    )
     BackwardKernel(CUDA, "wgmma_pair_sm90").check(case)
 
 

@@ -276,7 +276,9 @@ void test_choice() {
     softcap("softcap, window and mask", [](P& p, auto*, auto* mask) { p.softcap = 30, p.window_left = 5, p.mask = {mask, 7, 0, 0}; });
     general("softcap too small", [](P& p, auto*, auto*) { p.softcap = 5; });
     general("softcap and alibi", [](P& p, auto* slopes, auto*) { p.softcap = 50, p.alibi_slopes = slopes; });
-    const auto masks = [&](const char* what, const auto& change) { narrow(Id::kD64Masks, Id::kD128Masks, what, change); };
+    const auto masks = [&](const char* what, const auto& change) {
+        each(Id::kD64Masks, Id::kD128Masks, Id::kD192V128Masks, Id::kD192Masks, Id::kD256Masks, what, change);
+    };
     masks("mask of pairs", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 0, 1}; });
     masks("mask of pairs, window", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 9, 1}, p.window_left = 5; });
     masks("mask by blocks, causal", [](P& p, auto*, auto* mask) { p.blocks.data = mask, p.window_right = 0; });
@@ -327,10 +329,11 @@ void test_choice() {
     general("dropout and mask of pairs", [](P& p, auto*, auto* mask) { p.dropout_threshold = 9, p.mask = {mask, 7, 0, 1}; });
     general("dropout and scale below zero", [](P& p, auto*, auto*) { p.dropout_threshold = 9, p.scale = -1; });
     const auto intervals = [&](const char* what, const auto& change) {
-        narrow(Id::kD64Intervals, Id::kD128Intervals, what, [&](P& p, auto* slopes, auto* mask) {
-            p.intervals.data = reinterpret_cast<const int32_t*>(mask);
-            change(p, slopes, mask);
-        });
+        each(Id::kD64Intervals, Id::kD128Intervals, Id::kD192V128Intervals, Id::kD192Intervals, Id::kD256Intervals, what,
+             [&](P& p, auto* slopes, auto* mask) {
+                 p.intervals.data = reinterpret_cast<const int32_t*>(mask);
+                 change(p, slopes, mask);
+             });
     };
     intervals("mask by intervals", [](P&, auto*, auto*) {});
     intervals("mask by intervals and window", [](P& p, auto*, auto*) { p.window_left = 5; });
@@ -350,7 +353,6 @@ void test_choice() {
     refused_blocks("softcap", [](P& p) { p.softcap = 50; });
     refused_blocks("intervals", [](P& p) { p.intervals.data = ends; });
     refused_blocks("scale below zero", [](P& p) { p.scale = -1; });
-    refused_blocks("head dim 192", [](P& p) { p.headdim_v = 192; });
     refused_blocks("a mask of packed sequences", [](P& p) { p.mask.data = ends, p.cu_seqlens_q = p.cu_seqlens_k = ends; });
     refused_blocks("too many rows", [](P& p) { p.seqlen_q = (1 << 22) + 1; });
     // What else a plan for intervals does not serve, the registry refuses by this function.
@@ -367,7 +369,6 @@ void test_choice() {
     refused("dropout", [](P& p) { p.dropout_threshold = 9; });
     refused("softcap", [](P& p) { p.softcap = 50; });
     refused("scale below zero", [](P& p) { p.scale = -1; });
-    refused("head dim 192", [](P& p) { p.headdim = 192; });
     general("scale below zero", [](P& p, auto*, auto*) { p.scale = -1, p.window_left = 5; });
     general("scale of zero", [](P& p, auto* slopes, auto*) { p.scale = 0, p.alibi_slopes = slopes; });
     general("tiny scale and alibi", [](P& p, auto* slopes, auto*) { p.scale = 1e-7f, p.alibi_slopes = slopes; });

@@ -38,7 +38,13 @@ enum class BackwardPlanId {
     kD192Options,
     kD256Options,
     kD192Softcap,
-    kD256Softcap
+    kD256Softcap,
+    kD192V128Intervals,
+    kD192Intervals,
+    kD256Intervals,
+    kD192V128Masks,
+    kD192Masks,
+    kD256Masks
 };
 
 // The warpgroups of a block: one copies, two are the main warpgroups, which own 64 keys each, and one multiplies dQ.
@@ -109,12 +115,18 @@ FA_HOST_DEVICE constexpr BackwardPlan backward_plan(BackwardPlanId id) {
         case BackwardPlanId::kD192V128: plan.headdim = 192, plan.headdim_v = 128; break;
         case BackwardPlanId::kD192V128General: plan.headdim = 192, plan.headdim_v = 128, plan.general = true; break;
         case BackwardPlanId::kD192V128Options: plan = backward_plan(BackwardPlanId::kD192V128), plan.options = true; break;
+        case BackwardPlanId::kD192V128Intervals: plan = backward_plan(BackwardPlanId::kD192V128Options), plan.intervals = true; break;
+        case BackwardPlanId::kD192V128Masks: plan = backward_plan(BackwardPlanId::kD192V128Options), plan.masks = true; break;
         case BackwardPlanId::kD192: plan.headdim = plan.headdim_v = 192; break;
         case BackwardPlanId::kD192Options: plan = backward_plan(BackwardPlanId::kD192), plan.options = true; break;
+        case BackwardPlanId::kD192Intervals: plan = backward_plan(BackwardPlanId::kD192Options), plan.intervals = true; break;
+        case BackwardPlanId::kD192Masks: plan = backward_plan(BackwardPlanId::kD192Options), plan.masks = true; break;
         case BackwardPlanId::kD192Softcap: plan = backward_plan(BackwardPlanId::kD192Options), plan.softcap = true; break;
         case BackwardPlanId::kD192General: plan.headdim = plan.headdim_v = 192, plan.general = true; break;
         case BackwardPlanId::kD256: plan.headdim = plan.headdim_v = 256; break;
         case BackwardPlanId::kD256Options: plan = backward_plan(BackwardPlanId::kD256), plan.options = true; break;
+        case BackwardPlanId::kD256Intervals: plan = backward_plan(BackwardPlanId::kD256Options), plan.intervals = true; break;
+        case BackwardPlanId::kD256Masks: plan = backward_plan(BackwardPlanId::kD256Options), plan.masks = true; break;
         case BackwardPlanId::kD256Softcap: plan = backward_plan(BackwardPlanId::kD256Options), plan.softcap = true; break;
         case BackwardPlanId::kD256General: plan.headdim = plan.headdim_v = 256, plan.general = true; break;
     }
@@ -145,16 +157,13 @@ inline bool backward_serves_options(const AttentionParams& p) {
 }
 
 // Whether a plan for intervals serves a call with intervals. No other plan does.
-inline bool backward_serves_intervals(const AttentionParams& p) {
-    return p.headdim <= 128 && p.headdim_v <= 128 && !p.changes_scores() && p.scale > 0;
-}
+inline bool backward_serves_intervals(const AttentionParams& p) { return !p.changes_scores() && p.scale > 0; }
 // Whether the plans for masks serve the call: a mask by blocks, or a mask of pairs. No other plan takes a mask by blocks.
 inline bool backward_serves_masks(const AttentionParams& p) {
     constexpr int kMost = 1 << 22;  // rows, keys: SeenTile has 16 bits for tiles of 64 rows and 15 for blocks of 128 keys
     AttentionParams rest = p;
     rest.mask.data = nullptr;
-    return has_seen_blocks(p) && p.headdim <= 128 && p.headdim_v <= 128 && !rest.changes_scores() && p.scale > 0 && p.seqlen_q <= kMost &&
-           p.seqlen_k <= kMost;
+    return has_seen_blocks(p) && !rest.changes_scores() && p.scale > 0 && p.seqlen_q <= kMost && p.seqlen_k <= kMost;
 }
 // Whether the plans with dropout serve the call.
 inline bool backward_serves_dropout(const AttentionParams& p) {
@@ -177,8 +186,9 @@ inline BackwardPlanId backward_choose(const AttentionParams& p) {
         return d <= 64 ? d64 : d <= 128 ? d128 : d > 192 ? d256 : p.headdim_v <= 128 ? d192_v128 : d192;
     };
     const bool general = backward_scores_are_natural(p) || p.window_left >= 0;
-    if (p.intervals.data && d <= 128) return d <= 64 ? BackwardPlanId::kD64Intervals : BackwardPlanId::kD128Intervals;
-    if (backward_serves_masks(p)) return d <= 64 ? BackwardPlanId::kD64Masks : BackwardPlanId::kD128Masks;
+    if (p.intervals.data)
+        return choose(Id::kD64Intervals, Id::kD128Intervals, Id::kD192V128Intervals, Id::kD192Intervals, Id::kD256Intervals);
+    if (backward_serves_masks(p)) return choose(Id::kD64Masks, Id::kD128Masks, Id::kD192V128Masks, Id::kD192Masks, Id::kD256Masks);
     if (d <= 128 && backward_serves_bias(p)) return d <= 64 ? BackwardPlanId::kD64Bias : BackwardPlanId::kD128Bias;
     if (d <= 128 && backward_serves_dropout(p)) return d <= 64 ? BackwardPlanId::kD64Dropout : BackwardPlanId::kD128Dropout;
     if (general && backward_serves_options(p))

@@ -222,10 +222,9 @@ cudaError_t launch(const BackwardParams& b, const QueryTiles& tiles, cudaStream_
     const RowsParams params{b, tiles};
     const auto start = [&](auto element, auto columns, auto block_m) {
         using T = decltype(element);
-        constexpr bool kServesBlocks = columns() <= 128;
-        const auto kernel = kWhich == Rows::kAfter                   ? after_kernel<T, columns(), block_m()>
-                            : kServesBlocks && b.forward.blocks.data ? before_kernel<T, columns(), block_m(), kServesBlocks>
-                                                                     : before_kernel<T, columns(), block_m(), false>;
+        const auto kernel = kWhich == Rows::kAfter  ? after_kernel<T, columns(), block_m()>
+                            : b.forward.blocks.data ? before_kernel<T, columns(), block_m(), true>
+                                                    : before_kernel<T, columns(), block_m(), false>;
         constexpr int kPieces = block_m() / 64 * (columns() / 64);
         const int64_t blocks = tiles.count() * (kWhich == Rows::kBefore ? 1 : (kPieces + kPiecesOfBlock - 1) / kPiecesOfBlock);
         return launch_kernel(kernel, unsigned(blocks), kThreads, 0, stream, params);
