@@ -1,5 +1,5 @@
-"""Options that Hopper's backward pass serves in the code of its bare plans: windows, masks of keys, ALiBi, softcap.
-Alone and together, over several tiles of rows and keys. Needs a GPU."""
+"""Options that Hopper's backward pass serves in the code of its bare plans: windows, masks of keys, ALiBi, softcap and
+dropout. Alone and together, over several tiles of rows and keys. Needs a GPU."""
 
 import itertools
 import re
@@ -27,6 +27,7 @@ OPTIONS = {
     "softcap": {"softcap": 30.0},
     "small softcap": {"softcap": 3.0},
     "sinks": {"sinks": True},
+    "dropout": {"dropout_p": 0.3},
 }
 PAIRS = [
     pair

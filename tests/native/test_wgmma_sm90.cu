@@ -316,10 +316,11 @@ void test_choice() {
     without_tiles("bias and dropout", [](P& p, auto*, auto*) { p.dropout_threshold = 9; });
     without_tiles("bias and mask of pairs", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 0, 1}; });
     const auto dropout = [&](const char* what, const auto& change) {
-        narrow(Id::kD64Dropout, Id::kD128Dropout, what, [&](P& p, auto* slopes, auto* mask) {
-            p.dropout_threshold = 9;
-            change(p, slopes, mask);
-        });
+        each(Id::kD64Dropout, Id::kD128Dropout, Id::kD192Dropout, Id::kD192Dropout, Id::kD256Dropout, what,
+             [&](P& p, auto* slopes, auto* mask) {
+                 p.dropout_threshold = 9;
+                 change(p, slopes, mask);
+             });
     };
     dropout("dropout", [](P&, auto*, auto*) {});
     dropout("dropout, window and mask", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 0, 0}, p.window_left = 5; });

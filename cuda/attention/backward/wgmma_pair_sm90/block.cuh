@@ -18,7 +18,7 @@ template <typename T, BackwardPlanId kId>
 struct alignas(1024) BackwardPairSmem {
     static constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
     static constexpr int kBlockM = kPlan.block_m, kBlockN = kPlan.block_n, kColumns = kPlan.columns(), kColumnsV = kPlan.columns_v();
-    static constexpr int kKeepRows = kPlan.general ? kBlockN / 8 : 1, kPSlots = kPlan.general ? 1 : 2;
+    static constexpr int kKeepRows = kPlan.general || kPlan.dropout ? kBlockN / 8 : 1, kPSlots = kPlan.general ? 1 : 2;
     static constexpr uint32_t kDsBytes = kBlockN * kBlockM * 2, kWarpBytes = kDsBytes / 8;  // a warp's share of P, or of dS
     static constexpr uint64_t kColumnStep = descriptor_step(2 * kBlockM * kChunkRowBytes);  // to the next 128 columns of Q or dout
     struct Keys {

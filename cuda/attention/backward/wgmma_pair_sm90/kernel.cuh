@@ -21,7 +21,8 @@
 //     arrives at a barrier of the other block only if that block will still wait for it: otherwise the other block may have ended.
 //
 // Plans with options share this code (wgmma_sm90/options.cuh). Block 0 changes S before the exponential; softcap's derivative is found by
-// block 1, from P and lse. Keys that no query sees are zeroed in K and V, have P = 0, and get no gradient.
+// block 1, from P and lse. Block 1 also draws dropout's bits, before P comes, and drops P after dS. Keys that no query sees are zeroed in K
+// and V, have P = 0, and get no gradient.
 //
 // Bound by sending P to the other block and dS back. On an H200 (seqlen 4096), tensor cores, shared memory and L2 are each busy between 50
 // and 65 % of the time. Beyond head dim 128, single blocks of 64 keys kept L2 busy 90 % of the time.

@@ -15,7 +15,8 @@ template <typename T, BackwardPlanId kId>
 struct PairValuesMain {
     using Smem = BackwardPairSmem<T, kId>;
     static constexpr int kDV = Smem::kColumnsV, kBlockM = Smem::kBlockM, kBlockN = Smem::kBlockN;
-    static constexpr bool kGeneral = Smem::kPlan.general, kOptions = Smem::kPlan.options, kSoftcap = Smem::kPlan.softcap;
+    static constexpr bool kGeneral = Smem::kPlan.general, kOptions = Smem::kPlan.options, kSoftcap = Smem::kPlan.softcap,
+                          kDropout = Smem::kPlan.dropout;
     static constexpr bool kSkips = Smem::kPlan.intervals || Smem::kPlan.masks;  // tiles without a visible pair
     static constexpr int kPSlots = Smem::kPSlots;
     static constexpr uint32_t kDoutBytes = kBlockM * kDV * 2;
@@ -98,16 +99,17 @@ struct PairValuesMain {
         for (uint32_t it = 0; it < uint32_t(tiles); ++it) {  // dP of this tile is complete, nothing is in flight
             const Step step(it, opaque(self));
             low = opaque(low);
-            if constexpr (kGeneral)
-                if (p.dropout_threshold) drop(dp, step);
+            if constexpr (kGeneral || kDropout)
+                if (kDropout || p.dropout_threshold) drop(dp, step);
             // The other block sends P of this tile after it has received dS of two tiles ago, so that copy has left its slot of dS, too.
             mbarrier_wait(p_full + step.own / 128 * 8 + 16 * step.p_slot, it / kPSlots & 1);
             if constexpr (!kGeneral) {
                 receive(fragment, step, step.p_slot);
-                multiply_dv(dv, fragment, step);
+                if (!kDropout) multiply_dv(dv, fragment, step);
             }
             store_ds(dp, fragment, step);
             send_ds(step);
+            if constexpr (kDropout) drop_probabilities(fragment, dp, step);
             if (it + 1 < uint32_t(tiles)) {
                 mbarrier_wait(dout_full + 8 * (step.slot ^ 1), (it + 1) >> 1 & 1);
                 zero_ragged(it + 1);
@@ -117,6 +119,7 @@ struct PairValuesMain {
                 receive(fragment, step, 1);
                 multiply_dv(dv, fragment, step);
             }
+            if constexpr (kDropout) multiply_dv(dv, fragment, step);
             multiply_dp(dp, step.slot ^ 1);
             wgmma_wait<0>(dp, dv);
             arrive_as_warp(step.lane, dout_empty + 8 * step.slot);
@@ -156,6 +159,17 @@ struct PairValuesMain {
         draw_dropout(p, w, values.keep + 8 * wg, w.key0 + wg * 64, at.m * kBlockM, w.head_k * p.group + at.head);
         main_warpgroup_sync(wg);
         drop_gradients<kBlockM>(values.keep + 8 * wg, p.dropout_scale, dp);
+    }
+    // P after dropout. Its elements are those of dP, whose registers are free now.
+    __device__ __forceinline__ void drop_probabilities(Fragment& fragment, Scores& scratch, const Step& step) {
+#pragma unroll
+        for (int i = 0; i < kBlockM / 4; ++i) {
+            const float2 pair = unpack_16<T>(fragment[i]);
+            scratch[2 * i] = pair.x, scratch[2 * i + 1] = pair.y;
+        }
+        drop_gradients<kBlockM>(values.keep + 8 * (step.own / 128), 1.0f, scratch);
+#pragma unroll
+        for (int i = 0; i < kBlockM / 4; ++i) fragment[i] = pack_16<T>(scratch[2 * i], scratch[2 * i + 1]);
     }
     // Takes P out of its slot, which the other block may then fill again.
     __device__ __forceinline__ void receive(Fragment& fragment, const Step& step, uint32_t from) {

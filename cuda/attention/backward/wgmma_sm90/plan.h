@@ -44,7 +44,9 @@ enum class BackwardPlanId {
     kD256Intervals,
     kD192V128Masks,
     kD192Masks,
-    kD256Masks
+    kD256Masks,
+    kD192Dropout,
+    kD256Dropout
 };
 
 // The warpgroups of a block: one copies, two are the main warpgroups, which own 64 keys each, and one multiplies dQ.
@@ -121,12 +123,14 @@ FA_HOST_DEVICE constexpr BackwardPlan backward_plan(BackwardPlanId id) {
         case BackwardPlanId::kD192Options: plan = backward_plan(BackwardPlanId::kD192), plan.options = true; break;
         case BackwardPlanId::kD192Intervals: plan = backward_plan(BackwardPlanId::kD192Options), plan.intervals = true; break;
         case BackwardPlanId::kD192Masks: plan = backward_plan(BackwardPlanId::kD192Options), plan.masks = true; break;
+        case BackwardPlanId::kD192Dropout: plan = backward_plan(BackwardPlanId::kD192Options), plan.dropout = true; break;
         case BackwardPlanId::kD192Softcap: plan = backward_plan(BackwardPlanId::kD192Options), plan.softcap = true; break;
         case BackwardPlanId::kD192General: plan.headdim = plan.headdim_v = 192, plan.general = true; break;
         case BackwardPlanId::kD256: plan.headdim = plan.headdim_v = 256; break;
         case BackwardPlanId::kD256Options: plan = backward_plan(BackwardPlanId::kD256), plan.options = true; break;
         case BackwardPlanId::kD256Intervals: plan = backward_plan(BackwardPlanId::kD256Options), plan.intervals = true; break;
         case BackwardPlanId::kD256Masks: plan = backward_plan(BackwardPlanId::kD256Options), plan.masks = true; break;
+        case BackwardPlanId::kD256Dropout: plan = backward_plan(BackwardPlanId::kD256Options), plan.dropout = true; break;
         case BackwardPlanId::kD256Softcap: plan = backward_plan(BackwardPlanId::kD256Options), plan.softcap = true; break;
         case BackwardPlanId::kD256General: plan.headdim = plan.headdim_v = 256, plan.general = true; break;
     }
@@ -190,7 +194,7 @@ inline BackwardPlanId backward_choose(const AttentionParams& p) {
         return choose(Id::kD64Intervals, Id::kD128Intervals, Id::kD192V128Intervals, Id::kD192Intervals, Id::kD256Intervals);
     if (backward_serves_masks(p)) return choose(Id::kD64Masks, Id::kD128Masks, Id::kD192V128Masks, Id::kD192Masks, Id::kD256Masks);
     if (d <= 128 && backward_serves_bias(p)) return d <= 64 ? BackwardPlanId::kD64Bias : BackwardPlanId::kD128Bias;
-    if (d <= 128 && backward_serves_dropout(p)) return d <= 64 ? BackwardPlanId::kD64Dropout : BackwardPlanId::kD128Dropout;
+    if (backward_serves_dropout(p)) return choose(Id::kD64Dropout, Id::kD128Dropout, Id::kD192Dropout, Id::kD192Dropout, Id::kD256Dropout);
     if (general && backward_serves_options(p))
         return p.softcap != 0 ? choose(Id::kD64Softcap, Id::kD128Softcap, Id::kD192Softcap, Id::kD192Softcap, Id::kD256Softcap)
                               : choose(Id::kD64Options, Id::kD128Options, Id::kD192V128Options, Id::kD192Options, Id::kD256Options);
