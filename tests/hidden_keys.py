@@ -9,10 +9,10 @@ import flash_attn_minimal as fa
 from flash_attn_lab import reference
 
 
-def poisoned(rng, seqlen_q, seqlen_k, options, nheads=4, nheads_k=2):
+def poisoned(rng, seqlen_q, seqlen_k, options, nheads=4, nheads_k=2, headdim=64):
     """q, k, v, dout and options with NaN in the keys and values that no row sees; and which keys those are."""
-    q, dout = rng.standard_normal((2, 2, seqlen_q, nheads, 64), np.float32)
-    k, v = rng.standard_normal((2, 2, seqlen_k, nheads_k, 64), np.float32)
+    q, dout = rng.standard_normal((2, 2, seqlen_q, nheads, headdim), np.float32)
+    k, v = rng.standard_normal((2, 2, seqlen_k, nheads_k, headdim), np.float32)
     options = options(rng)
     seen = np.zeros((2, nheads_k, seqlen_k), bool)
     for b, h, head in reference.heads(q, k, v, **options):

@@ -1,7 +1,8 @@
-"""Options that Hopper's backward pass serves in the code of its bare plans: windows, masks of keys, ALiBi, softcap.
-Alone and together, over several tiles of rows and keys. Needs a GPU."""
+"""Options that Hopper's backward pass serves in the code of its bare plans: windows, masks of keys, ALiBi, softcap and
+dropout. Alone and together, over several tiles of rows and keys. Needs a GPU."""
 
 import itertools
+import re
 
 import pytest
 from accuracy import Case
@@ -14,7 +15,7 @@ pytestmark = [
     pytest.mark.skipif(CUDA.framework != "torch", reason="needs PyTorch with CUDA"),
 ]
 
-KERNEL = "wgmma_sm90"
+HEAD_DIMS = [64, 128, 192, 256]
 OPTIONS = {
     "causal": {"causal": True},
     "window": {"window_size": (100, 30)},
@@ -26,6 +27,7 @@ OPTIONS = {
     "softcap": {"softcap": 30.0},
     "small softcap": {"softcap": 3.0},
     "sinks": {"sinks": True},
+    "dropout": {"dropout_p": 0.3},
 }
 PAIRS = [
     pair
@@ -34,8 +36,12 @@ PAIRS = [
 ]
 
 
+def kernel_of(headdim):
+    return "wgmma_sm90" if headdim <= 128 else "wgmma_pair_sm90"
+
+
 def served(*arrays, **options):
-    plan = fa.backward_query(*arrays, kernel=KERNEL, **options)
+    plan = fa.backward_query(*arrays, kernel=kernel_of(arrays[0].shape[-1]), **options)
     if plan.status == "FA_UNSUPPORTED":
         pytest.skip(plan.error)
     assert plan.status == "FA_OK", plan.error
@@ -47,14 +53,14 @@ def inputs(rows, keys, headdim, heads=(4, 2), batch=2, dtype="bfloat16"):
     return [torch.randn(shape, device="cuda").to(getattr(torch, dtype)) for shape in shapes]
 
 
-def gradients(q, k, v, kernel=KERNEL, **options):
+def gradients(q, k, v, kernel=None, **options):
     """dq, dk, dv, which start as NaN, for a dout that depends on q's shape alone."""
     served(q, k, v, **options)
     out, lse = fa.flash_attn_func(q, k, v, return_lse=True, **options)
     torch.manual_seed(1)
     dout = torch.randn(out.shape, device="cuda").to(out.dtype)
     results = {name: torch.full_like(x, float("nan")) for name, x in (("dq", q), ("dk", k), ("dv", v))}
-    return fa.backward(dout, q, k, v, out, lse, kernel=kernel, **results, **options)
+    return fa.backward(dout, q, k, v, out, lse, kernel=kernel or kernel_of(q.shape[-1]), **results, **options)
 
 
 def close(got, want, tolerance=1e-2):
@@ -65,21 +71,30 @@ def close(got, want, tolerance=1e-2):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("headdim", [40, 64, 96, 128])
+@pytest.mark.parametrize("headdim", [40, 64, 96, 128, 160, 192, 256])
 @pytest.mark.parametrize("options", [*((name,) for name in OPTIONS), *PAIRS], ids="+".join)
 def test_options_and_pairs(options, headdim, dtype):
     together = {name: value for option in options for name, value in OPTIONS[option].items()}
-    kernel = BackwardKernel(CUDA, KERNEL)
+    kernel = BackwardKernel(CUDA, kernel_of(headdim))
     for rows, keys, top_left in ((270, 333, False), (333, 130, True)):
         shape = {"batch": 2, "nheads": 4, "nheads_k": 2, "dtype": dtype, "top_left": top_left}
         kernel.check(Case(rows, keys, headdim, **shape, **together))
 
 
-@pytest.mark.parametrize("headdim", [64, 128])
+@pytest.mark.parametrize(("headdim", "headdim_v"), [(192, 128), (136, 64), (192, 144), (64, 192), (256, 8)])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_own_head_dim_of_values(option, headdim, headdim_v):
+    case = Case(
+        270, 333, headdim, headdim_v=headdim_v, batch=2, nheads=4, nheads_k=2, dtype="bfloat16", **OPTIONS[option]
+    )
+    BackwardKernel(CUDA, "wgmma_pair_sm90").check(case)
+
+
+@pytest.mark.parametrize("headdim", HEAD_DIMS)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_packed_in_order_and_added(option, headdim):
     """Packed sequences, fixed order, gradients of lse, and sums with what is there."""
-    kernel, rest = BackwardKernel(CUDA, KERNEL), OPTIONS[option]
+    kernel, rest = BackwardKernel(CUDA, kernel_of(headdim)), OPTIONS[option]
     cu = {"cu_seqlens_q": (0, 5, 5, 300, 471), "cu_seqlens_k": (0, 7, 20, 20, 419)}
     shape = {"nheads": 4, "nheads_k": 2, "dtype": "bfloat16"}
     packed = {name: value for name, value in rest.items() if name != "mask"}
@@ -89,7 +104,7 @@ def test_packed_in_order_and_added(option, headdim):
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["free", "in order"])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("headdim", [32, 64, 80, 128])
+@pytest.mark.parametrize("headdim", [32, 64, 80, 128, 144, 192, 256])
 @pytest.mark.parametrize("kind", ["all", "last quarter", "first half", "one block", "random", "none", "of heads"])
 def test_masks_of_keys(kind, headdim, causal, deterministic):
     """Hidden keys and values are NaN or infinite; they have zero gradients, and the rest is the result of `simple` with
@@ -115,7 +130,7 @@ def test_masks_of_keys(kind, headdim, causal, deterministic):
         assert not (got[1].masked_select(hidden).any() or got[2].masked_select(hidden).any())
 
 
-@pytest.mark.parametrize("headdim", [64, 128])
+@pytest.mark.parametrize("headdim", HEAD_DIMS)
 @pytest.mark.parametrize("option", ["window", "mask", "alibi", "softcap"])
 def test_in_order_gives_the_same_bits(option, headdim):
     q, k, v = inputs(700, 900, headdim)
@@ -134,7 +149,7 @@ def test_in_order_gives_the_same_bits(option, headdim):
 
 
 @pytest.mark.parametrize("what", ["mask", "mask and window", "alibi", "alibi and mask", "alibi below zero"])
-@pytest.mark.parametrize("headdim", [64, 128])
+@pytest.mark.parametrize("headdim", HEAD_DIMS)
 def test_probabilities_of_large_rows_sum_to_one(headdim, what):
     """lse is so large that it cannot hold log(sum): large products beside hidden larger ones, and distant keys under
     ALiBi."""
@@ -154,13 +169,13 @@ def test_probabilities_of_large_rows_sum_to_one(headdim, what):
     served(q, k, v, **options)
     out, lse = fa.flash_attn_func(q, k, v, return_lse=True, **options)
     dout = torch.randn_like(q)
-    dv = fa.backward(dout, q, k, v, out, lse, kernel=KERNEL, **options)[2]
+    dv = fa.backward(dout, q, k, v, out, lse, kernel=kernel_of(headdim), **options)[2]
     want = (dout.double() * lse.isfinite().transpose(1, 2)[..., None]).sum(1)
     error = (dv.double().sum(1) - want).abs().max() / want.abs().max()
     assert error <= 3e-2, f"sum of P is off by {error:.3g} at |lse| to {lse[lse.isfinite()].abs().max():.3g}"
 
 
-@pytest.mark.parametrize("headdim", [64, 128])
+@pytest.mark.parametrize("headdim", HEAD_DIMS)
 def test_the_plan_shows_in_the_kernels_name(headdim):
     """Plans with options serve these calls, and the bare plan no others: a profile shows the plan's number."""
     from torch.profiler import ProfilerActivity, profile
@@ -173,7 +188,7 @@ def test_the_plan_shows_in_the_kernels_name(headdim):
         with profile(activities=[ProfilerActivity.CUDA]) as trace:
             gradients(q, k, v, **options)
             torch.cuda.synchronize()
-        names = {event.name for event in trace.events() if "backward_wgmma_kernel" in event.name}
+        names = {event.name for event in trace.events() if re.search("backward_wgmma(_pair)?_kernel", event.name)}
         if not names:
             pytest.skip("the profiler saw no kernel")
         (name,) = names

@@ -18,7 +18,7 @@ pytestmark = [
 ]
 
 NAME = "wgmma_sm90"
-FORWARD, BACKWARD = Kernel(CUDA, NAME), BackwardKernel(CUDA, NAME)
+FORWARD = Kernel(CUDA, NAME)
 FORMS = {"causal1": (True, 1), "causal2": (True, 2), "full2": (False, 2), "full4": (False, 4)}
 forms = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 SHAPES = [(700, 900, 1), (900, 700, 2), (333, 333, 6), (1, 500, 1), (450, 64, 6), (1300, 1300, 1)]
@@ -40,6 +40,14 @@ MAKERS = {
     "global_and_window": lambda: masks.global_and_window(1500, 130, 250, 100),
     "block_diffusion": lambda: masks.block_diffusion(768, 96),
 }
+
+
+def kernel_of_backward(headdim):
+    return NAME if headdim <= 128 else "wgmma_pair_sm90"
+
+
+def backward_of(headdim):
+    return BackwardKernel(CUDA, kernel_of_backward(headdim))
 
 
 def case_of(shape, form, headdim, dtype="bfloat16", **more):
@@ -71,10 +79,17 @@ def test_forward(headdim, form, shape, dtype):
 @pytest.mark.parametrize("deterministic", [False, True], ids=["free", "in order"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @forms
-@pytest.mark.parametrize("headdim", [40, 64, 96, 128])
+@pytest.mark.parametrize("headdim", [40, 64, 96, 128, 160, 192, 256])
 def test_backward(headdim, form, shape, deterministic, dtype):
     for seed in range(3):
-        BACKWARD.check(case_of(shape, form, headdim, dtype, seed=seed, dlse=seed == 1), deterministic=deterministic)
+        case = case_of(shape, form, headdim, dtype, seed=seed, dlse=seed == 1)
+        backward_of(headdim).check(case, deterministic=deterministic)
+
+
+@pytest.mark.parametrize(("headdim", "headdim_v"), [(192, 128), (136, 64), (64, 192), (256, 8)])
+@forms
+def test_backward_with_values_of_their_own_head_dim(form, headdim, headdim_v):
+    backward_of(256).check(case_of((700, 900, 2), form, headdim, headdim_v=headdim_v))
 
 
 OPTIONS = {
@@ -89,11 +104,11 @@ OPTIONS = {
 
 @pytest.mark.parametrize("option", OPTIONS)
 @forms
-@pytest.mark.parametrize("headdim", [64, 128])
+@pytest.mark.parametrize("headdim", [64, 128, 192, 256])
 def test_beside_options(headdim, form, option):
     for shape in SHAPES[:3]:
         FORWARD.check(case_of(shape, form, headdim, "float16", **OPTIONS[option]))
-        BACKWARD.check(case_of(shape, form, headdim, "float16", **OPTIONS[option]))
+        backward_of(headdim).check(case_of(shape, form, headdim, "float16", **OPTIONS[option]))
 
 
 @pytest.mark.parametrize("heads", [1, 2, 6])
@@ -103,8 +118,7 @@ def test_packed_sequences(headdim, form, heads):
     cu_q, cu_k = (0, 1, 200, 200, 537, 900), (0, 130, 130, 330, 790, 1153)  # the second has no keys, the third no rows
     case = case_of((363, 460, heads), form, headdim, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
     FORWARD.check(case)
-    if headdim <= 128:
-        BACKWARD.check(case)
+    backward_of(headdim).check(case)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -130,17 +144,15 @@ def test_makers(headdim, maker, dtype):
         for i in (2, 3)
     )
     out, lse = reference.standard_attention(q, k, v, **options)
-    exact = reference.standard_attention_backward(dout, q, k, v, **options) if headdim <= 128 else None
+    exact = reference.standard_attention_backward(dout, q, k, v, **options)
     k, v = k.copy(), v.copy()
     k[3, seqlen // 2 : seqlen // 2 + 300], v[3, seqlen // 2 : seqlen // 2 + 300] = np.nan, np.nan
     tolerance = 4e-3 if dtype == "float16" else 3e-2
     got = FORWARD(q, k, v, dtype, **options)
     np.testing.assert_allclose(got[0], out, atol=tolerance)
     np.testing.assert_allclose(got[1], lse, atol=5e-5)
-    if exact is None:
-        return
     for deterministic in (False, True):
-        gradients = BACKWARD(
+        gradients = backward_of(headdim)(
             dout, q, k, v, out.astype(np.float32), lse.astype(np.float32), dtype, deterministic=deterministic, **options
         )
         for x, want in zip(gradients, exact[:3], strict=True):
@@ -156,13 +168,12 @@ def test_everything_hidden(headdim):
     numbers = np.zeros((2, 1, 400, 1), np.int32)
     out, lse = FORWARD(x, nan, nan, "float16", startend_row_indices=numbers, causal=True)
     assert (out == 0).all() and (lse == -np.inf).all()
-    if headdim <= 128:
-        for grad in BACKWARD(x, x, nan, nan, out, lse, "float16", startend_row_indices=numbers, causal=True):
-            assert (grad == 0).all()
+    for grad in backward_of(headdim)(x, x, nan, nan, out, lse, "float16", startend_row_indices=numbers, causal=True):
+        assert (grad == 0).all()
 
 
 @pytest.mark.parametrize("heads", [1, 8, 32])
-@pytest.mark.parametrize("headdim", [64, 128])
+@pytest.mark.parametrize("headdim", [64, 128, 192, 256])
 def test_same_as_the_general_kernel(headdim, heads):
     """At a size where every block takes many items: 8192 keys, 32 heads."""
     torch.manual_seed(0)
@@ -173,9 +184,10 @@ def test_same_as_the_general_kernel(headdim, heads):
     numbers[:, :, 5000:5100] = 5200
     results = []
     for kernel in (NAME, "mma_sm80"):
-        options = {"startend_row_indices": numbers, "causal": True, "kernel": kernel}
-        out, lse = fa.flash_attn_func(q, k, v, return_lse=True, **options)
-        results.append([out, lse, *fa.backward(out, q, k, v, out, lse, **options)[:3]])
+        options = {"startend_row_indices": numbers, "causal": True}
+        out, lse = fa.flash_attn_func(q, k, v, return_lse=True, kernel=kernel, **options)
+        kernel = kernel_of_backward(headdim) if kernel == NAME else kernel
+        results.append([out, lse, *fa.backward(out, q, k, v, out, lse, kernel=kernel, **options)[:3]])
     for got, want in zip(*results, strict=True):
         scale = want.float().abs().max()
         assert ((got.float() - want.float()).abs().max() / scale).item() < 1.5e-2
@@ -191,7 +203,7 @@ def test_which_plan(headdim, plan):
         assert found.kernel == "mma_sm80"
         return
     assert (found.kernel, found.variant) == (NAME, plan)
-    assert fa.backward_query(x, x, x, **options).kernel == (NAME if headdim <= 128 else "mma_sm80")
+    assert fa.backward_query(x, x, x, **options).kernel == kernel_of_backward(headdim)
     others = {"softcap": 9.0}, {"alibi_slopes": torch.ones(2, device="cuda")}, {"dropout_p": 0.1, "dropout_seed": 1}
     for more in others:
         assert fa.query(x, x, x, **options, **more).kernel == "mma_sm80"

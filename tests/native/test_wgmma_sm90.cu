@@ -239,22 +239,32 @@ void test_choice() {
         const int chosen = int(backward_choose(p));
         EXPECT(chosen == int(want), "%s, head dims %d and %d: plan %d, not %d", what, headdim, headdim_v, chosen, int(want));
     };
-    const auto each = [&](BackwardPlanId d64, BackwardPlanId d128, BackwardPlanId d192, const char* what, const auto& change) {
+    // d192_v128: for values of up to 128 columns.
+    const auto each = [&](BackwardPlanId d64, BackwardPlanId d128, BackwardPlanId d192_v128, BackwardPlanId d192, BackwardPlanId d256,
+                          const char* what, const auto& change) {
         expect(d64, 64, 64, change, what), expect(d64, 32, 40, change, what);
         expect(d128, 128, 128, change, what), expect(d128, 72, 64, change, what), expect(d128, 64, 72, change, what);
-        expect(d192, 192, 192, change, what);
+        expect(d192_v128, 192, 128, change, what), expect(d192_v128, 136, 64, change, what);
+        expect(d192, 192, 192, change, what), expect(d192, 64, 136, change, what);
+        expect(d256, 256, 256, change, what), expect(d256, 200, 64, change, what), expect(d256, 64, 200, change, what);
     };
     using Id = BackwardPlanId;
     using P = AttentionParams;
-    const auto bare = [&](const char* what, const auto& change) { each(Id::kD64, Id::kD128, Id::kD192, what, change); };
+    const auto bare = [&](const char* what, const auto& change) {
+        each(Id::kD64, Id::kD128, Id::kD192V128, Id::kD192, Id::kD256, what, change);
+    };
     const auto options = [&](const char* what, const auto& change) {
-        each(Id::kD64Options, Id::kD128Options, Id::kD192General, what, change);
+        each(Id::kD64Options, Id::kD128Options, Id::kD192V128Options, Id::kD192Options, Id::kD256Options, what, change);
     };
     const auto softcap = [&](const char* what, const auto& change) {
-        each(Id::kD64Softcap, Id::kD128Softcap, Id::kD192General, what, change);
+        each(Id::kD64Softcap, Id::kD128Softcap, Id::kD192Softcap, Id::kD192Softcap, Id::kD256Softcap, what, change);
     };
     const auto general = [&](const char* what, const auto& change) {
-        each(Id::kD64General, Id::kD128General, Id::kD192General, what, change);
+        each(Id::kD64General, Id::kD128General, Id::kD192V128General, Id::kD192General, Id::kD256General, what, change);
+    };
+    // Above head dim 128, general plans serve these.
+    const auto narrow = [&](Id d64, Id d128, const char* what, const auto& change) {
+        each(d64, d128, Id::kD192V128General, Id::kD192General, Id::kD256General, what, change);
     };
     bare("bare", [](P&, auto*, auto*) {});
     bare("causal", [](P& p, auto*, auto*) { p.window_right = 0; });
@@ -267,7 +277,9 @@ void test_choice() {
     softcap("softcap, window and mask", [](P& p, auto*, auto* mask) { p.softcap = 30, p.window_left = 5, p.mask = {mask, 7, 0, 0}; });
     general("softcap too small", [](P& p, auto*, auto*) { p.softcap = 5; });
     general("softcap and alibi", [](P& p, auto* slopes, auto*) { p.softcap = 50, p.alibi_slopes = slopes; });
-    const auto masks = [&](const char* what, const auto& change) { each(Id::kD64Masks, Id::kD128Masks, Id::kD192General, what, change); };
+    const auto masks = [&](const char* what, const auto& change) {
+        each(Id::kD64Masks, Id::kD128Masks, Id::kD192V128Masks, Id::kD192Masks, Id::kD256Masks, what, change);
+    };
     masks("mask of pairs", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 0, 1}; });
     masks("mask of pairs, window", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 9, 1}, p.window_left = 5; });
     masks("mask by blocks, causal", [](P& p, auto*, auto* mask) { p.blocks.data = mask, p.window_right = 0; });
@@ -284,7 +296,7 @@ void test_choice() {
     general("mask of one row", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 0, 1}, p.seqlen_q = 1; });
     general("mask of keys of query heads", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 9, 0}; });
     const auto with_bias = [&](const char* what, const auto& change) {
-        each(Id::kD64Bias, Id::kD128Bias, Id::kD192General, what, [&](P& p, auto* slopes, auto* mask) {
+        narrow(Id::kD64Bias, Id::kD128Bias, what, [&](P& p, auto* slopes, auto* mask) {
             p.dtype = p.bias_dtype = DType::kFloat16, p.bias = {reinterpret_cast<const void*>(uintptr_t(4096)), 0, 64, 8};
             change(p, slopes, mask);
         });
@@ -311,10 +323,11 @@ void test_choice() {
     });
     without_tiles("bias and mask of pairs", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 0, 1}; });
     const auto dropout = [&](const char* what, const auto& change) {
-        each(Id::kD64Dropout, Id::kD128Dropout, Id::kD192General, what, [&](P& p, auto* slopes, auto* mask) {
-            p.dropout_threshold = 9;
-            change(p, slopes, mask);
-        });
+        each(Id::kD64Dropout, Id::kD128Dropout, Id::kD192Dropout, Id::kD192Dropout, Id::kD256Dropout, what,
+             [&](P& p, auto* slopes, auto* mask) {
+                 p.dropout_threshold = 9;
+                 change(p, slopes, mask);
+             });
     };
     dropout("dropout", [](P&, auto*, auto*) {});
     dropout("dropout, window and mask", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 0, 0}, p.window_left = 5; });
@@ -324,10 +337,11 @@ void test_choice() {
     general("dropout and mask of pairs", [](P& p, auto*, auto* mask) { p.dropout_threshold = 9, p.mask = {mask, 7, 0, 1}; });
     general("dropout and scale below zero", [](P& p, auto*, auto*) { p.dropout_threshold = 9, p.scale = -1; });
     const auto intervals = [&](const char* what, const auto& change) {
-        each(Id::kD64Intervals, Id::kD128Intervals, Id::kD192General, what, [&](P& p, auto* slopes, auto* mask) {
-            p.intervals.data = reinterpret_cast<const int32_t*>(mask);
-            change(p, slopes, mask);
-        });
+        each(Id::kD64Intervals, Id::kD128Intervals, Id::kD192V128Intervals, Id::kD192Intervals, Id::kD256Intervals, what,
+             [&](P& p, auto* slopes, auto* mask) {
+                 p.intervals.data = reinterpret_cast<const int32_t*>(mask);
+                 change(p, slopes, mask);
+             });
     };
     intervals("mask by intervals", [](P&, auto*, auto*) {});
     intervals("mask by intervals and window", [](P& p, auto*, auto*) { p.window_left = 5; });
@@ -347,7 +361,6 @@ void test_choice() {
     refused_blocks("softcap", [](P& p) { p.softcap = 50; });
     refused_blocks("intervals", [](P& p) { p.intervals.data = ends; });
     refused_blocks("scale below zero", [](P& p) { p.scale = -1; });
-    refused_blocks("head dim 192", [](P& p) { p.headdim_v = 192; });
     refused_blocks("a mask of packed sequences", [](P& p) { p.mask.data = ends, p.cu_seqlens_q = p.cu_seqlens_k = ends; });
     refused_blocks("too many rows", [](P& p) { p.seqlen_q = (1 << 22) + 1; });
     // What else a plan for intervals does not serve, the registry refuses by this function.
@@ -364,7 +377,6 @@ void test_choice() {
     refused("dropout", [](P& p) { p.dropout_threshold = 9; });
     refused("softcap", [](P& p) { p.softcap = 50; });
     refused("scale below zero", [](P& p) { p.scale = -1; });
-    refused("head dim 192", [](P& p) { p.headdim = 192; });
     general("scale below zero", [](P& p, auto*, auto*) { p.scale = -1, p.window_left = 5; });
     general("scale of zero", [](P& p, auto* slopes, auto*) { p.scale = 0, p.alibi_slopes = slopes; });
     general("tiny scale and alibi", [](P& p, auto* slopes, auto*) { p.scale = 1e-7f, p.alibi_slopes = slopes; });

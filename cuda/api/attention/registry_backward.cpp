@@ -71,18 +71,23 @@ const char* needs_queries(const BackwardParams& b, const DeviceInfo&, char*, siz
     return b.forward.batch == 0 || b.forward.seqlen_q == 0 || tensor_extents(b.forward).rows_q == 0 ? "there are no queries to load"
                                                                                                     : nullptr;
 }
-const char* wgmma_refuses(const BackwardParams& b, const DeviceInfo& device, char* text, size_t size) {
+const char* masks_refuse(const BackwardParams& b) {
     if (b.forward.intervals.data && !backward_serves_intervals(b.forward))
         return "takes no startend_row_indices beside softcap, ALiBi, bias, mask or dropout, or with softmax_scale <= 0";
     if (b.forward.blocks.data && !backward_serves_masks(b.forward))
         return "takes no block_mask beside softcap, ALiBi, bias, dropout or startend_row_indices, beside mask in a varlen call, with "
                "softmax_scale <= 0, or with more than 2^22 rows or keys";
+    return nullptr;
+}
+const char* wgmma_refuses(const BackwardParams& b, const DeviceInfo& device, char* text, size_t size) {
+    if (const char* reason = masks_refuse(b)) return reason;
     return needs_queries(b, device, text, size);
 }
 const char* pair_refuses(const BackwardParams& b, const DeviceInfo& device, char* text, size_t size) {
     const AttentionParams& p = b.forward;
     if (p.headdim <= 128 && p.headdim_v <= 128)
         return say(text, size, "headdim=%d, headdim_v=%d: wgmma_sm90 serves up to 128", p.headdim, p.headdim_v);
+    if (const char* reason = masks_refuse(b)) return reason;
     return needs_queries(b, device, text, size);
 }
 const char* wide_float32_refuses(const BackwardParams& b, const DeviceInfo&, char* text, size_t size) {
@@ -129,7 +134,7 @@ constexpr BackwardKernel kKernels[] = {
      .limits = {.dtypes = k16Bits,
                 .gpus = kHopper,
                 .head_dims = head_dims(8, kBackwardWgmmaMaxHeadDim),
-                .takes = kOfTiles,
+                .takes = kOfTiles | kIntervals | kBlockMask,
                 .memory = Memory::kTensorMaps},
      .refuses = FA_SM90(pair_refuses),
      .fits = FA_SM90(wgmma_fits),

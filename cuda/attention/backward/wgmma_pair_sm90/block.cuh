@@ -1,6 +1,7 @@
 // block.cuh: the shared memory of the two blocks that share 128 keys, how they begin, and what their main warpgroups have in common.
 #pragma once
 
+#include "attention/backward/wgmma_sm90/block.cuh"
 #include "attention/backward/wgmma_sm90/plan.h"
 #include "attention/backward/wgmma_sm90/turns.cuh"
 #include "attention/backward/wgmma_sm90/work.cuh"
@@ -17,7 +18,7 @@ template <typename T, BackwardPlanId kId>
 struct alignas(1024) BackwardPairSmem {
     static constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
     static constexpr int kBlockM = kPlan.block_m, kBlockN = kPlan.block_n, kColumns = kPlan.columns(), kColumnsV = kPlan.columns_v();
-    static constexpr int kKeepRows = kPlan.general ? kBlockN / 8 : 1, kPSlots = kPlan.general ? 1 : 2;
+    static constexpr int kKeepRows = kPlan.general || kPlan.dropout ? kBlockN / 8 : 1, kPSlots = kPlan.general ? 1 : 2;
     static constexpr uint32_t kDsBytes = kBlockN * kBlockM * 2, kWarpBytes = kDsBytes / 8;  // a warp's share of P, or of dS
     static constexpr uint64_t kColumnStep = descriptor_step(2 * kBlockM * kChunkRowBytes);  // to the next 128 columns of Q or dout
     struct Keys {
@@ -39,12 +40,24 @@ struct alignas(1024) BackwardPairSmem {
         alignas(16) uint8_t keep[kKeepRows][kBlockM];
         uint64_t v_full, dout_full[2], dout_empty[2], p_full[2][2], ds_full[2][2], ds_empty[2], ds_empty_there[2];
     };
+    // Plans with options.
+    struct OptionKeys : Keys {
+        std::conditional_t<kPlan.intervals, SkipsSmem<IntervalTile, kQStages>,
+                           std::conditional_t<kPlan.masks, SkipsSmem<MaskedTile, kQStages>, OptionsSmem<kQStages>>>
+            options;
+        int left_place;  // left_place_of
+    };
+    struct OptionValues : Values {
+        uint32_t hidden[kMainWarps];                            // as in OptionsSmem
+        alignas(16) float lse[kPlan.softcap ? 2 : 1][kBlockM];  // softcap: of the tile of dout in the slot
+        int place[2];                                           // intervals and masks: the same
+    };
     union {
-        Keys keys;
-        Values values;
+        std::conditional_t<kPlan.options, OptionKeys, Keys> keys;
+        std::conditional_t<kPlan.options, OptionValues, Values> values;
     };
     DqTurns turns;
-    BackwardWork work;
+    BackwardWorkOf<kId> work;
     int index;  // number of the key block
 };
 
@@ -56,6 +69,7 @@ struct PairMaps {
 
 template <typename T, BackwardPlanId kId>
 __device__ __forceinline__ void init_barriers(const PairMaps& maps, BackwardPairSmem<T, kId>& smem, uint32_t rank, int turn_takers) {
+    using Smem = BackwardPairSmem<T, kId>;
     const auto init = [](auto& barriers, int count) {
         for (uint64_t& barrier : barriers) mbarrier_init(shared_address(&barrier), count);
     };
@@ -70,7 +84,7 @@ __device__ __forceinline__ void init_barriers(const PairMaps& maps, BackwardPair
         auto& values = smem.values;
         prefetch_tensormap(&maps.v), prefetch_tensormap(&maps.dout), prefetch_tensormap(&maps.k);
         mbarrier_init(shared_address(&values.v_full), 1);
-        init(values.dout_full, 1), init(values.dout_empty, kMainWarps * kWarpArrivals);
+        init(values.dout_full, Smem::kPlan.softcap ? 2 : 1), init(values.dout_empty, kMainWarps * kWarpArrivals);
         init(values.p_full[0], kWarpgroupWarps), init(values.p_full[1], kWarpgroupWarps);
         init(values.ds_full[0], kWarpgroupWarps * kWarpArrivals), init(values.ds_full[1], kWarpgroupWarps * kWarpArrivals);
         init(values.ds_empty, kDqWarps * kWarpArrivals), init(values.ds_empty_there, (kMainWarps + kDqWarps) * kWarpArrivals);
@@ -79,15 +93,30 @@ __device__ __forceinline__ void init_barriers(const PairMaps& maps, BackwardPair
     fence_mbarrier_init();
 }
 
+// Plans with options: which tiles the walk leaves out, and which ones the left edge cuts. Called by one thread after find_key_block.
+template <typename T, BackwardPlanId kId>
+__device__ __forceinline__ void find_options(const AttentionParams& p, const BackwardSchedule& schedule, BackwardPairSmem<T, kId>& smem,
+                                             uint32_t rank) {
+    constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
+    auto& w = smem.work;
+    if (!w.valid) return;
+    if constexpr (kPlan.intervals) leave_out_hidden<kPlan.block_m, kPlan.block_n>(p, schedule.bounds, w);
+    else if constexpr (kPlan.masks) list_seen_tiles<kPlan.block_n>(p, schedule.masks, w);
+    else if (schedule.tiles.skipped && all_hidden<kPlan.block_n>(p, w)) w.rounds = 0;
+    if (rank == kKeysBlock) smem.keys.left_place = left_place_of(p, w, kPlan.block_m);
+}
+
 // Both blocks learn which keys are theirs, and their barriers are ready.
 template <typename T, BackwardPlanId kId>
 __device__ __forceinline__ void begin_pair(const PairMaps& maps, const BackwardParams& b, const BackwardSchedule& schedule,
                                            BackwardPairSmem<T, kId>& smem, uint32_t rank) {
     constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
-    BackwardWork& w = smem.work;
+    auto& w = smem.work;
     const auto find = [&](int index) {
         w.valid = find_key_block<kPlan.block_m, kPlan.block_n>(b.forward, schedule, index, w), w.it0 = 0;
-        if (!kPlan.general && some_large(schedule.tiles)) w.mask_place = INT_MAX;  // every tile takes the path of masked tiles
+        if constexpr (kBackwardPlan<kId>.options) find_options(b.forward, schedule, smem, rank);
+        // Every tile takes the path of masked tiles.
+        if (!kPlan.general && !kPlan.softcap && some_large(schedule.tiles)) w.mask_place = INT_MAX;
     };
     if (threadIdx.x == 0) {
         init_barriers(maps, smem, rank, schedule.in_order ? 1 : 2);
@@ -143,6 +172,25 @@ __device__ __forceinline__ int own_warpgroup() { return opaque(int(threadIdx.x))
 __device__ __forceinline__ int own_key(const BackwardWork& w) {
     const int t = opaque(int(threadIdx.x)) - 128;
     return w.key0 + t / 32 * 16 + t % 32 / 4;
+}
+
+// Plans with options. Called by a main warp: finds which of its 16 keys no query sees.
+template <BackwardPlanId kId>
+__device__ __forceinline__ uint32_t find_hidden(const AttentionParams& p, const BackwardWorkOf<kId>& w, uint32_t (&hidden)[kMainWarps]) {
+    constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
+    const int warp = opaque(int(threadIdx.x)) / 32 - kWarpgroupWarps, key0 = w.key0 + warp * 16;
+    uint32_t own;
+    if constexpr (kPlan.intervals) own = unseen_keys(p, w, key0);
+    else if constexpr (kPlan.masks) own = w.unseen[warp];
+    else own = hidden_keys(p, w, key0);
+    hidden[warp] = own;
+    __syncwarp();
+    return own;
+}
+// Of these, bits 0 and 8 belong to the thread's two keys.
+__device__ __forceinline__ uint32_t own_hidden(const uint32_t (&hidden)[kMainWarps]) {
+    const int t = opaque(int(threadIdx.x));
+    return hidden[t / 32 - kWarpgroupWarps] >> t % 32 / 4;
 }
 
 }  // namespace fa

@@ -20,6 +20,10 @@
 //     full: the data is there. empty: every reading warp has arrived once. All scores are transposed, as in wgmma_sm90/kernel.cuh. A block
 //     arrives at a barrier of the other block only if that block will still wait for it: otherwise the other block may have ended.
 //
+// Plans with options share this code (wgmma_sm90/options.cuh). Block 0 changes S before the exponential; softcap's derivative is found by
+// block 1, from P and lse. Block 1 also draws dropout's bits, before P comes, and drops P after dS. Keys that no query sees are zeroed in K
+// and V, have P = 0, and get no gradient.
+//
 // Bound by sending P to the other block and dS back. On an H200 (seqlen 4096), tensor cores, shared memory and L2 are each busy between 50
 // and 65 % of the time. Beyond head dim 128, single blocks of 64 keys kept L2 busy 90 % of the time.
 #pragma once
@@ -34,31 +38,70 @@ namespace fa {
 
 // ---- the loading warpgroup, one thread of each warp ----
 
+// Plans with options: writes what the main warpgroups of block 0 need to know of a tile of Q, once its slot is free.
+template <typename T, BackwardPlanId kId, typename At>
+__device__ __forceinline__ void describe_query_tile(const AttentionParams& p, const BackwardSchedule& schedule,
+                                                    BackwardPairSmem<T, kId>& smem, uint32_t it, const At& at) {
+    constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
+    if constexpr (kPlan.options) {
+        auto& keys = smem.keys;
+        const uint32_t slot = it % kQStages;
+        const auto put = [&](auto& place, const auto& tile) {
+            mbarrier_wait(shared_address(&keys.q_empty[slot]), it / kQStages & 1 ^ 1);
+            place = tile;
+        };
+        if constexpr (kPlan.intervals) put(keys.options.tile[slot], describe_tile<kPlan.block_m>(p, smem.work, at));
+        else if constexpr (kPlan.masks)
+            put(keys.options.tile[slot], describe_tile<kPlan.block_m, kPlan.block_n>(schedule.masks, smem.work, at));
+        else if (!kPlan.softcap && p.alibi_slopes)
+            put(keys.options.alibi[slot], alibi_tile<kPlan.block_m>(p, schedule.tiles, smem.work, at));
+    }
+}
+// The same of a tile of dout, for those of block 1. Softcap also loads lse; it arrives at dout_full beside the load of dout.
+template <typename T, BackwardPlanId kId, typename At>
+__device__ __forceinline__ void describe_dout_tile(const BackwardSchedule& schedule, BackwardPairSmem<T, kId>& smem, uint32_t it,
+                                                   const At& at, uint32_t tile) {
+    constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
+    constexpr bool kSkips = kPlan.intervals || kPlan.masks;
+    if constexpr (kPlan.softcap || kSkips) {
+        auto& values = smem.values;
+        const uint32_t slot = it & 1, full = shared_address(&values.dout_full[slot]);
+        mbarrier_wait(shared_address(&values.dout_empty[slot]), it >> 1 & 1 ^ 1);
+        if constexpr (kSkips) values.place[slot] = at.m * smem.work.width;
+        if constexpr (kPlan.softcap) {
+            mbarrier_arrive_expect_tx(full, sizeof values.lse[slot]);
+            bulk_load(shared_address(values.lse[slot]), schedule.tiles.lse + int64_t(tile) * kPlan.block_m, sizeof values.lse[slot], full);
+        }
+    }
+}
+
 // Warp 0: the operands of the block, and the tiles of the walk.
 template <typename T, BackwardPlanId kId>
 __device__ __forceinline__ void load_keys_block(const PairMaps& maps, const AttentionParams& p, const BackwardSchedule& schedule,
                                                 BackwardPairSmem<T, kId>& smem, int batch) {
     auto& keys = smem.keys;
-    const BackwardWork& w = smem.work;
+    const auto& w = smem.work;
     const uint32_t full = shared_address(&keys.k_full);
     mbarrier_arrive_expect_tx(full, sizeof keys.k);
     load_tile(maps.k, schedule.k_loads, 0, keys.k, kBackwardPlan<kId>.block_n, full, w.k_row + w.key0, w.head_k / schedule.group_parts,
               batch, kEvictFirst);
-    load_query_tiles(p, schedule, w, maps.q, schedule.q_loads, keys.q, schedule.tiles.lse, keys.lse, keys.q_full, keys.q_empty);
+    load_query_tiles(p, schedule, w, maps.q, schedule.q_loads, keys.q, schedule.tiles.lse, keys.lse, keys.q_full, keys.q_empty,
+                     [&](uint32_t it, const auto& at, uint32_t) { describe_query_tile(p, schedule, smem, it, at); });
 }
 template <typename T, BackwardPlanId kId>
 __device__ __forceinline__ void load_values_block(const PairMaps& maps, const AttentionParams& p, const BackwardSchedule& schedule,
                                                   BackwardPairSmem<T, kId>& smem, int batch) {
     constexpr int kBlockN = kBackwardPlan<kId>.block_n, kKeysChunks = kBackwardPlan<kId>.dq_chunks_of_keys();
     auto& values = smem.values;
-    const BackwardWork& w = smem.work;
+    const auto& w = smem.work;
     const uint32_t full = shared_address(&values.v_full);
     mbarrier_arrive_expect_tx(full, sizeof values.v + sizeof values.k);
     load_tile(maps.v, schedule.v_loads, 0, values.v, kBlockN, full, w.k_row + w.key0, w.head_k / schedule.group_parts, batch, kEvictFirst);
     load_tile(maps.k, schedule.k_loads - kKeysChunks, kKeysChunks, values.k, kBlockN, full, w.k_row + w.key0,
               w.head_k / schedule.group_parts, batch, kEvictFirst);
     load_query_tiles(p, schedule, w, maps.dout, schedule.dout_loads, values.dout, schedule.tiles.delta, values.delta, values.dout_full,
-                     values.dout_empty);
+                     values.dout_empty,
+                     [&](uint32_t it, const auto& at, uint32_t tile) { describe_dout_tile(schedule, smem, it, at, tile); });
 }
 
 // Warps 1 and 2: the turns at the query tiles.
@@ -81,7 +124,7 @@ __device__ __forceinline__ void multiply_dq(const BackwardParams& b, const Backw
     constexpr int kFirst = kPlan.dq_chunks_of_keys();
     auto& keys = smem.keys;
     auto& values = smem.values;
-    const BackwardWork& w = smem.work;
+    const auto& w = smem.work;
     const int tiles = count_tiles(w);
     const auto wait = [](auto& full, uint32_t it) {
         for (uint64_t& half : full[it & 1]) mbarrier_wait(shared_address(&half), it >> 1 & 1);
@@ -145,7 +188,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kBackwardThreads, 1)
         PairKeysMain<T, kId>(b, schedule, smem, wg).run(quad);
         return;
     }
-    PairValuesMain<T, kId>(b, smem, wg).run();
+    PairValuesMain<T, kId>(b, schedule, smem, wg).run();
 }
 
 template <typename T, BackwardPlanId kId>

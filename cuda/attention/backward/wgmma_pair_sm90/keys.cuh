@@ -15,7 +15,10 @@ template <typename T, BackwardPlanId kId>
 struct PairKeysMain {
     using Smem = BackwardPairSmem<T, kId>;
     static constexpr int kD = Smem::kColumns, kBlockM = Smem::kBlockM, kBlockN = Smem::kBlockN;
-    static constexpr bool kGeneral = Smem::kPlan.general;
+    static constexpr bool kGeneral = Smem::kPlan.general, kOptions = Smem::kPlan.options, kSoftcap = Smem::kPlan.softcap,
+                          kIntervals = Smem::kPlan.intervals, kMasks = Smem::kPlan.masks;
+    static constexpr bool kSkips = kIntervals || kMasks;   // tiles without a visible pair
+    static constexpr bool kScarce = kGeneral || kOptions;  // registers: what shared memory holds is read again
     static constexpr int kPSlots = Smem::kPSlots;
     static constexpr uint32_t kQBytes = kBlockM * kD * 2;
     static constexpr uint32_t kQ = kBlockN * kD * 2 >> 4, kDs = kQ + (kQStages * kQBytes >> 4);  // from K, in units of descriptors
@@ -23,14 +26,15 @@ struct PairKeysMain {
     using Scores = float[kBlockM / 2];       // S: rows are keys, columns queries
     using Fragment = uint32_t[kBlockM / 4];  // P as A operand
     using Gradient = float[kD / 2];
-    using Statistics = float4[2];  // lse: the first two of the next tile, read while its S is multiplied
+    using Statistics = float4[2];   // lse: the first two of the next tile, read while its S is multiplied
+    using SeenPairs = uint32_t[1];  // masks: read_seen_pairs
 
     const BackwardParams& b;
     const AttentionParams& p;
     const BackwardSchedule& schedule;
-    const BackwardWork& w;
-    typename Smem::Keys& keys;
-    typename Smem::Values& values;
+    const BackwardWorkOf<kId>& w;
+    decltype(Smem::keys)& keys;
+    decltype(Smem::values)& values;
     float scale_log2;
     uint32_t q_full, q_empty;
     uint32_t low, low_q;  // descriptors of the warpgroup's rows of K, and of K
@@ -75,6 +79,8 @@ struct PairKeysMain {
             for (int i = 0; i < kD / 2; ++i) dk[i] = 0.0f;
         } else {
             walk(dk, quad);
+            if constexpr (kOptions)
+                if (const uint32_t hidden = own_hidden(keys.options.hidden); hidden) clear_hidden(dk, hidden);
         }
         cluster_arrive();
         store_dk<T>(dk, b, w, own_key(w));
@@ -88,29 +94,37 @@ struct PairKeysMain {
         int place = w.start_place;
         const int self = opaque(int(threadIdx.x) - 128);  // index among the main threads; the one register that the loop spends on it
         mbarrier_wait(shared_address(&keys.k_full), 0);
-        zero_hidden_keys<kId>(p, w, keys.k, own_warpgroup() * 64);
+        if constexpr (kOptions) zero_hidden_keys<kId>(p, w, keys.k, own_warpgroup() * 64, find_hidden<kId>(p, w, keys.options.hidden));
+        else zero_hidden_keys<kId>(p, w, keys.k, own_warpgroup() * 64);
         mbarrier_wait(q_full, 0);
+        int code = 0;  // IntervalTile::place_and_cut or MaskedTile::place_and_cut
+        SeenPairs seen{};
+        if constexpr (kSkips) code = keys.options.tile[0].place_and_cut, place = code >> 1;
         if (place >= ragged) zero_rows_past_end<kBlockM>(w, keys.q[0]);
         multiply_s(s, 0);
         if (!kGeneral) read_lse(lse, 0, quad);
+        if constexpr (kMasks) read_seen(seen, 0, code & 1, self);
         wgmma_wait<0>(s);
 #pragma unroll 1
         for (uint32_t it = 0; it < uint32_t(tiles); ++it) {  // S of this tile is complete, nothing is in flight
             const Step step(it, opaque(self));
-            const int next = kGeneral ? next_place(place, w.last_place, w.wrap_place) : next_place(place, last, wrap);
-            if (kGeneral) low = opaque(low), low_q = opaque(low_q);
+            int next = kSkips ? 0 : kScarce ? next_place(place, w.last_place, w.wrap_place) : next_place(place, last, wrap);
+            if (kScarce) low = opaque(low), low_q = opaque(low_q);
             announce_p(step);
             if constexpr (kGeneral) send_general(s, step);
-            else send_plain(s, lse, step, place);
+            else send_plain(s, lse, step, place, code & 1, seen);
             wgmma_wait<0>(dk);
             if (it > 1) release(step);
             if (it + 1 < uint32_t(tiles)) {
                 mbarrier_wait(q_full + 8 * step.next_slot, (it + 1) / kQStages & 1);
-                if (next >= ragged) zero_rows_past_end<kBlockM>(w, keys.q[step.next_slot]);
+                if constexpr (kSkips) code = keys.options.tile[step.next_slot].place_and_cut, next = code >> 1;
+                // With masks that skip tiles, only a varlen call waits for that read here.
+                if ((!kSkips || p.cu_seqlens_q) && next >= ragged) zero_rows_past_end<kBlockM>(w, keys.q[step.next_slot]);
             }
             __syncwarp();
             multiply_s(s, step.next_slot);  // unused after the last tile: making the product conditional would cost copies of registers
             if (!kGeneral) read_lse(lse, step.next_slot, step.quad);
+            if constexpr (kMasks) read_seen(seen, step.next_slot, it + 1 < uint32_t(tiles) && code & 1, self);
             if (it > 0) mbarrier_wait(shared_address(&keys.ds_full[step.ds_slot][step.wg]), (it - 1) >> 1 & 1);
             __syncwarp();
             multiply_dk(dk, step.ds_slot, step.previous, it > 1);  // unused at it = 0: at it = 1 the sum starts from zero again
@@ -172,15 +186,58 @@ struct PairKeysMain {
             p, w, s, keys.lse[step.slot], large_rows_of<kBlockM>(p, schedule.tiles, w, at), keep, key0, row0, head,
             [&](int i, const uint32_t(&factor)[4], const uint32_t(&P)[4]) { send(step, 0, i, factor), send(step, 1, i, P); });
     }
-    __device__ __forceinline__ void send_plain(Scores& s, const Statistics& lse, const Step& step, int place) {
-        if (place < w.mask_place) {
+    // Hides pairs beyond the right edge, and corrects the scores of large rows.
+    __device__ __forceinline__ void mask_scores(Scores& s, const Step& step, int place) {
+        const int ln = opaque(step.lane);
+        mask_fragment(s, w, first_key(step, ln), place / w.width * kBlockM + ln % 4 * 2);
+        if (kSoftcap || !some_large(schedule.tiles)) return;
+        if constexpr (kOptions && !kSkips)
+            if (p.alibi_slopes) add_large_alibi(s, keys.options.alibi[step.slot], first_key(step, ln), ln % 4 * 2);
+        adjust_products(s, keys.lse[step.slot], large_rows_of<kBlockM>(p, schedule.tiles, w, visited_at(step)), ln % 4);
+    }
+    // The options that change S, beside the right edge. cut: whether intervals or a mask cut the tile.
+    __device__ __forceinline__ void change_scores(Scores& s, const Step& step, int place, bool cut, const SeenPairs& seen) {
+        if (place >= keys.left_place) {
             const int ln = opaque(step.lane);
-            mask_fragment(s, w, w.key0 + step.own / 32 * 16 + ln / 4, place / w.width * kBlockM + ln % 4 * 2);
-            if (some_large(schedule.tiles))
-                adjust_products(s, keys.lse[step.slot], large_rows_of<kBlockM>(p, schedule.tiles, w, visited(w, int(step.it))), ln % 4);
+            mask_left_edge(s, w, first_key(step, ln), place / w.width * kBlockM + ln % 4 * 2);
         }
+        if constexpr (kIntervals) {
+            if (cut) {
+                const int ln = opaque(step.lane);
+                hide_rows<kBlockM>(p, s, w, keys.options.tile[step.slot].entry, first_key(step, ln), place / w.width * kBlockM, ln % 4 * 2);
+            }
+        } else if constexpr (kMasks) {
+            hide_pairs(s, seen);
+        } else if (!kSoftcap && p.alibi_slopes) {
+            const int ln = opaque(step.lane);
+            add_alibi(s, keys.options.alibi[step.slot], first_key(step, ln), ln % 4 * 2);
+        }
+    }
+    // The bits of the thread's scores of the tile in a slot.
+    __device__ __forceinline__ void read_seen(SeenPairs& seen, uint32_t slot, bool cut, int self) const {
+        read_seen_pairs<kBlockM>(seen, schedule.masks.seen, keys.options.tile[slot], cut, opaque(self));
+    }
+    // The tile of the walk.
+    __device__ __forceinline__ Visited visited_at(const Step& step) const {
+        if constexpr (kSkips) return {(keys.options.tile[step.slot].place_and_cut >> 1) / w.width, keys.options.tile[step.slot].head};
+        else return visited(w, int(step.it));
+    }
+    // The key of element 0 of lane `ln`.
+    __device__ __forceinline__ int first_key(const Step& step, int ln) const { return w.key0 + step.own / 32 * 16 + ln / 4; }
+    __device__ __forceinline__ void send_plain(Scores& s, const Statistics& lse, const Step& step, int place, bool cut,
+                                               const SeenPairs& seen) {
+        if constexpr (kSoftcap) cap_scores(s, schedule.softcap);
+        if (place < w.mask_place) mask_scores(s, step, place);
+        if constexpr (kOptions) change_scores(s, step, place, cut, seen);
         Fragment fragment;
-        probabilities<T>(s, fragment, scale_log2, lse, keys.lse[step.slot], step.quad);
+        probabilities<T>(s, fragment, kSoftcap ? schedule.softcap.exponent : scale_log2, lse, keys.lse[step.slot], step.quad);
+        if constexpr (kOptions && !kSkips) {
+            if (p.mask.data) {  // P of a hidden key is 0, even where it would be NaN
+                const uint32_t hidden = own_hidden(keys.options.hidden);
+#pragma unroll
+                for (int i = 0; i < kBlockM / 16; ++i) clear_hidden(reinterpret_cast<uint32_t(&)[4]>(fragment[4 * i]), hidden);
+            }
+        }
 #pragma unroll
         for (int i = 0; i < kBlockM / 16; ++i) send(step, step.p_slot, i, reinterpret_cast<const uint32_t(&)[4]>(fragment[4 * i]));
     }

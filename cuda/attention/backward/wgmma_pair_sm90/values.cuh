@@ -15,7 +15,9 @@ template <typename T, BackwardPlanId kId>
 struct PairValuesMain {
     using Smem = BackwardPairSmem<T, kId>;
     static constexpr int kDV = Smem::kColumnsV, kBlockM = Smem::kBlockM, kBlockN = Smem::kBlockN;
-    static constexpr bool kGeneral = Smem::kPlan.general;
+    static constexpr bool kGeneral = Smem::kPlan.general, kOptions = Smem::kPlan.options, kSoftcap = Smem::kPlan.softcap,
+                          kDropout = Smem::kPlan.dropout;
+    static constexpr bool kSkips = Smem::kPlan.intervals || Smem::kPlan.masks;  // tiles without a visible pair
     static constexpr int kPSlots = Smem::kPSlots;
     static constexpr uint32_t kDoutBytes = kBlockM * kDV * 2;
     static constexpr uint32_t kDout = kBlockN * kDV * 2 >> 4;  // from V, in units of descriptors
@@ -26,9 +28,10 @@ struct PairValuesMain {
 
     const BackwardParams& b;
     const AttentionParams& p;
-    const BackwardWork& w;
-    typename Smem::Keys& keys;
-    typename Smem::Values& values;
+    const BackwardSchedule& schedule;
+    const BackwardWorkOf<kId>& w;
+    decltype(Smem::keys)& keys;
+    decltype(Smem::values)& values;
     uint32_t dout_full, dout_empty, p_full, ds_full, ds_empty;
     uint32_t low, low_dout;  // descriptors of the warpgroup's rows of V, and of V
     int tiles;
@@ -44,9 +47,10 @@ struct PairValuesMain {
             : it(it), slot(it & 1), phase(it >> 1 & 1), p_slot(it % kPSlots), own(own), lane(own % 32), quad(own % 4) {}
     };
 
-    __device__ __forceinline__ PairValuesMain(const BackwardParams& b, Smem& smem, int wg)
+    __device__ __forceinline__ PairValuesMain(const BackwardParams& b, const BackwardSchedule& schedule, Smem& smem, int wg)
         : b(b),
           p(b.forward),
+          schedule(schedule),
           w(smem.work),
           keys(smem.keys),
           values(smem.values),
@@ -66,6 +70,8 @@ struct PairValuesMain {
             for (int i = 0; i < kDV / 2; ++i) dv[i] = 0.0f;
         } else {
             walk(dv);
+            if constexpr (kOptions)
+                if (const uint32_t hidden = own_hidden(values.hidden); hidden) clear_hidden(dv, hidden);
         }
         cluster_arrive();
         store_dv<T, kId>(dv, b, w, own_key(w));
@@ -77,11 +83,15 @@ struct PairValuesMain {
         Fragment fragment;
         const int self = opaque(int(threadIdx.x) - 128);  // index among the main warpgroups' threads
         mbarrier_wait(shared_address(&values.v_full), 0);
-        zero_hidden_keys<kId>(p, w, values.v, own_warpgroup() * 64);
-        zero_hidden_keys<kId>(p, w, values.k, own_warpgroup() * 64);
+        uint32_t hidden = 0;
+        if constexpr (kOptions) hidden = find_hidden<kId>(p, w, values.hidden);
+        zero_hidden_keys<kId>(p, w, values.v, own_warpgroup() * 64, hidden);
+        zero_hidden_keys<kId>(p, w, values.k, own_warpgroup() * 64, hidden);
         mbarrier_wait(dout_full, 0);
-        const bool ragged = w.end_m * w.width > ragged_place(p, w, kBlockM);
-        ragged_it = !ragged ? ~0u : w.in_order ? 0 : w.end_m - 1 - w.start_step;
+        if constexpr (!kSkips) {
+            const bool ragged = w.end_m * w.width > ragged_place(p, w, kBlockM);
+            ragged_it = !ragged ? ~0u : w.in_order ? 0 : w.end_m - 1 - w.start_step;
+        }
         zero_ragged(0);
         multiply_dp(dp, 0);
         wgmma_wait<0>(dp);
@@ -89,16 +99,17 @@ struct PairValuesMain {
         for (uint32_t it = 0; it < uint32_t(tiles); ++it) {  // dP of this tile is complete, nothing is in flight
             const Step step(it, opaque(self));
             low = opaque(low);
-            if constexpr (kGeneral)
-                if (p.dropout_threshold) drop(dp, step);
+            if constexpr (kGeneral || kDropout)
+                if (kDropout || p.dropout_threshold) drop(dp, step);
             // The other block sends P of this tile after it has received dS of two tiles ago, so that copy has left its slot of dS, too.
             mbarrier_wait(p_full + step.own / 128 * 8 + 16 * step.p_slot, it / kPSlots & 1);
             if constexpr (!kGeneral) {
                 receive(fragment, step, step.p_slot);
-                multiply_dv(dv, fragment, step);
+                if (!kDropout) multiply_dv(dv, fragment, step);
             }
             store_ds(dp, fragment, step);
             send_ds(step);
+            if constexpr (kDropout) drop_probabilities(fragment, dp, step);
             if (it + 1 < uint32_t(tiles)) {
                 mbarrier_wait(dout_full + 8 * (step.slot ^ 1), (it + 1) >> 1 & 1);
                 zero_ragged(it + 1);
@@ -108,6 +119,7 @@ struct PairValuesMain {
                 receive(fragment, step, 1);
                 multiply_dv(dv, fragment, step);
             }
+            if constexpr (kDropout) multiply_dv(dv, fragment, step);
             multiply_dp(dp, step.slot ^ 1);
             wgmma_wait<0>(dp, dv);
             arrive_as_warp(step.lane, dout_empty + 8 * step.slot);
@@ -116,6 +128,10 @@ struct PairValuesMain {
     }
 
     __device__ __forceinline__ void zero_ragged(uint32_t it) {
+        if constexpr (kSkips) {
+            if (p.cu_seqlens_q && values.place[it & 1] >= ragged_place(p, w, kBlockM)) zero_rows_past_end<kBlockM>(w, values.dout[it & 1]);
+            return;
+        }
         if (it != ragged_it) return;
         zero_rows_past_end<kBlockM>(w, values.dout[it & 1]);
         ragged_it += !w.in_order ? w.end_m - w.first_m : it + 1 < uint32_t(w.width) ? 1 : tiles;  // in order: all in the first round
@@ -144,6 +160,17 @@ struct PairValuesMain {
         main_warpgroup_sync(wg);
         drop_gradients<kBlockM>(values.keep + 8 * wg, p.dropout_scale, dp);
     }
+    // P after dropout. Its elements are those of dP, whose registers are free now.
+    __device__ __forceinline__ void drop_probabilities(Fragment& fragment, Scores& scratch, const Step& step) {
+#pragma unroll
+        for (int i = 0; i < kBlockM / 4; ++i) {
+            const float2 pair = unpack_16<T>(fragment[i]);
+            scratch[2 * i] = pair.x, scratch[2 * i + 1] = pair.y;
+        }
+        drop_gradients<kBlockM>(values.keep + 8 * (step.own / 128), 1.0f, scratch);
+#pragma unroll
+        for (int i = 0; i < kBlockM / 4; ++i) fragment[i] = pack_16<T>(scratch[2 * i], scratch[2 * i + 1]);
+    }
     // Takes P out of its slot, which the other block may then fill again.
     __device__ __forceinline__ void receive(Fragment& fragment, const Step& step, uint32_t from) {
 #pragma unroll
@@ -155,19 +182,24 @@ struct PairValuesMain {
     }
     __device__ __forceinline__ void store_ds(const Scores& dp, const Fragment& fragment, const Step& step) {
         const uint32_t slot = step.slot;
-        float4 next_delta = statistic(values.delta[slot], step.quad, 0);
+        float4 next_delta = statistic(values.delta[slot], step.quad, 0), next_lse{};
+        if constexpr (kSoftcap) next_lse = statistic(values.lse[slot], step.quad, 0);
         mbarrier_wait(ds_empty + 8 * slot, step.phase ^ 1);
         const int ds_row = step.own / 32 * 16 + step.own % 16;
         // delta is read one step ahead, because a read cannot overtake the store before it.
 #pragma unroll
         for (int i = 0; i < kBlockM / 16; ++i) {
-            const float4 delta = next_delta;
+            const float4 delta = next_delta, lse = next_lse;
             if (i + 1 < kBlockM / 16) next_delta = statistic(values.delta[slot], step.quad, i + 1);
+            if constexpr (kSoftcap)
+                if (i + 1 < kBlockM / 16) next_lse = statistic(values.lse[slot], step.quad, i + 1);
             uint32_t ds[4];
             if constexpr (kGeneral) {
                 const uint4 x = values.p[0][i][step.own];
                 const uint32_t factor[4] = {x.x, x.y, x.z, x.w};
                 score_gradients<T>(ds, factor, dp + 8 * i, delta);
+            } else if constexpr (kSoftcap) {
+                capped_gradients<T>(ds, fragment + 4 * i, dp + 8 * i, delta, lse, schedule.softcap);
             } else {
                 score_gradients<T>(ds, fragment + 4 * i, dp + 8 * i, delta);
             }

@@ -91,10 +91,9 @@ template <BackwardPlanId kId, typename T>
 __device__ __forceinline__ void describe_alibi(const AttentionParams& p, const QueryTiles& tiles, const BackwardWork& w,
                                                BackwardSmem<T, kId>& smem, uint32_t it, Visited at) {
     constexpr int kStages = kBackwardPlan<kId>.stages;
-    const float slope = alibi_of_products(p, w.batch, w.head_k * p.group + at.head);
-    const bool large = some_large(tiles);
+    const AlibiTile alibi = alibi_tile<kBackwardPlan<kId>.block_m>(p, tiles, w, at);
     mbarrier_wait(shared_address(&smem.q_empty[it % kStages]), it / kStages & 1 ^ 1);
-    smem.options.alibi[it % kStages] = {large ? 0.0f : slope, slope, at.m * kBackwardPlan<kId>.block_m + w.shift};
+    smem.options.alibi[it % kStages] = alibi;
 }
 
 // The same for dropout.

@@ -25,13 +25,14 @@ __device__ __forceinline__ void load_query_tile(const CUtensorMap& map, int load
     load_tile(map, loads, 0, tiles[slot], kBlockM, barrier, row, head, batch, kEvictLast);
     bulk_load(shared_address(statistics[slot]), rows + int64_t(tile) * kBlockM, sizeof statistics[0], barrier);
 }
-// The same for all query tiles of the block.
-template <typename Work, typename T, int kStages, int kCount, int kBlockM>
+// The same for all query tiles of the block. describe(it, at) is called before each load.
+template <typename Work, typename T, int kStages, int kCount, int kBlockM, typename Describe>
 __device__ __forceinline__ void load_query_tiles(const AttentionParams& p, const BackwardSchedule& schedule, const Work& w,
                                                  const CUtensorMap& map, int loads, T (&tiles)[kStages][kCount], const float* rows,
                                                  float (&statistics)[kStages][kBlockM], uint64_t (&full)[kStages],
-                                                 uint64_t (&empty)[kStages]) {
-    for_each_query_tile(p, schedule.tiles, w, [&](uint32_t it, Visited at, uint32_t tile) {
+                                                 uint64_t (&empty)[kStages], const Describe& describe) {
+    for_each_query_tile(p, schedule.tiles, w, [&](uint32_t it, auto at, uint32_t tile) {
+        describe(it, at, tile);
         const int row = w.q_row + at.m * kBlockM, head = w.head_k * p.group + at.head, batch = p.cu_seqlens_q ? 0 : w.batch;
         load_query_tile(map, loads, tiles, rows, statistics, full, empty, it, row, head, batch, tile);
     });

@@ -75,6 +75,12 @@ struct AlibiTile {
     float large_slope;  // the slope there
     int row0;           // first query + shift
 };
+// Called by one thread: of a tile of kBlockM queries.
+template <int kBlockM>
+__device__ __forceinline__ AlibiTile alibi_tile(const AttentionParams& p, const QueryTiles& tiles, const BackwardWork& w, Visited at) {
+    const float slope = alibi_of_products(p, w.batch, w.head_k * p.group + at.head);
+    return {some_large(tiles) ? 0.0f : slope, slope, at.m * kBlockM + w.shift};
+}
 // Subtracts slope |i + shift - j|. `key` and `query` belong to element 0; `query` counts from the tile's first query.
 template <int kCount>
 __device__ __forceinline__ void add_alibi(float (&S)[kCount], const AlibiTile& tile, int key, int query) {

@@ -9,9 +9,9 @@
 
 namespace fa {
 
-// Bare plans serve causal and full attention. To head dim 128, plans with options have the tiles and products of the bare plans, and serve
-// options that change S before the exponential (backward_serves_options), some of them also a 16-bit bias or dropout; plans for intervals
-// and for masks serve masks that hide whole tiles. General plans serve everything else.
+// Bare plans serve causal and full attention. Plans with options have the tiles and products of the bare plans, and serve options that
+// change S before the exponential (backward_serves_options), some of them also a 16-bit bias or dropout; plans for intervals and for masks
+// serve masks that hide whole tiles. General plans serve everything else.
 enum class BackwardPlanId {
     kD64,
     kD64General,
@@ -38,7 +38,20 @@ enum class BackwardPlanId {
     kD64BiasDropout,
     kD128BiasDropout,
     kD64BiasFloat32,
-    kD128BiasFloat32
+    kD128BiasFloat32,
+    kD192V128Options,
+    kD192Options,
+    kD256Options,
+    kD192Softcap,
+    kD256Softcap,
+    kD192V128Intervals,
+    kD192Intervals,
+    kD256Intervals,
+    kD192V128Masks,
+    kD192Masks,
+    kD256Masks,
+    kD192Dropout,
+    kD256Dropout
 };
 
 // The warpgroups of a block: one copies, two are the main warpgroups, which own 64 keys each, and one multiplies dQ.
@@ -116,9 +129,22 @@ FA_HOST_DEVICE constexpr BackwardPlan backward_plan(BackwardPlanId id) {
         // (wgmma_pair_sm90/kernel.cuh).
         case BackwardPlanId::kD192V128: plan.headdim = 192, plan.headdim_v = 128; break;
         case BackwardPlanId::kD192V128General: plan.headdim = 192, plan.headdim_v = 128, plan.general = true; break;
+        case BackwardPlanId::kD192V128Options: plan = backward_plan(BackwardPlanId::kD192V128), plan.options = true; break;
+        case BackwardPlanId::kD192V128Intervals: plan = backward_plan(BackwardPlanId::kD192V128Options), plan.intervals = true; break;
+        case BackwardPlanId::kD192V128Masks: plan = backward_plan(BackwardPlanId::kD192V128Options), plan.masks = true; break;
         case BackwardPlanId::kD192: plan.headdim = plan.headdim_v = 192; break;
+        case BackwardPlanId::kD192Options: plan = backward_plan(BackwardPlanId::kD192), plan.options = true; break;
+        case BackwardPlanId::kD192Intervals: plan = backward_plan(BackwardPlanId::kD192Options), plan.intervals = true; break;
+        case BackwardPlanId::kD192Masks: plan = backward_plan(BackwardPlanId::kD192Options), plan.masks = true; break;
+        case BackwardPlanId::kD192Dropout: plan = backward_plan(BackwardPlanId::kD192Options), plan.dropout = true; break;
+        case BackwardPlanId::kD192Softcap: plan = backward_plan(BackwardPlanId::kD192Options), plan.softcap = true; break;
         case BackwardPlanId::kD192General: plan.headdim = plan.headdim_v = 192, plan.general = true; break;
         case BackwardPlanId::kD256: plan.headdim = plan.headdim_v = 256; break;
+        case BackwardPlanId::kD256Options: plan = backward_plan(BackwardPlanId::kD256), plan.options = true; break;
+        case BackwardPlanId::kD256Intervals: plan = backward_plan(BackwardPlanId::kD256Options), plan.intervals = true; break;
+        case BackwardPlanId::kD256Masks: plan = backward_plan(BackwardPlanId::kD256Options), plan.masks = true; break;
+        case BackwardPlanId::kD256Dropout: plan = backward_plan(BackwardPlanId::kD256Options), plan.dropout = true; break;
+        case BackwardPlanId::kD256Softcap: plan = backward_plan(BackwardPlanId::kD256Options), plan.softcap = true; break;
         case BackwardPlanId::kD256General: plan.headdim = plan.headdim_v = 256, plan.general = true; break;
     }
     return plan;
@@ -148,16 +174,13 @@ inline bool backward_serves_options(const AttentionParams& p) {
 }
 
 // Whether a plan for intervals serves a call with intervals. No other plan does.
-inline bool backward_serves_intervals(const AttentionParams& p) {
-    return p.headdim <= 128 && p.headdim_v <= 128 && !p.changes_scores() && p.scale > 0;
-}
+inline bool backward_serves_intervals(const AttentionParams& p) { return !p.changes_scores() && p.scale > 0; }
 // Whether the plans for masks serve the call: a mask by blocks, or a mask of pairs. No other plan takes a mask by blocks.
 inline bool backward_serves_masks(const AttentionParams& p) {
     constexpr int kMost = 1 << 22;  // rows, keys: SeenTile has 16 bits for tiles of 64 rows and 15 for blocks of 128 keys
     AttentionParams rest = p;
     rest.mask.data = nullptr;
-    return has_seen_blocks(p) && p.headdim <= 128 && p.headdim_v <= 128 && !rest.changes_scores() && p.scale > 0 && p.seqlen_q <= kMost &&
-           p.seqlen_k <= kMost;
+    return has_seen_blocks(p) && !rest.changes_scores() && p.scale > 0 && p.seqlen_q <= kMost && p.seqlen_k <= kMost;
 }
 // Whether the plans with dropout serve the call.
 inline bool backward_serves_dropout(const AttentionParams& p) {
@@ -182,25 +205,26 @@ inline bool backward_copies_bias(const AttentionParams& p) {
 }
 
 inline BackwardPlanId backward_choose(const AttentionParams& p) {
-    const bool general = backward_scores_are_natural(p) || p.window_left >= 0;
+    using Id = BackwardPlanId;
     const int d = p.headdim > p.headdim_v ? p.headdim : p.headdim_v;
-    if (p.intervals.data && d <= 128) return d <= 64 ? BackwardPlanId::kD64Intervals : BackwardPlanId::kD128Intervals;
-    if (backward_serves_masks(p)) return d <= 64 ? BackwardPlanId::kD64Masks : BackwardPlanId::kD128Masks;
+    const auto choose = [&](Id d64, Id d128, Id d192_v128, Id d192, Id d256) {
+        return d <= 64 ? d64 : d <= 128 ? d128 : d > 192 ? d256 : p.headdim_v <= 128 ? d192_v128 : d192;
+    };
+    const bool general = backward_scores_are_natural(p) || p.window_left >= 0;
+    if (p.intervals.data)
+        return choose(Id::kD64Intervals, Id::kD128Intervals, Id::kD192V128Intervals, Id::kD192Intervals, Id::kD256Intervals);
+    if (backward_serves_masks(p)) return choose(Id::kD64Masks, Id::kD128Masks, Id::kD192V128Masks, Id::kD192Masks, Id::kD256Masks);
     if (d <= 128 && (backward_serves_bias(p) || backward_copies_bias(p))) {
-        if (bias_is_float32(p)) return d <= 64 ? BackwardPlanId::kD64BiasFloat32 : BackwardPlanId::kD128BiasFloat32;
-        if (p.dropout_threshold) return d <= 64 ? BackwardPlanId::kD64BiasDropout : BackwardPlanId::kD128BiasDropout;
-        return d <= 64 ? BackwardPlanId::kD64Bias : BackwardPlanId::kD128Bias;
+        if (bias_is_float32(p)) return d <= 64 ? Id::kD64BiasFloat32 : Id::kD128BiasFloat32;
+        if (p.dropout_threshold) return d <= 64 ? Id::kD64BiasDropout : Id::kD128BiasDropout;
+        return d <= 64 ? Id::kD64Bias : Id::kD128Bias;
     }
-    if (d <= 128 && backward_serves_dropout(p)) return d <= 64 ? BackwardPlanId::kD64Dropout : BackwardPlanId::kD128Dropout;
-    if (general && d <= 128 && backward_serves_options(p)) {
-        if (p.softcap != 0) return d <= 64 ? BackwardPlanId::kD64Softcap : BackwardPlanId::kD128Softcap;
-        return d <= 64 ? BackwardPlanId::kD64Options : BackwardPlanId::kD128Options;
-    }
-    if (d <= 64) return general ? BackwardPlanId::kD64General : BackwardPlanId::kD64;
-    if (d <= 128) return general ? BackwardPlanId::kD128General : BackwardPlanId::kD128;
-    if (d <= 192 && p.headdim_v <= 128) return general ? BackwardPlanId::kD192V128General : BackwardPlanId::kD192V128;
-    if (d <= 192) return general ? BackwardPlanId::kD192General : BackwardPlanId::kD192;
-    return general ? BackwardPlanId::kD256General : BackwardPlanId::kD256;
+    if (backward_serves_dropout(p)) return choose(Id::kD64Dropout, Id::kD128Dropout, Id::kD192Dropout, Id::kD192Dropout, Id::kD256Dropout);
+    if (general && backward_serves_options(p))
+        return p.softcap != 0 ? choose(Id::kD64Softcap, Id::kD128Softcap, Id::kD192Softcap, Id::kD192Softcap, Id::kD256Softcap)
+                              : choose(Id::kD64Options, Id::kD128Options, Id::kD192V128Options, Id::kD192Options, Id::kD256Options);
+    if (general) return choose(Id::kD64General, Id::kD128General, Id::kD192V128General, Id::kD192General, Id::kD256General);
+    return choose(Id::kD64, Id::kD128, Id::kD192V128, Id::kD192, Id::kD256);
 }
 
 }  // namespace fa

@@ -163,7 +163,8 @@ __global__ void __launch_bounds__(kThreads) after_kernel(const __grid_constant__
     if (!find_tile(params, blockIdx.x / kBlocks, at)) return;
     const Range blocks = key_blocks_of(visible_band(p, at.s), at.row0, kBlockM, params.tiles.block_n);
     // A tile that no key block meets has a gradient of zero. A tile that a block has written has a counter above zero.
-    const bool meets = params.tiles.skipped ? params.tiles.turn[at.tile] != 0 : blocks.begin < blocks.end;
+    constexpr int kCounters = kColumns > 128 ? 2 : 1;  // BackwardPlan::blocks: the first of two counts in either order
+    const bool meets = params.tiles.skipped ? params.tiles.turn[at.tile * kCounters] != 0 : blocks.begin < blocks.end;
     const bool written = params.tiles.zeroed || meets;
     T* rows = static_cast<T*>(params.b.dq.data) + gradients_of(params.b, at.batch).dq + at.head * params.b.dq.head;
     const auto store = [&](int r, int column, const float(&x)[8]) {
@@ -221,10 +222,9 @@ cudaError_t launch(const BackwardParams& b, const QueryTiles& tiles, cudaStream_
     const RowsParams params{b, tiles};
     const auto start = [&](auto element, auto columns, auto block_m) {
         using T = decltype(element);
-        constexpr bool kServesBlocks = columns() <= 128;
-        const auto kernel = kWhich == Rows::kAfter                   ? after_kernel<T, columns(), block_m()>
-                            : kServesBlocks && b.forward.blocks.data ? before_kernel<T, columns(), block_m(), kServesBlocks>
-                                                                     : before_kernel<T, columns(), block_m(), false>;
+        const auto kernel = kWhich == Rows::kAfter  ? after_kernel<T, columns(), block_m()>
+                            : b.forward.blocks.data ? before_kernel<T, columns(), block_m(), true>
+                                                    : before_kernel<T, columns(), block_m(), false>;
         constexpr int kPieces = block_m() / 64 * (columns() / 64);
         const int64_t blocks = tiles.count() * (kWhich == Rows::kBefore ? 1 : (kPieces + kPiecesOfBlock - 1) / kPiecesOfBlock);
         return launch_kernel(kernel, unsigned(blocks), kThreads, 0, stream, params);

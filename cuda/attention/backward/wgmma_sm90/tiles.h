@@ -76,7 +76,11 @@ inline QueryTiles query_tiles(const BackwardParams& b, const BackwardPlan& plan)
     // Measured on an H200. Two blocks that share keys: claiming tiles instead of zeroing first gains 8 % at seqlen 512, nothing at 2048,
     // and loses up to 8 % at 16384. One block at head dim 128, causal: zeroing costs 2 % at 2048; waiting for claimed tiles costs 2 % at
     // 8192 and 7 % at 16384.
-    t.zeroed = plan.blocks() > 1 ? p.seqlen_q > 2048 : plan.dq_stages && !b.deterministic && p.window_right >= 0 && p.seqlen_q >= 8192;
+    // A window limits the blocks that meet a tile, as a short sequence does.
+    const bool window = p.window_left >= 0 && p.window_right >= 0;
+    const int64_t span = window ? int64_t(p.window_left) + p.window_right + plan.block_n : p.seqlen_q;
+    const int64_t rows = span < p.seqlen_q ? span : p.seqlen_q;
+    t.zeroed = plan.blocks() > 1 ? rows > 2048 : plan.dq_stages && !b.deterministic && p.window_right >= 0 && rows >= 8192;
     // In order, a block waits for all blocks before it, and only a list of a mask says which these are.
     t.skipped = plan.masks || (plan.options && (p.mask.data || p.intervals.data) && !b.deterministic);
     t.tiles = p.cu_seqlens_q ? p.total_q / plan.block_m + p.batch : (p.seqlen_q + plan.block_m - 1) / plan.block_m;

@@ -1,0 +1,10 @@
+#include "attention/backward/wgmma_pair_sm90/kernel.cuh"
+
+namespace fa {
+
+template cudaError_t launch_backward_wgmma<BackwardPlanId::kD192V128Intervals>(const BackwardParams&, int, cudaStream_t);
+template cudaError_t launch_backward_wgmma<BackwardPlanId::kD192Intervals>(const BackwardParams&, int, cudaStream_t);
+template cudaError_t launch_backward_wgmma<BackwardPlanId::kD192V128Masks>(const BackwardParams&, int, cudaStream_t);
+template cudaError_t launch_backward_wgmma<BackwardPlanId::kD192Masks>(const BackwardParams&, int, cudaStream_t);
+
+}  // namespace fa
