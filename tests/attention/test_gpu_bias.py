@@ -88,6 +88,30 @@ def test_backward(headdim, axes, others, dtype):
         kernel.check(Case(rows, keys, headdim, bias=axes, **shape, **others))
 
 
+BESIDE = {
+    "softcap": {"softcap": 20.0},
+    "ALiBi": {"alibi": 1},
+    "ALiBi of sequences, causal": {"alibi": 2, "causal": True},
+    "softcap, ALiBi, mask and window": {
+        "softcap": 3.0,
+        "alibi": 1,
+        "mask": (True, False, False),
+        "window_size": (200, 60),
+    },
+    "large scores": {"softcap": 60.0, "spread": 40.0},
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("others", BESIDE.values(), ids=BESIDE)
+@pytest.mark.parametrize("axes", AXES.values(), ids=AXES)
+@pytest.mark.parametrize("headdim", [40, 64, 96, 128, 192, 256])
+def test_softcap_and_alibi(headdim, axes, others, dtype):
+    case = Case(333, 592, headdim, batch=2, nheads=4, nheads_k=2, dtype=dtype, bias=axes, **others)
+    (q, k, v, options), exact, plain = accuracy.expected(case)
+    check(case, forward(case, q, k, v, options), exact, plain)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("others", list(OTHERS)[:-2])
 @pytest.mark.parametrize("axes", AXES.values(), ids=AXES)
@@ -203,8 +227,8 @@ def test_large_rows(headdim):
 
 @pytest.mark.parametrize("headdim", [64, 128])
 def test_which_plan(headdim):
-    """Strides that the copy engine does not take go to the general plans in short calls; options that change
-    products go there in any call."""
+    """Strides that the copy engine does not take go to the general plans in short calls; dropout, softcap and
+    ALiBi beside a bias of float32 in any call."""
     x = torch.zeros(2, 512, 2, headdim, device="cuda", dtype=torch.bfloat16)
     bias = torch.zeros(2, 2, 512, 512, device="cuda", dtype=torch.bfloat16)
     assert served(x, x, x, bias=bias).endswith("_bias")
@@ -219,7 +243,8 @@ def test_which_plan(headdim):
         assert served(x[:, :64], x, x, bias=other[:, :, :64]).endswith("_general")
     slopes = torch.ones(2, device="cuda")
     for options in ({"softcap": 30.0}, {"alibi_slopes": slopes}):
-        assert served(x, x, x, bias=bias, **options).endswith("_general")
+        assert served(x, x, x, bias=bias, **options).endswith("_bias_options")
+        assert served(x, x, x, bias=bias.float(), **options).endswith("_general")
     assert served(x, x, x, bias=bias, dropout_p=0.1, dropout_seed=1).endswith("_bias_dropout")
 
 
