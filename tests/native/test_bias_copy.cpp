@@ -118,8 +118,8 @@ void check_choices() {
            [](AttentionParams& p) { p.bias_dtype = DType::kFloat32, p.bias.row = 1004, p.mask = {mask, 0, 0, 1001}; });
     expect("float32 and dropout", false, [](AttentionParams& p) { p.bias_dtype = DType::kFloat32, p.dropout_threshold = 9; });
     expect("dropout", true, [](AttentionParams& p) { p.dropout_threshold = 9; });
-    expect("softcap", false, [](AttentionParams& p) { p.softcap = 50; });
     expect("a scale below zero", true, [](AttentionParams& p) { p.scale = -1; });
+    expect("softcap below zero scale", false, [](AttentionParams& p) { p.softcap = 50, p.scale = -1; });
     expect("no keys", false, [](AttentionParams& p) { p.seqlen_k = 0; });
 }
 

@@ -466,7 +466,13 @@ void plans_by_options() {
         expect(p, "bias of float32 and dropout", false, true);
         p.dropout_threshold = 0;
         p.bias_dtype = p.dtype, p.alibi_slopes = floats;
-        expect(p, "bias and ALiBi", false, true);
+        expect(p, "bias, ALiBi and a scale below zero", false, true);
+        p.scale = 1;
+        expect(p, "bias and ALiBi", true, false);
+        p.softcap = 30;
+        expect(p, "bias, ALiBi and softcap", true, false);
+        p.dropout_threshold = 9;
+        expect(p, "the same with dropout", false, true);
     }
 }
 

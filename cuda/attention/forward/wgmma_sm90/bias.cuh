@@ -48,7 +48,7 @@ __device__ __forceinline__ void add_bias_to(float& score, float scale, float bia
     score = fmaf(score, scale, bias);
 }
 template <Infinities kInfinities, typename T, WgmmaPlanId kId, int kCount>
-__device__ __forceinline__ void add_bias(float (&S)[kCount], const AttentionParams& p, uint32_t tile, const Consumer& me) {
+__device__ __forceinline__ void add_bias(float (&S)[kCount], const AttentionParams& p, float scale, uint32_t tile, const Consumer& me) {
     constexpr int kBlockM = kWgmmaPlan<kId>.block_m();
     const int ln = opaque(me.lane), row = p.bias.row != 0 ? me.wg * 64 + me.warp * 16 + ln % 16 : 0;
     const uint32_t place = tile + swizzled_offset(kBlockM, row, ln / 16);  // of the first 16 keys. The next ones change bits 5 and 6
@@ -61,7 +61,7 @@ __device__ __forceinline__ void add_bias(float (&S)[kCount], const AttentionPara
             float bias[2];
             unpack_16<T>(bias, pairs[x]);
 #pragma unroll
-            for (int e = 0; e < 2; ++e) add_bias_to<kInfinities>(S[8 * i + 2 * x + e], p.scale, bias[e]);
+            for (int e = 0; e < 2; ++e) add_bias_to<kInfinities>(S[8 * i + 2 * x + e], scale, bias[e]);
         }
     }
 }

@@ -182,6 +182,8 @@ __device__ __forceinline__ void produce_with_options(const CUtensorMap& map_q, c
     const KeyTileLoads<T, kId> loads{p, smem, tiles, map_bias};
     uint32_t count = 0;
     const auto prepare = [&](ForwardWork& w) {
+        if constexpr (kWgmmaPlan<kId>.bias_options)
+            if (p.alibi_slopes) smem.keys.slope[&w - smem.work] = p.alibi_slopes[w.batch * p.alibi_batch + w.head];
         if (!loads.has_slopes()) return;
         const float softcap = __int_as_float(opaque(__float_as_int(p.softcap))), unit = softcap != 0 ? softcap : p.scale;
         smem.keys.slope[&w - smem.work] = __fdividef(p.alibi_slopes[w.batch * p.alibi_batch + w.head], unit);

@@ -73,7 +73,7 @@ template <typename T, WgmmaPlanId kId>
 struct TileOptions {
     static constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
     static constexpr int kBlockN = kPlan.block_n;
-    static constexpr bool kBias = kPlan.bias;
+    static constexpr bool kBias = kPlan.bias, kBiasOptions = kPlan.bias_options;
     using Scores = float[kBlockN / 2];
     const AttentionParams& p;
     const ForwardWork& w;
@@ -101,7 +101,7 @@ struct TileOptions {
     // ALiBi they fall from the diagonal on, downwards and later upwards; under a negative slope they rise.
     __device__ __forceinline__ bool is_exact(const KeyTile&, int n, int before, const RowStatistics&) const {
         if (n >= masked.right_tile) return true;
-        if (kBias || !p.alibi_slopes) return false;
+        if ((kBias && !kBiasOptions) || !p.alibi_slopes) return false;
         const bool beside = n > before || (n + 1) * kBlockN - 1 <= w.row0 + me.wg * 64 + w.shift;
         if constexpr (kPlan.alibi) return !beside || !(slope() >= 0 && slope() < kMostSlope);
         return !beside || slope() < 0;
@@ -119,12 +119,23 @@ struct TileOptions {
         for (int i = 0; i < kBlockN / 2; ++i)
             if (hidden >> (i / 4 * 2 + i % 2) & 1) S[i] = -INFINITY;
     }
+    __device__ __forceinline__ void add_slopes(Scores& S, int n) const {
+        const float slope = this->slope(), to_key0 = distance(n);
+#pragma unroll
+        for (int i = 0; i < kBlockN / 2; ++i) S[i] = fmaf(-slope, fabsf(to_key0 + float(i / 2 % 2 * 8 - i / 4 * 8 - i % 2)), S[i]);
+    }
     template <Infinities kInfinities>
-    __device__ __forceinline__ void add_tile_of_bias(Scores& S) const {
+    __device__ __forceinline__ void add_tile_of_bias(Scores& S, int n) const {
         const BiasRing<kId> ring(smem.bias.full, smem.bias.empty, entry - 1);
+        float scale = p.scale;
+        if constexpr (kBiasOptions)
+            if (p.softcap != 0) scale = p.softcap, cap(S, schedule.cap_inverse);
         ring.wait_full();
-        if constexpr (kPlan.bias_float32) add_float32_bias<kInfinities, kId>(S, p, shared_address(smem.bias.tiles[ring.slot]), me);
-        else add_bias<kInfinities, T, kId>(S, p, shared_address(smem.bias.tiles[ring.slot]), me);
+        const uint32_t tile = shared_address(smem.bias.tiles[ring.slot]);
+        if constexpr (kPlan.bias_float32) add_float32_bias<kInfinities, kId>(S, p, tile, me);
+        else add_bias<kInfinities, T, kId>(S, p, scale, tile, me);
+        if constexpr (kBiasOptions)
+            if (p.alibi_slopes) add_slopes(S, n);
     }
     // The warp is done with the tile's bias.
     __device__ __forceinline__ void release_bias() const {
@@ -134,24 +145,20 @@ struct TileOptions {
     // Applies all options to S.
     __device__ __forceinline__ void apply(Scores& S, const KeyTile& tile, int n) const {
         if constexpr (kBias) {
-            add_tile_of_bias<Infinities::kStrict>(S);
+            add_tile_of_bias<Infinities::kStrict>(S, n);
             hide(S, tile);
             mask_scores<kId>(S, w, masked, n, me);
             return;
         }
         if (caps()) cap(S, schedule.cap_inverse);
-        if (p.alibi_slopes) {
-            const float slope = this->slope(), to_key0 = distance(n);
-#pragma unroll
-            for (int i = 0; i < kBlockN / 2; ++i) S[i] = fmaf(-slope, fabsf(to_key0 + float(i / 2 % 2 * 8 - i / 4 * 8 - i % 2)), S[i]);
-        }
+        if (p.alibi_slopes) add_slopes(S, n);
         hide(S, tile);
         mask_scores<kId>(S, w, masked, n, me);
     }
     // Applies all but one, which the exponentials will apply.
     __device__ __forceinline__ InExponent prepare(Scores& S, const KeyTile& tile, int n) const {
         if constexpr (kBias) {
-            add_tile_of_bias<Infinities::kAdded>(S);
+            add_tile_of_bias<Infinities::kAdded>(S, n);
             hide(S, tile);
             mask_scores<kId>(S, w, masked, n, me);
             return InExponent::kNothing;

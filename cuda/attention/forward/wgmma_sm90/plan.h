@@ -59,6 +59,9 @@ enum class WgmmaPlanId {
     kD128BiasFloat32,
     kD192BiasFloat32,
     kD256BiasFloat32,
+    kD64BiasOptions,
+    kD128BiasOptions,
+    kD256BiasOptions,
     kD64Alibi,
     kD128Alibi,
     kD128MiddleAlibi
@@ -88,8 +91,9 @@ struct WgmmaPlan {
     // With options: serves masks by blocks, masks of pairs and a left edge instead, with seen_blocks.cuh. Tiles are whole blocks of 64 rows
     // and of 64 keys.
     bool blocks = false;
-    // With options, but neither ALiBi nor softcap: also a 16-bit bias, always (bias.cuh). Scores are in natural units.
+    // With options, but neither ALiBi nor softcap: also a bias, always (bias.cuh). Scores are in natural units.
     bool bias = false;
+    bool bias_options = false;  // with a bias of 16 bits, and without dropout: also softcap and ALiBi
     bool bias_float32 = false;  // with a bias, and without dropout: the bias is float32
     int bias_stages = 2;        // tiles of bias in flight
     bool dropout = false;       // with options: also dropout, always (dropout.cuh)
@@ -218,6 +222,9 @@ FA_HOST_DEVICE constexpr WgmmaPlan wgmma_plan(WgmmaPlanId id) {
         case WgmmaPlanId::kD256BiasFloat32:
             plan = wgmma_plan(WgmmaPlanId::kD256Bias), plan.bias_float32 = true, plan.bias_stages = 1;
             break;
+        case WgmmaPlanId::kD64BiasOptions: plan = wgmma_plan(WgmmaPlanId::kD64Bias), plan.bias_options = true; break;
+        case WgmmaPlanId::kD128BiasOptions: plan = wgmma_plan(WgmmaPlanId::kD128Bias), plan.bias_options = true; break;
+        case WgmmaPlanId::kD256BiasOptions: plan = wgmma_plan(WgmmaPlanId::kD256Bias), plan.bias_options = true; break;
         case WgmmaPlanId::kD64Alibi: plan = with_options(wgmma_plan(WgmmaPlanId::kD64Long)), plan.alibi = true; break;
         case WgmmaPlanId::kD128Alibi: plan = with_options(wgmma_plan(WgmmaPlanId::kD128Long)), plan.alibi = true; break;
         // The places of 128 keys would not fit beside three stages.
@@ -277,6 +284,9 @@ constexpr const char* wgmma_plan_name(WgmmaPlanId id) {
         case WgmmaPlanId::kD128BiasFloat32: return "d128_bias_float32";
         case WgmmaPlanId::kD192BiasFloat32: return "d192_bias_float32";
         case WgmmaPlanId::kD256BiasFloat32: return "d256_bias_float32";
+        case WgmmaPlanId::kD64BiasOptions: return "d64_bias_options";
+        case WgmmaPlanId::kD128BiasOptions: return "d128_bias_options";
+        case WgmmaPlanId::kD256BiasOptions: return "d256_bias_options";
         case WgmmaPlanId::kD64Dropout: return "d64_dropout";
         case WgmmaPlanId::kD128Dropout: return "d128_dropout";
         case WgmmaPlanId::kD256Dropout: return "d256_dropout";
@@ -318,13 +328,14 @@ inline bool wgmma_dropout_serves(const AttentionParams& p) {
     rest.dropout_threshold = 0;
     return drops_in_pairs(p) && wgmma_options_serve(rest);
 }
-// Whether a plan with a bias serves the call: alone or, in 16 bits, with dropout.
+// Whether a plan with a bias serves the call: alone or, in 16 bits, with dropout, or with softcap and ALiBi.
 inline bool wgmma_bias_serves(const AttentionParams& p) {
     AttentionParams rest = p;
     rest.bias.data = nullptr;
+    if (p.softcap != 0 || p.alibi_slopes) return bias_has_tiles(p) && !bias_is_float32(p) && wgmma_options_serve(rest);
     if (drops_in_pairs(p) && !bias_is_float32(p)) rest.dropout_threshold = 0;
     rest.scale = 1.0f;  // any scale
-    return bias_has_tiles(p) && wgmma_options_serve(rest) && p.softcap == 0 && !p.alibi_slopes;
+    return bias_has_tiles(p) && wgmma_options_serve(rest);
 }
 
 // Whether it serves the call with a copy of the bias (attention/common/bias_copy.h), which takes a mask of pairs in.
@@ -374,6 +385,10 @@ inline WgmmaPlanId wgmma_choose(const AttentionParams& p, int multiprocessors) {
         if (bias_is_float32(p)) {
             if (d <= 128) return d <= 64 ? WgmmaPlanId::kD64BiasFloat32 : WgmmaPlanId::kD128BiasFloat32;
             return d <= 192 ? WgmmaPlanId::kD192BiasFloat32 : WgmmaPlanId::kD256BiasFloat32;
+        }
+        if (p.softcap != 0 || p.alibi_slopes) {
+            if (d <= 64) return WgmmaPlanId::kD64BiasOptions;
+            return d <= 128 ? WgmmaPlanId::kD128BiasOptions : WgmmaPlanId::kD256BiasOptions;
         }
         if (d <= 64) return p.dropout_threshold ? WgmmaPlanId::kD64BiasDropout : WgmmaPlanId::kD64Bias;
         if (d <= 128) return p.dropout_threshold ? WgmmaPlanId::kD128BiasDropout : WgmmaPlanId::kD128Bias;

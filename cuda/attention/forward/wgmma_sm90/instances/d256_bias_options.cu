@@ -1,0 +1,7 @@
+#include "attention/forward/wgmma_sm90/kernel.cuh"
+
+namespace fa {
+
+template cudaError_t launch_wgmma<WgmmaPlanId::kD256BiasOptions>(const AttentionParams&, int, cudaStream_t);
+
+}  // namespace fa
