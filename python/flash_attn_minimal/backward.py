@@ -14,7 +14,7 @@ from ._arrays import View, torch_modes
 from ._core import recordings
 from ._core.checks import OPEN, contiguous, flag, last_axis
 from ._core.fields import _destination, _option, _put_dense, _put_strides, _put_tensor
-from ._core.forward import QKV, joined
+from ._core.forward import FIELDS, QKV, joined
 from ._core.launch import launch_with_workspace
 from ._core.library import KERNEL_TABLES, load
 from ._core.options import ARRAYS, AnyArray, Array, AttentionOptions, Options, Unpack, _lengths, _options_of, _prepare
@@ -181,12 +181,7 @@ def _differentiate(
 
 _repeats = Repeats(
     "attention_backward",
-    (
-        AttentionArgs,
-        {f"{name}_data": name for name in ("q", "k", "v", "out", "bias", "mask", "startend_row_indices", "block_mask")}
-        | {name: name for name in ("cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "sinks")}
-        | {name: name for name in ("lse", "workspace", "workspace_bytes")},
-    ),
+    (AttentionArgs, FIELDS),
     (
         AttentionBackwardArgs,
         {f"{name}_data": name for name in ("dout", "dq", "dk", "dv", "dbias")} | {"dlse": "dlse", "dsinks": "dsinks"},

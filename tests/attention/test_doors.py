@@ -13,7 +13,7 @@ from conftest import NO_CUDA, cupy, jax, ml_dtypes, torch
 
 import flash_attn_minimal as fa
 from flash_attn_minimal._arrays import cuda_array, dlpack
-from flash_attn_minimal._core import forward, structs
+from flash_attn_minimal._core import launch, structs
 
 needs_torch = pytest.mark.skipif(torch is None, reason="PyTorch is not installed")
 needs_jax = pytest.mark.skipif(jax is None, reason="JAX is not installed")
@@ -369,7 +369,7 @@ def launched(monkeypatch):
     monkeypatch.setattr(cuda_array, "device_of", lambda pointer: 0)
     for module in (cuda_array, dlpack):
         monkeypatch.setattr(module, "synchronize", lambda index, stream: seen.append(stream))
-    monkeypatch.setattr(forward, "load", Library)
+    monkeypatch.setattr(launch, "load", Library)
     return seen
 
 

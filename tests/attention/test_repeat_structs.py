@@ -10,6 +10,7 @@ import flash_attn_minimal as fa
 from flash_attn_minimal import _arrays, errors, kvcache
 from flash_attn_minimal._arrays.door import Door, View
 from flash_attn_minimal._core import forward, library, prepared, recordings, repeats, structs
+from flash_attn_minimal._core import launch as _launch
 
 WORKSPACE, STREAM = 256, 0x5EED
 
@@ -109,9 +110,9 @@ def handed(monkeypatch):
     monkeypatch.setattr(recordings, "run", run)
     monkeypatch.setattr(repeats, "runner", lambda: launch)
     monkeypatch.setattr(prepared.Prepared, "plan", planned)
+    monkeypatch.setattr(_launch, "load", Library)
     tables = forward.repeats, kvcache._repeats
-    for module, table in zip((forward, kvcache), tables, strict=True):
-        monkeypatch.setattr(module, "load", Library)
+    for table in tables:
         table.clear()
     monkeypatch.setitem(_arrays._doors, Fake, FakeDoor())
     yield calls

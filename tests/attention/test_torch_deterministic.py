@@ -38,11 +38,11 @@ def restored():
 @pytest.fixture
 def asked(monkeypatch):
     """For each backward pass that reached the library, whether it was asked to be deterministic."""
-    seen, launch, run = [], backward._launch_backward, repeats.runner()
+    seen, launch, run = [], backward.launch_with_workspace, repeats.runner()
 
-    def launched(call, args, *views):
+    def launched(name, call, args, *views):
         seen.append(bool(args.deterministic))
-        return launch(call, args, *views)
+        return launch(name, call, args, *views)
 
     def running(address, values, stream):
         call = Call.from_address(address)
@@ -52,7 +52,7 @@ def asked(monkeypatch):
             seen.append(bool(AttentionArgs.from_buffer_copy(image, begin).deterministic))
         return run(address, values, stream)
 
-    monkeypatch.setattr(backward, "_launch_backward", launched)
+    monkeypatch.setattr(backward, "launch_with_workspace", launched)
     monkeypatch.setattr(repeats, "runner", lambda: running)
     return seen
 

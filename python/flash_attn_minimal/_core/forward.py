@@ -17,16 +17,14 @@ from .options import ARRAYS, Options, _output, _prepare
 from .repeats import Made, Repeats
 from .structs import CPU, DTYPES, AttentionArgs
 
-repeats = Repeats(
-    "attention_forward",
-    (
-        AttentionArgs,
-        {f"{name}_data": name for name in ("q", "k", "v", "bias", "mask", "startend_row_indices", "block_mask", "out")}
-        | {f"{name}_data": name for name in ("q_descale", "k_descale", "v_descale")}
-        | {name: name for name in ("cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "sinks")}
-        | {name: name for name in ("lse", "workspace", "workspace_bytes")},
-    ),
-)
+# The fields of AttentionArgs that vary between repeats of a call, for the backward pass too: see Repeats.
+FIELDS = {
+    **{f"{name}_data": name for name in ("q", "k", "v", "bias", "mask", "startend_row_indices", "block_mask", "out")},
+    **{f"{name}_data": name for name in ("q_descale", "k_descale", "v_descale")},
+    **{name: name for name in ("cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "sinks")},
+    **{name: name for name in ("lse", "workspace", "workspace_bytes")},
+}
+repeats = Repeats("attention_forward", (AttentionArgs, FIELDS))
 QKV = ("q", "k", "v")
 QKV_VARLEN = (*QKV, "cu_seqlens_q", "cu_seqlens_k")
 

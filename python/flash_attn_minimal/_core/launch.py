@@ -33,9 +33,9 @@ def launch_with_workspace(name: str, struct: Any, args: Any, views: list[View], 
     more workspace is the size queried and the memory allocated. Returns the workspace of a call on a GPU, else None.
     args: the struct, perhaps in `struct`, that gets the workspace; written: the arrays besides `views` that the call
     writes."""
-    lib, qv, arrays, query = load(), views[0], [*views, *written], query_of(name)
+    lib, qv, arrays = load(), views[0], [*views, *written]
     if qv.door.launch:
-        qv.door.scratch(args, lambda plan: query(struct, plan))
+        qv.door.scratch(args, lambda plan: query_of(name)(struct, plan))
         recordings.run(lib, name, struct, None, arrays)
         return None
     on_cpu, recording = qv.device == CPU, recordings.current()
@@ -49,7 +49,7 @@ def launch_with_workspace(name: str, struct: Any, args: Any, views: list[View], 
         recordings.run(lib, name, struct, stream, arrays)
     except WorkspaceTooSmall:
         plan = new(AttentionPlan)
-        query(struct, plan)
+        query_of(name)(struct, plan)
         size = plan.workspace_bytes
         if on_cpu:
             try:
