@@ -191,8 +191,6 @@ struct ForwardWarp {
 
     // Parts of the same rows are neighbours, because they read the same K.
     static __device__ __forceinline__ int part_of(const MmaParams& params, int block) { return kInParts ? block % params.parts : 0; }
-    static __device__ __forceinline__ int row_warp_of(int warp) { return kColumnParts == 1 ? warp : warp % kRowWarps; }
-    static __device__ __forceinline__ int column_part_of(int warp) { return kColumnParts == 1 ? 0 : warp / kRowWarps; }
     static __device__ __forceinline__ Work work_at(const MmaParams& params, int block) {
         return work_of(params, kInParts ? block / params.parts : block);
     }
@@ -228,6 +226,10 @@ struct ForwardWarp {
             if (p.hides_tiles()) last_tile = tile_before(last_tile + 1);
         }
     }
+
+    // The place of a warp among those of other rows, and among those of the same rows.
+    static __device__ __forceinline__ int row_warp_of(int warp) { return kColumnParts == 1 ? warp : warp % kRowWarps; }
+    static __device__ __forceinline__ int column_part_of(int warp) { return kColumnParts == 1 ? 0 : warp / kRowWarps; }
 
     // ---- which tiles the walk computes ----
 
@@ -265,7 +267,7 @@ struct ForwardWarp {
     // ---- copies to shared memory ----
 
     // What the addresses of pages need. Options read `work` everywhere.
-    __device__ __forceinline__ Work work_now() const { return kGeneral ? work : work_at(params, opaque(blockIdx.x)); }
+    __device__ __forceinline__ auto work_now() const { return kGeneral ? work : work_at(params, opaque(blockIdx.x)); }
     __device__ __forceinline__ int batch_now() const {
         if constexpr (kForgets) return work_now().b;
         return work.b;
