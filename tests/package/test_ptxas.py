@@ -32,8 +32,12 @@ MAY_SPILL = {
     r"backward_wgmma_pair_kernelI\w+BackwardPlanIdE8E": 4,
     # wgmma_float32_sm90, dK and dV of head dim 128: twelve registers in a step of 192 wgmmas.
     r"gradient_kernelILi128ELNS0_3OwnE0E(Lb0E)?EEvNS0_11PartsParams": 68,
-    r"gradient_kernelILi128ELNS0_3OwnE0ELb1EEEvNS0_11PartsParams": 84,  # with options
-    r"gradient_kernelILi64ELNS0_3OwnE0E(Lb[01]E)?EEvNS0_11PartsParams": 4,  # in the warp that loads statistics
+    r"gradient_kernelILi128ELNS0_3OwnE0ELb1EEEvNS0_11PartsParams": 24,  # with options
+    # wgmma_float32_wide_sm90, dK and dV with options: eight registers in a step of 192 wgmmas.
+    r"gradient_kernelILNS0_3OwnE0ELb1EEEvNS0_10WideParams": 80,
+    # mma_float32_sm80, head dim 512 with options: two registers of a tile of 32 keys.
+    r"attention_kernelINS_10SplitFloatELi512ELi512ELNS_5MmaSmE0ELNS0_7OptionsE1E": 8,
+    r"gradient_kernelILi64ELNS0_3OwnE0E(Lb[01]E)?EEvNS0_11PartsParams": 8,  # in the warp that loads statistics
     # mma_float32_sm80: up to ten registers in a step of 1500 instructions and more; head dims above 128.
     r"attention_kernelINS_10SplitFloatELi(192|256)E\w+OptionsE0": 32,
     # The same with options: the bounds of masks by intervals take registers, too.

@@ -267,11 +267,11 @@ struct PartsBlock : BlockView<kOwn> {
 #pragma unroll
         for (int n = 0; n < kPairs; n += 4) {
             forget_registers();
-            GeneralPairs pairs(p, w.s, w.batch, head);
+            GeneralPairs<true> pairs(p, w.s, w.batch, head);
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const Query& query = statistics(n + e);
-                const int a = own + e / 2 * 8, b = walked + n / 4 * 8 + e % 2;
+                const int a = opaque(own) + e / 2 * 8, b = opaque(walked) + n / 4 * 8 + e % 2;
                 pairs.put(e, S[n + e] * scale_s, kOwnsKeys ? b : a, kOwnsKeys ? a : b, query);
             }
             pairs.transform();

@@ -203,10 +203,10 @@ struct WideBlock : BlockView<kOwn> {
 #pragma unroll
         for (int n = 0; n < kPairs; n += 4) {
             forget_registers();
-            GeneralPairs pairs(p, w.s, w.batch, head);
+            GeneralPairs<false> pairs(p, w.s, w.batch, head);
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                const int a = own + e / 2 * 8, b = walked + n / 4 * 8 + e % 2;
+                const int a = opaque(own) + e / 2 * 8, b = opaque(walked) + n / 4 * 8 + e % 2;
                 pairs.put(e, S[n + e] * scale, kOwnsKeys ? b : a, kOwnsKeys ? a : b, statistics(n + e));
             }
             pairs.transform();

@@ -186,16 +186,46 @@ __device__ __forceinline__ void multiply_values(float (&O)[kD / 2], const uint32
         }
 }
 
-// Scores with every option, in natural units, from sums in the units of the thread's two rows. No number of V is infinite or NaN here, so
-// hidden keys need no care beyond P = 0. Tiles that masks by intervals or by blocks hide are computed, too.
-template <int kScores>
-__device__ __forceinline__ void transform_scores(const AttentionParams& p, const FragmentPlace& at, const float (&unit)[2],
-                                                 float (&S)[kScores]) {
+// What options need of the block's work and of this thread's place in it. It is computed where they use it, and takes no registers in
+// between.
+struct PlaceNow {
+    Work w;
+    FragmentPlace at;
+
+    template <int kBlockN>
+    static __device__ __forceinline__ PlaceNow of(const WgmmaFloat32Params& params, int tile) {
+        const int thread = opaque(int(threadIdx.x)) - 128;  // of the consumers
+        PlaceNow now;
+        now.w = work_of<kBlockN>(params, opaque(blockIdx.x));
+        now.at = {now.w.b,
+                  now.w.head,
+                  now.w.row0 + thread / 32 * 16 + thread % 32 / 4,
+                  tile * kBlockN + 2 * (thread % 4),
+                  now.w.s.seqlen_q,
+                  now.w.s.seqlen_k,
+                  now.w.s.shift};
+        return now;
+    }
+};
+// Scores with every option, in natural units, from the sums of a tile. No number of V is infinite or NaN here, so hidden keys need no care
+// beyond P = 0. Tiles that masks by intervals or by blocks hide are computed, too.
+template <int kD>
+__device__ __forceinline__ void transform_scores(const WgmmaFloat32Params& params, int tile, float k_scale, float (&S)[block_n(kD) / 2]) {
+    const AttentionParams& p = params.attention;
+    const PlaceNow now = PlaceNow::of<block_n(kD)>(params, tile);
+    const FragmentPlace& at = now.at;
+    const float* const q_scale = params.q.scales + (int64_t(at.batch) * p.nheads + at.head) * params.q.tiles * kWarpgroupRows + at.row;
+    const float unit[2] = {q_scale[0] * k_scale, q_scale[8] * k_scale};
 #pragma unroll
-    for (int i = 0; i < kScores; ++i) S[i] *= unit[i / 2 % 2];
+    for (int i = 0; i < block_n(kD) / 2; ++i) S[i] *= unit[i / 2 % 2];
     transform_fragment<float>(p, at, S);
     if (p.intervals.data) hide_by_intervals(p, at, S);
     if (p.blocks.data) hide_by_blocks(p, at, S);
+    const KeyRange a = key_range(p, now.w.s, at.row), b = key_range(p, now.w.s, at.row + 8);
+    const int begin = tile * block_n(kD), end = begin + block_n(kD);
+    if (max(a.begin, b.begin) <= begin && min(a.end, b.end) >= end) return;
+    mask_right(S, a.end - 1 - at.key, b.end - 1 - at.key);
+    mask_left(S, a.begin - at.key, b.begin - at.key);
 }
 
 template <int kD, bool kGeneral>
@@ -236,14 +266,9 @@ __device__ __forceinline__ void consume(const WgmmaFloat32Params& params, SplitS
         const uint64_t desc_k = k0 + k.slot * descriptor_step(sizeof smem.k[0]), desc_v = v0 + v.slot * descriptor_step(sizeof smem.v[0]);
         multiply_scores<kD>(S, q, desc_k, kLowQ, kLowK, [&] { k.release(lane); });
         // ---- softmax ----
-        // What options need is computed where they use it, and takes no registers in between.
-        const auto place = [&] {
-            const Work now = work_of<kBlockN>(params, opaque(blockIdx.x));
-            const int thread = opaque(threadIdx.x), first = now.row0 + wg * kWarpgroupRows + thread % 128 / 32 * 16 + thread % 32 / 4;
-            return FragmentPlace{now.b, now.head, first, n * kBlockN + 2 * (thread % 4), now.s.seqlen_q, now.s.seqlen_k, now.s.shift};
-        };
-        if constexpr (kGeneral) transform_scores(p, place(), {q_scale[0] * k_scale, q_scale[1] * k_scale}, S);
-        if (n * kBlockN < every_begin || (n + 1) * kBlockN > every_end) {
+        if constexpr (kGeneral) {
+            transform_scores<kD>(params, n, k_scale, S);
+        } else if (n * kBlockN < every_begin || (n + 1) * kBlockN > every_end) {
             const int key = n * kBlockN + 2 * quad, here = opaque(row);
             const KeyRange a = key_range(p, w.s, here), b = key_range(p, w.s, here + 8);
             mask_right(S, a.end - 1 - key, b.end - 1 - key);
@@ -283,7 +308,7 @@ __device__ __forceinline__ void consume(const WgmmaFloat32Params& params, SplitS
                 S[i] = exp2_approx(fmaf(S[i] - base[r], exponent[r], kTop));
                 row_sum[r] += S[i];
             }
-            if (p.dropout_threshold) drop_fragment(p, place(), quad, S);
+            if (p.dropout_threshold) drop_fragment(p, PlaceNow::of<kBlockN>(params, n).at, quad, S);
         }
         uint32_t high[kScores / 2], low[kScores / 2];
 #pragma unroll

@@ -105,6 +105,7 @@ struct BlockView {
 };
 
 // Four pairs of a thread with options of scores, except dropout, one option at a time. Few pairs at a time take few registers.
+template <bool kSoftcap>
 struct GeneralPairs {
     const AttentionParams& p;
     const Sequence& s;
@@ -121,7 +122,7 @@ struct GeneralPairs {
     }
     // The arithmetic of gradients_of_pairs in mma_float32_sm80.cu. Arrays are read only for pairs that causal and window leave visible.
     __device__ __forceinline__ void transform() {
-        if (p.softcap != 0) {
+        if (kSoftcap && p.softcap != 0) {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const float t = tanhf(score[e] / p.softcap);

@@ -191,8 +191,6 @@ struct ForwardWarp {
 
     // Parts of the same rows are neighbours, because they read the same K.
     static __device__ __forceinline__ int part_of(const MmaParams& params, int block) { return kInParts ? block % params.parts : 0; }
-    static __device__ __forceinline__ int row_warp_of(int warp) { return kColumnParts == 1 ? warp : warp % kRowWarps; }
-    static __device__ __forceinline__ int column_part_of(int warp) { return kColumnParts == 1 ? 0 : warp / kRowWarps; }
     static __device__ __forceinline__ Work work_at(const MmaParams& params, int block) {
         return work_of(params, kInParts ? block / params.parts : block);
     }
@@ -229,6 +227,10 @@ struct ForwardWarp {
         }
     }
 
+    // The place of a warp among those of other rows, and among those of the same rows.
+    static __device__ __forceinline__ int row_warp_of(int warp) { return kColumnParts == 1 ? warp : warp % kRowWarps; }
+    static __device__ __forceinline__ int column_part_of(int warp) { return kColumnParts == 1 ? 0 : warp / kRowWarps; }
+
     // ---- which tiles the walk computes ----
 
     // The tile before `tile`, with masks by intervals or by blocks the next one before it of which some row sees a key; below first_tile:
@@ -264,17 +266,21 @@ struct ForwardWarp {
 
     // ---- copies to shared memory ----
 
-    // The head in page 0 of a cache, which `kept` is.
-    __device__ __forceinline__ const T* head_of(const TensorView& view, const T* kept) const {
-        if constexpr (!kForgets) return kept;
+    // What the addresses of pages need. Options read `work` everywhere.
+    __device__ __forceinline__ auto work_now() const { return kGeneral ? work : work_at(params, opaque(blockIdx.x)); }
+    __device__ __forceinline__ int batch_now() const {
+        if constexpr (kForgets) return work_now().b;
+        return work.b;
+    }
+    __device__ __forceinline__ const T* head_now(const TensorView& view) const {
         return static_cast<const T*>(view.data) + work_now().head / p.group * view.head;
     }
-    // Options read `work` everywhere.
-    __device__ __forceinline__ Work work_now() const { return kForgets && !kGeneral ? work_at(params, opaque(blockIdx.x)) : work; }
     __device__ __forceinline__ void load_k(int tile, int stage) const {
         const int begin = first_key - tile * kBlockN, end = end_key - tile * kBlockN;
-        if constexpr (kPaged)
-            load_paged_tile<kBlockN, kD, kThreads>(smem.k[stage], head_of(p.k, k), p.k, places.k, begin, end, p.headdim, params.aligned_k);
+        if constexpr (kForgets)
+            load_paged_tile<kBlockN, kD, kThreads>(smem.k[stage], head_now(p.k), p.k, places.k, begin, end, p.headdim, params.aligned_k);
+        else if constexpr (kPaged)
+            load_paged_tile<kBlockN, kD, kThreads>(smem.k[stage], k, p.k, places.k, begin, end, p.headdim, params.aligned_k);
         else
             load_tile<kBlockN, kD, kThreads, kAnyAlignment>(smem.k[stage], k + tile * kBlockN * p.k.row, p.k.row, begin, end, p.headdim,
                                                             params.aligned_k);
@@ -283,17 +289,18 @@ struct ForwardWarp {
         const int begin = first_key - tile * kBlockN, end = end_key - tile * kBlockN;
         if constexpr (kRowsOfV)
             load_paged_tile<kBlockN, kDv, kThreads>(smem.v[stage], v, p.v, places.v, begin, end, columns_v, params.aligned_v);
+        else if constexpr (kForgets)
+            load_paged_tile<kBlockN, kDv, kThreads>(smem.v[stage], head_now(p.v), p.v, places.k, begin, end, columns_v, params.aligned_v);
         else if constexpr (kPaged)
-            load_paged_tile<kBlockN, kDv, kThreads>(smem.v[stage], head_of(p.v, v), p.v, places.k, begin, end, columns_v, params.aligned_v);
+            load_paged_tile<kBlockN, kDv, kThreads>(smem.v[stage], v, p.v, places.k, begin, end, columns_v, params.aligned_v);
         else
             load_tile<kBlockN, kDv, kThreads, kAnyAlignment>(smem.v[stage], v + tile * kBlockN * p.v.row, p.v.row, begin, end, columns_v,
                                                              params.aligned_v);
     }
     __device__ __forceinline__ void find_rows(int tile) const {
         const int key0 = tile * kBlockN;
-        const int b = work_now().b;
-        if constexpr (kPaged) places.k.find(p, b, key0, first_key - key0, end_key - key0);
-        if constexpr (kRowsOfV) places.v.find(p, b, key0, first_key - key0, end_key - key0);
+        if constexpr (kPaged) places.k.find(p, batch_now(), key0, first_key - key0, end_key - key0);
+        if constexpr (kRowsOfV) places.v.find(p, work.b, key0, first_key - key0, end_key - key0);
     }
     __device__ __forceinline__ void load_q_step(Queries& Q, int step) const {
 #pragma unroll
