@@ -159,7 +159,8 @@ struct SplitStats {
 template <typename Plan>
 __device__ __forceinline__ void leave_results(const SplitRows<Plan>& rows, const SplitPlace<Plan>& place, unsigned char* stage0,
                                               SplitStats& stats) {
-    const int lane = place.lane, warp = place.warp;
+    // opaque: the places of O are computed here, and not held in registers through the loop
+    const int lane = Plan::kGeneral ? opaque(place.lane) : place.lane, warp = place.warp;
     float* const own = reinterpret_cast<float*>(stage0 + warp * Plan::kPartBytes);
     const float unit = Plan::kBytes ? rows.v_unit : 1.0f;
 #pragma unroll

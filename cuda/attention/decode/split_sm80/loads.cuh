@@ -25,11 +25,12 @@ class SplitCopies {
     using Tile = typename Plan::Tile;
     static constexpr int kPartKeys = Plan::kPartKeys, kRowsAtOnce = 32 / Tile::kPieces, kPasses = kPartKeys / kRowsAtOnce;
     static constexpr int kUnroll = Plan::kRegistersFull ? 2 : 4;
+    static constexpr bool kCache = !Plan::kGeneral;  // K and V may lie in a cache
 
 public:
     __device__ __forceinline__ SplitCopies(const CacheView& cache, const SplitPlace<Plan>& place, const SplitWorkAt<Plan>& work,
                                            const SequenceKeys& keys, int first_tile) {
-        page_ = cache.block_table ? page_of(cache, place, work, keys, first_tile) : 0;
+        page_ = kCache && cache.block_table ? page_of(cache, place, work, keys, first_tile) : 0;
     }
 
     template <typename Wait>
@@ -40,14 +41,14 @@ public:
         const int b = work.b(), head_k = work.head_k();
         const int lane = Plan::kRegistersFull ? opaque(place.lane) : place.lane, piece = lane % Tile::kPieces, row = lane / Tile::kPieces;
         const bool k_piece = piece * Tile::kPieceColumns < p.headdim, v_piece = piece * Tile::kPieceColumns < p.headdim_v;
-        const int entry_of = !cache.entries ? b : cache.block_table ? 0 : cache_entry(cache, b);
+        const int entry_of = !kCache || !cache.entries ? b : cache.block_table ? 0 : cache_entry(cache, b);
         const E* const k = static_cast<const E*>(p.k.data) + entry_of * p.k.batch + head_k * p.k.head + piece * Tile::kPieceColumns;
         const E* const v = static_cast<const E*>(p.v.data) + entry_of * p.v.batch + head_k * p.v.head + piece * Tile::kPieceColumns;
         const int key0 = tile * Plan::kKeys + place.warp * kPartKeys;
         if (key0 + kPartKeys > keys.count - cache.added) wait_for_append();
         const uint32_t to_k = place.part(slot, place.warp), to_v = to_k + kPartKeys * Tile::kPitch;
         int entry = entry_of, at = own_key(place, tile);
-        if (cache.block_table) {  // each lane knows the page of one key and passes it to the lanes that copy this key
+        if (kCache && cache.block_table) {  // each lane knows the page of one key and passes it to the lanes that copy this key
             entry = page_, at %= cache.page_size;
             page_ = page_of(cache, place, work, keys, tile + 1);
             const int64_t k_own = entry * p.k.batch + at * p.k.row, v_own = entry * p.v.batch + at * p.v.row;
