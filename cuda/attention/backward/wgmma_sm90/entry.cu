@@ -56,7 +56,8 @@ cudaError_t backward_wgmma_sm90(const BackwardParams& b, const DeviceInfo& devic
 
 size_t backward_wgmma_sm90_workspace(const BackwardParams& b, const DeviceInfo&) {
     const BackwardPlan plan = backward_plan(backward_choose(b.forward));
-    const size_t bounds = plan.intervals ? interval_bounds_bytes(b.forward, plan.block_n) : 0;
+    size_t bounds = plan.intervals ? interval_bounds_bytes(b.forward, plan.block_n) : 0;
+    if (has_interval_tiles(b.forward, plan, b.deterministic)) bounds += interval_tiles_bytes(b.forward, plan);
     const size_t masks = plan.masks ? masked_tiles_bytes(b.forward, plan) : 0;
     return query_tiles_bytes(query_tiles(b, plan)) + 128 + bounds + masks;  // and room to align the first
 }
