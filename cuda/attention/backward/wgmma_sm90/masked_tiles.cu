@@ -105,12 +105,13 @@ __global__ void __launch_bounds__(kThreads) walks_kernel(const __grid_constant__
         count += __popc(meet);
     }
     if (lane == 0) to.walks[index].count = count;
-    if constexpr (kIntervals) return;
+    if constexpr (!kIntervals) {
 #pragma unroll
-    for (int x = 0; x < 4; ++x) {
-        const uint32_t seen = __reduce_or_sync(~0u, uint32_t(keys[x / 2] >> x % 2 * 32));
-        const uint32_t unseen = ~seen & uint32_t(bits_of_range<32>(0, band.seqlen_k, block * kKeys + x * 32));
-        if (lane == 0) to.walks[index].unseen[2 * x] = uint16_t(unseen), to.walks[index].unseen[2 * x + 1] = uint16_t(unseen >> 16);
+        for (int x = 0; x < 4; ++x) {
+            const uint32_t seen = __reduce_or_sync(~0u, uint32_t(keys[x / 2] >> x % 2 * 32));
+            const uint32_t unseen = ~seen & uint32_t(bits_of_range<32>(0, band.seqlen_k, block * kKeys + x * 32));
+            if (lane == 0) to.walks[index].unseen[2 * x] = uint16_t(unseen), to.walks[index].unseen[2 * x + 1] = uint16_t(unseen >> 16);
+        }
     }
 }
 
