@@ -150,7 +150,7 @@ void check_forward(const AttentionParams& p) {
 
 // A block of keys of one key head, as backward/wgmma_sm90/intervals.cuh takes it.
 template <int kM>
-void check_keys(const AttentionParams& p, const Sequence& s, int b, int head_k, int key0) {
+void check_keys(const AttentionParams& p, const Sequence& s, int b, int head_k, int key0, std::vector<int>& turns) {
     constexpr int kN = 128;
     const VisibleBand band = visible_band(p, s);
     const Range tiles = query_tiles_of(band, key0, kM, kN);
@@ -166,6 +166,14 @@ void check_keys(const AttentionParams& p, const Sequence& s, int b, int head_k, 
         walked[size_t(m)] = 1, ++visited;
     }
     skipped += gaps.tiles();
+    // In order: the tiles of the lists (meets_by_intervals in masked_tiles.cu).
+    for (int m = 0; m * kM < s.seqlen_q; ++m) {
+        const Range blocks = key_blocks_of(band, m * kM, kM, kN);
+        const bool inside = key0 / kN >= blocks.begin && key0 / kN < blocks.end;
+        const bool meets = inside && bounds.seen_by(m * kM, smallest((m + 1) * kM, s.seqlen_q) - 1) != Seen::kNothing;
+        require(meets == (walked[size_t(m)] != 0), "backward: a walk in order visits other tiles than one in any order");
+        turns[size_t(m)] += meets;
+    }
     for (int j = key0; j < smallest(key0 + kN, s.seqlen_k); ++j) {
         bool unseen = true;
         for (int head = first_head; head < end_head && unseen; head += p.intervals.heads_of_entry)
@@ -191,8 +199,13 @@ template <int kM>
 void check_backward(const AttentionParams& p) {
     for (int b = 0; b < p.batch; ++b) {
         const Sequence s = sequence_of(p, b);
-        for (int head_k = 0; head_k < p.nheads_k; ++head_k)
-            for (int key0 = 0; key0 < s.seqlen_k; key0 += 128) check_keys<kM>(p, s, b, head_k, key0);
+        for (int head_k = 0; head_k < p.nheads_k; ++head_k) {
+            std::vector<int> turns(size_t(s.seqlen_q / kM + 1), 0);  // the blocks that add to each tile
+            for (int key0 = 0; key0 < s.seqlen_k; key0 += 128) check_keys<kM>(p, s, b, head_k, key0, turns);
+            for (int i = 0; i < s.seqlen_q; ++i)  // a tile without turns gets a dq of zeros
+                for (int head = head_k * p.group; head < (head_k + 1) * p.group && !turns[size_t(i / kM)]; ++head)
+                    for (int j = 0; j < s.seqlen_k; ++j) require(!sees(p, s, b, head, i, j), "backward: no block adds to a tile that sees");
+        }
     }
 }
 

@@ -130,11 +130,10 @@ struct PairValuesMain {
     __device__ __forceinline__ void zero_ragged(uint32_t it) {
         if constexpr (kSkips) {
             if (p.cu_seqlens_q && values.place[it & 1] >= ragged_place(p, w, kBlockM)) zero_rows_past_end<kBlockM>(w, values.dout[it & 1]);
-            return;
+        } else if (it == ragged_it) {
+            zero_rows_past_end<kBlockM>(w, values.dout[it & 1]);
+            ragged_it += !w.in_order ? w.end_m - w.first_m : it + 1 < uint32_t(w.width) ? 1 : tiles;  // in order: all in the first round
         }
-        if (it != ragged_it) return;
-        zero_rows_past_end<kBlockM>(w, values.dout[it & 1]);
-        ragged_it += !w.in_order ? w.end_m - w.first_m : it + 1 < uint32_t(w.width) ? 1 : tiles;  // in order: all in the first round
     }
     __device__ __forceinline__ void multiply_dp(Scores& dp, uint32_t slot) {
         multiply_by_columns<T, kBlockM, kBlockN, kDV / 16>(dp, low, low_dout + kDout + slot * (kDoutBytes >> 4));

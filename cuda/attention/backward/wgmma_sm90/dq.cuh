@@ -40,17 +40,17 @@ __device__ __forceinline__ void send_dq(const BackwardParams& b, const QueryTile
                               shared_address(keys) + swizzled_offset(kBlockN, key + 16 * i, threadIdx.x % 128 / 32 * 2 + lane / 8 % 2));
     }
     int step = w.start_step;
-    int round = kPlan.masks ? w.end_m - 1 : 0;  // in order, of a list
-    uint32_t tile0 = first_query_tile(b.forward, tiles, w) + (w.in_order && !kPlan.masks ? w.end_m - 1 : 0);
+    constexpr bool kSkips = kPlan.masks || kPlan.intervals;
+    int round = kSkips ? w.end_m - 1 : 0;  // in order
+    uint32_t tile0 = first_query_tile(b.forward, tiles, w) + (w.in_order && !kSkips ? w.end_m - 1 : 0);
 #pragma unroll 1
     for (uint32_t it = it0; it < it0 + uint32_t(count); ++it) {
         uint32_t columns = low_keys, rows = low_ds + (it & 1) * (kBlockM / 64 * kPiece);
         wait(it);
         __syncwarp();
         uint32_t tile;
-        if constexpr (kPlan.masks)
-            tile = tile0 + (w.in_order ? step * tiles.tiles : 0) + SeenTile::from(w.tiles[w.in_order ? round : step]).m;
-        else tile = tile0 + (w.in_order ? step * tiles.tiles : tile_of_step(w, step));
+        if constexpr (kSkips) tile = tile0 + (w.in_order ? step * tiles.tiles : 0) + tile_of_step(w, w.in_order ? round : step);
+        else tile = tile0 + (w.in_order ? step * tiles.tiles : step);
         float* sums = tiles.dq + int64_t(tile) * (kBlockM * kPlan.columns()) + kFirst * kDqPiece + opaque(int(threadIdx.x)) % 128 * 4;
         bool writes = false;
         const auto take_turn = [&] {
@@ -94,7 +94,7 @@ __device__ __forceinline__ void send_dq(const BackwardParams& b, const QueryTile
             __syncwarp();
         }
         step = next_step(step, w.first_step, w.end_step);
-        if (kPlan.masks && w.in_order) round -= step == w.start_step;
+        if (kSkips && w.in_order) round -= step == w.start_step;
         else if (step == w.start_step) tile0 += w.in_order ? -1 : tiles.tiles;
     }
 }

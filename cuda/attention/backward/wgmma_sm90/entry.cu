@@ -63,7 +63,8 @@ cudaError_t launch_plan(BackwardPlanId plan, const BackwardParams& b, int multip
 
 // Of a launch, without the sums of parts.
 size_t launch_bytes(const BackwardParams& b, const BackwardPlan& plan) {
-    const size_t bounds = plan.intervals ? interval_bounds_bytes(b.forward, plan.block_n) : 0;
+    size_t bounds = plan.intervals ? interval_bounds_bytes(b.forward, plan.block_n) : 0;
+    if (has_interval_tiles(b.forward, plan, b.deterministic)) bounds += interval_tiles_bytes(b.forward, plan);
     const size_t masks = plan.masks ? masked_tiles_bytes(b.forward, plan) : 0;
     const size_t copy = plan.bias() && backward_copies_bias(b.forward) ? bias_copy_bytes(backward_bias_copy(b.forward)) : 0;
     return query_tiles_bytes(query_tiles(b, plan)) + 128 + bounds + masks + copy;  // and room to align the first

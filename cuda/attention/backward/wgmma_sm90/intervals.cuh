@@ -1,10 +1,10 @@
 // wgmma_sm90/intervals.cuh: masks by intervals in the Hopper backward, in plans of their own that share the code of plans with options.
 //
 // A block of keys knows the rows that none of its keys is seen by, from the bounds that a small kernel has written
-// (attention/common/interval_bounds.cu). They leave at most two gaps in its walk (attention/common/tile_intervals.h). Blocks in order walk
-// over all tiles, because each waits for the blocks before it. The thread that loads Q says beside each tile where the tile lies and
-// whether it is cut: whether some row does not see some key. In cut tiles each thread compares the rows with the intervals of its two keys.
-// Keys that no query sees are zeroed in K and V, and get no gradient.
+// (attention/common/interval_bounds.cu). They leave at most two gaps in its walk (attention/common/tile_intervals.h). Blocks in order have
+// lists of tiles, because each waits for the blocks before it that visit the same tile (masked_tiles.cu). The thread that loads Q says
+// beside each tile where the tile lies and whether it is cut: whether some row does not see some key. In cut tiles each thread compares the
+// rows with the intervals of its two keys. Keys that no query sees are zeroed in K and V, and get no gradient.
 #pragma once
 
 #include "attention/backward/wgmma_sm90/work.cuh"
@@ -24,13 +24,19 @@ __device__ __forceinline__ int entry_of(const AttentionParams& p, int head) { re
 
 // Called by one thread after find_key_block: leaves the tiles out of which no row sees any of the keys.
 template <int kBlockM, int kBlockN>
-__device__ __forceinline__ void leave_out_hidden(const AttentionParams& p, const IntervalBounds& all, BackwardIntervalWork& w) {
+__device__ __forceinline__ void leave_out_hidden(const AttentionParams& p, const IntervalBounds& all, const MaskedTiles& lists,
+                                                 BackwardIntervalWork& w) {
     w.bounds.clear();
     const HiddenBounds* own = all.data + entry_of(p, w.head_k * p.group) * all.head + all.first<kBlockN>(p, w.batch) + w.key0 / kBlockN;
 #pragma unroll 1
     for (int left = p.group; left > 0; left -= opaque(p.intervals.heads_of_entry), own += all.head) merge(w.bounds, *own);
+    w.tiles = nullptr;
     if (w.in_order) {
         w.gaps = {};
+        if (!lists.tiles) return;
+        const int64_t walk = lists.walk_of(w.batch, w.head_k, w.key0 / kBlockN);
+        w.tiles = lists.tiles + walk * lists.tiles_q;
+        w.rounds = w.end_m = lists.walks[walk].count;
         return;
     }
     w.gaps = tile_gaps(w.bounds, w.first_m, w.end_m, kBlockM, w.seqlen_q);

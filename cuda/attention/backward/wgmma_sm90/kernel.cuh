@@ -71,7 +71,7 @@ __device__ __forceinline__ void take_and_load_keys(const CUtensorMap& map_k, con
         while (index < schedule.blocks && !find_key_block<kBlockM, kBlockN>(p, schedule, index, w)) index = take();
         w.valid = index < schedule.blocks, w.it0 = it0;
         if constexpr (kPlan.intervals) {
-            if (w.valid) leave_out_hidden<kBlockM, kBlockN>(p, schedule.bounds, w);
+            if (w.valid) leave_out_hidden<kBlockM, kBlockN>(p, schedule.bounds, schedule.masks, w);
         } else if constexpr (kPlan.masks) {
             if (w.valid) list_seen_tiles<kBlockN>(p, schedule.masks, w);
         } else if constexpr (kPlan.options)

@@ -58,6 +58,10 @@ cudaError_t launch_backward_block(Kernel function, int shared_bytes, const Backw
     if constexpr (kPlan.intervals) {
         void* const bounds = static_cast<char*>(align_up(p.workspace, 128)) + query_tiles_bytes(schedule.tiles);
         if (cudaError_t error = launch_interval_bounds(p, kPlan.block_n, bounds, &schedule.bounds, stream)) return error;
+        if (has_interval_tiles(p, kPlan, schedule.in_order)) {
+            void* const lists = static_cast<char*>(bounds) + interval_bounds_bytes(p, kPlan.block_n);
+            if (cudaError_t error = launch_interval_tiles(p, kPlan, schedule.bounds, lists, &schedule.masks, stream)) return error;
+        }
     }
     if constexpr (kPlan.masks) {
         void* const memory = static_cast<char*>(align_up(p.workspace, 128)) + query_tiles_bytes(schedule.tiles);

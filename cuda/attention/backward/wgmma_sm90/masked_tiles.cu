@@ -2,9 +2,10 @@
 // after that of attention/common/seen_blocks.cu:
 //     states   for each tile and block of keys, whether they meet, and how many blocks of lower keys the tile meets
 //     walks    for each block of keys, the tiles that it meets, one after another, and the keys that no query sees
-// Both read bits and are short.
+// Both read bits and are short. Under masks by intervals, states come from bounds, and walks list tiles alone.
 #include "attention/backward/wgmma_sm90/masked_tiles.cuh"
 #include "attention/common/seen_blocks.cuh"
+#include "attention/common/tile_intervals.h"
 #include "device/launch.h"
 
 namespace fa {
@@ -15,6 +16,7 @@ constexpr int kKeys = 2 * kSeenBlock;  // of a block
 struct TilesParams {
     AttentionParams attention;
     MaskedTiles to;
+    IntervalBounds bounds;
 };
 
 // What the heads of a walk see together.
@@ -29,8 +31,22 @@ __device__ __forceinline__ TileSeen seen_of_walk(const MaskedTiles& to, const Vi
     return all;
 }
 
-// A warp for each tile.
+// Under masks by intervals: whether rows of a tile may see a key of a block, in any of the heads.
 template <int kRows>
+__device__ __forceinline__ bool meets_by_intervals(const TilesParams& params, const VisibleBand& band, int b, int head_k, int m,
+                                                   int block) {
+    const AttentionParams& p = params.attention;
+    const int row0 = m * kRows * kSeenBlock, last = min(row0 + kRows * kSeenBlock, band.seqlen_q) - 1;
+    const HiddenBounds* own = params.bounds.of<kKeys>(p, b, head_k * p.group) + block;
+    HiddenBounds bounds;
+    bounds.clear();
+#pragma unroll 1
+    for (int left = p.group; left > 0; left -= p.intervals.heads_of_entry, own += params.bounds.head) merge(bounds, *own);
+    return bounds.seen_by(row0, last) != Seen::kNothing;
+}
+
+// A warp for each tile.
+template <int kRows, bool kIntervals>
 __global__ void __launch_bounds__(kThreads) tile_states_kernel(const __grid_constant__ TilesParams params) {
     const MaskedTiles& to = params.to;
     const int lane = threadIdx.x % 32;
@@ -43,19 +59,25 @@ __global__ void __launch_bounds__(kThreads) tile_states_kernel(const __grid_cons
 #pragma unroll 1
     for (int block0 = 0; block0 < to.key_blocks; block0 += 32) {
         const int block = block0 + lane;
-        TileSeen seen{};
-        if (block >= blocks.begin && block < blocks.end) seen = seen_of_walk<kRows>(to, band, b, head_k, m, block);
+        bool meets = false, cut = false;
+        if (block >= blocks.begin && block < blocks.end) {
+            if constexpr (kIntervals) {
+                meets = meets_by_intervals<kRows>(params, band, b, head_k, m, block);
+            } else {
+                const TileSeen seen = seen_of_walk<kRows>(to, band, b, head_k, m, block);
+                meets = seen.anything(), cut = seen.cut;
+            }
+        }
         __syncwarp();
-        const uint32_t meet = __ballot_sync(~0u, seen.anything());
+        const uint32_t meet = __ballot_sync(~0u, meets);
         if (block < to.key_blocks)
-            to.tiles[to.walk_of(b, head_k, block) * to.tiles_q + m] =
-                tile_state(seen.anything(), before + __popc(meet & ((1u << lane) - 1)), seen.cut);
+            to.tiles[to.walk_of(b, head_k, block) * to.tiles_q + m] = tile_state(meets, before + __popc(meet & ((1u << lane) - 1)), cut);
         before += __popc(meet);
     }
 }
 
 // A warp for each walk.
-template <int kRows>
+template <int kRows, bool kIntervals>
 __global__ void __launch_bounds__(kThreads) walks_kernel(const __grid_constant__ TilesParams params) {
     const MaskedTiles& to = params.to;
     const int lane = threadIdx.x % 32;
@@ -74,36 +96,53 @@ __global__ void __launch_bounds__(kThreads) walks_kernel(const __grid_constant__
         const uint32_t meet = __ballot_sync(~0u, state != 0);
         if (state) {
             tiles[count + __popc(meet & ((1u << lane) - 1))] = tile_of_state(m, state).packed();
-            const TileSeen seen = seen_of_walk<kRows>(to, band, b, head_k, m, block);
-            keys[0] |= seen.keys[0], keys[1] |= seen.keys[1];
+            if constexpr (!kIntervals) {
+                const TileSeen seen = seen_of_walk<kRows>(to, band, b, head_k, m, block);
+                keys[0] |= seen.keys[0], keys[1] |= seen.keys[1];
+            }
         }
         __syncwarp();
         count += __popc(meet);
     }
     if (lane == 0) to.walks[index].count = count;
+    if constexpr (!kIntervals) {
 #pragma unroll
-    for (int x = 0; x < 4; ++x) {
-        const uint32_t seen = __reduce_or_sync(~0u, uint32_t(keys[x / 2] >> x % 2 * 32));
-        const uint32_t unseen = ~seen & uint32_t(bits_of_range<32>(0, band.seqlen_k, block * kKeys + x * 32));
-        if (lane == 0) to.walks[index].unseen[2 * x] = uint16_t(unseen), to.walks[index].unseen[2 * x + 1] = uint16_t(unseen >> 16);
+        for (int x = 0; x < 4; ++x) {
+            const uint32_t seen = __reduce_or_sync(~0u, uint32_t(keys[x / 2] >> x % 2 * 32));
+            const uint32_t unseen = ~seen & uint32_t(bits_of_range<32>(0, band.seqlen_k, block * kKeys + x * 32));
+            if (lane == 0) to.walks[index].unseen[2 * x] = uint16_t(unseen), to.walks[index].unseen[2 * x + 1] = uint16_t(unseen >> 16);
+        }
     }
 }
 
+// Fills the lists of params.to.
+template <bool kIntervals>
+cudaError_t launch_lists(const TilesParams& params, bool short_tiles, cudaStream_t stream) {
+    const MaskedTiles& to = params.to;
+    const auto launch = [&](auto* kernel, int64_t warps) {
+        return launch_kernel(kernel, unsigned(ceil_div(warps, kWarps)), kThreads, 0, stream, params);
+    };
+    const int64_t states = int64_t(to.batches) * to.heads_k * to.tiles_q;
+    if (states == 0 || walks_of(to) == 0) return cudaSuccess;
+    if (cudaError_t error = launch(short_tiles ? tile_states_kernel<1, kIntervals> : tile_states_kernel<2, kIntervals>, states))
+        return error;
+    return launch(short_tiles ? walks_kernel<1, kIntervals> : walks_kernel<2, kIntervals>, walks_of(to));
+}
+
 }  // namespace
+
+cudaError_t launch_interval_tiles(const AttentionParams& p, const BackwardPlan& plan, const IntervalBounds& bounds, void* workspace,
+                                  MaskedTiles* to, cudaStream_t stream) {
+    *to = interval_tiles(p, plan);
+    place_masked_tiles(to, workspace);
+    return launch_lists<true>({p, *to, bounds}, plan.block_m == kSeenBlock, stream);
+}
 
 cudaError_t launch_masked_tiles(const AttentionParams& p, const BackwardPlan& plan, void* workspace, MaskedTiles* to, cudaStream_t stream) {
     *to = masked_tiles(p, plan);
     void* const rest = place_masked_tiles(to, workspace);
     if (cudaError_t error = launch_seen_blocks(p, PairWords::kOfKeys, rest, &to->seen, stream)) return error;
-    const TilesParams params{p, *to};
-    const auto launch = [&](auto* kernel, int64_t warps) {
-        return launch_kernel(kernel, unsigned(ceil_div(warps, kWarps)), kThreads, 0, stream, params);
-    };
-    const bool short_tiles = plan.block_m == kSeenBlock;
-    const int64_t states = int64_t(to->batches) * to->heads_k * to->tiles_q;
-    if (states == 0 || walks_of(*to) == 0) return cudaSuccess;
-    if (cudaError_t error = launch(short_tiles ? tile_states_kernel<1> : tile_states_kernel<2>, states)) return error;
-    return launch(short_tiles ? walks_kernel<1> : walks_kernel<2>, walks_of(*to));
+    return launch_lists<false>({p, *to, {}}, plan.block_m == kSeenBlock, stream);
 }
 
 }  // namespace fa

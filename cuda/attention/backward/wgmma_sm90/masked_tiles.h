@@ -1,5 +1,6 @@
 // wgmma_sm90/masked_tiles.h: masks by blocks and masks of pairs in the Hopper backward, for host and device: which tiles of queries a block
-// of 128 keys visits, and the bits of a thread's scores. attention/common/seen_blocks.h has what rows see by blocks of 64.
+// of 128 keys visits, and the bits of a thread's scores. attention/common/seen_blocks.h has what rows see by blocks of 64. Masks by
+// intervals have the same lists where blocks take turns in order.
 #pragma once
 
 #include <cstddef>
@@ -63,6 +64,23 @@ inline size_t masked_tiles_bytes(const AttentionParams& p, const BackwardPlan& p
     const MaskedTiles t = masked_tiles(p, plan);
     return size_t(walks_of(t)) * (sizeof(MaskedWalk) + t.tiles_q * sizeof(uint32_t)) + alignof(MaskedWalk) +
            seen_blocks_bytes(t.seen.shape);
+}
+
+// The same for masks by intervals, without the seen blocks. Very long sequences have no lists: these grow with the square of the length.
+inline MaskedTiles interval_tiles(const AttentionParams& p, const BackwardPlan& plan) {
+    MaskedTiles t{};
+    t.batches = p.batch, t.heads_k = p.intervals.heads_of_entry == p.nheads ? 1 : p.nheads_k;
+    t.tiles_q = (p.seqlen_q + plan.block_m - 1) / plan.block_m, t.key_blocks = (p.seqlen_k + plan.block_n - 1) / plan.block_n;
+    return t;
+}
+inline bool has_interval_tiles(const AttentionParams& p, const BackwardPlan& plan, bool in_order) {
+    constexpr int64_t kMost = 1 << 24, kTiles = 1 << 16, kBlocks = 1 << 15;  // SeenTile
+    const MaskedTiles t = interval_tiles(p, plan);
+    return plan.intervals && in_order && t.tiles_q <= kTiles && t.key_blocks <= kBlocks && walks_of(t) * t.tiles_q <= kMost;
+}
+inline size_t interval_tiles_bytes(const AttentionParams& p, const BackwardPlan& plan) {
+    const MaskedTiles t = interval_tiles(p, plan);
+    return size_t(walks_of(t)) * (sizeof(MaskedWalk) + t.tiles_q * sizeof(uint32_t)) + alignof(MaskedWalk);
 }
 
 // What the queries of a tile see of a block of keys, causal and windows included.

@@ -95,7 +95,8 @@ struct BackwardPlan {
     FA_HOST_DEVICE constexpr int dq_chunks_of_keys() const { return dq_chunks() / 2; }
 };
 
-FA_HOST_DEVICE constexpr BackwardPlan backward_plan(BackwardPlanId id) {
+// It calls itself, so it cannot be FA_HOST_DEVICE, which insists on inlining.
+constexpr BackwardPlan backward_plan(BackwardPlanId id) {
     BackwardPlan plan;
     switch (id) {
         // S and dP of 128 x 128 take 64 registers each, which leaves room for the 32 each of dK and dV. K or V as A operands would take 16

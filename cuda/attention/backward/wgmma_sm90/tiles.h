@@ -81,8 +81,8 @@ inline QueryTiles query_tiles(const BackwardParams& b, const BackwardPlan& plan)
     const int64_t span = window ? int64_t(p.window_left) + p.window_right + plan.block_n : p.seqlen_q;
     const int64_t rows = span < p.seqlen_q ? span : p.seqlen_q;
     t.zeroed = plan.blocks() > 1 ? rows > 2048 : plan.dq_stages && !b.deterministic && p.window_right >= 0 && rows >= 8192;
-    // In order, a block waits for all blocks before it, and only a list of a mask says which these are.
-    t.skipped = plan.masks || (plan.options && (p.mask.data || p.intervals.data) && !b.deterministic);
+    // In order, a block waits for all blocks before it, and only lists say which these are. Masks of keys have none.
+    t.skipped = plan.masks || plan.intervals || (plan.options && p.mask.data && !b.deterministic);
     t.tiles = p.cu_seqlens_q ? p.total_q / plan.block_m + p.batch : (p.seqlen_q + plan.block_m - 1) / plan.block_m;
     t.heads = p.cu_seqlens_q ? p.nheads : int64_t(p.batch) * p.nheads;
     return t;

@@ -62,6 +62,10 @@ template <int kBlockM, int kBlockN>
 __device__ __forceinline__ int blocks_before(const BackwardWork&, const VisitedSeen& at) {
     return at.before;
 }
+template <int kBlockM, int kBlockN>
+__device__ __forceinline__ int blocks_before(const BackwardWork& w, const VisitedInterval& at) {
+    return at.before >= 0 ? at.before : blocks_before<kBlockM, kBlockN>(w, static_cast<const Visited&>(at));
+}
 // In order: waits until all key blocks before this one have added to the query tile. True if there are none: the block writes its part.
 template <int kBlockM, int kBlockN, typename Visit>
 __device__ __forceinline__ bool wait_in_order(const QueryTiles& tiles, const BackwardWork& w, const int* counter, const Visit& at) {

@@ -43,7 +43,8 @@ struct alignas(16) BackwardWork {
 // Places are those of the tiles themselves; the main warpgroups read them beside each tile.
 struct BackwardIntervalWork : BackwardWork {
     TileGaps gaps;
-    HiddenBounds bounds;  // of the keys, for all heads of the group
+    HiddenBounds bounds;    // of the keys, for all heads of the group
+    const uint32_t* tiles;  // in order: a list of SeenTile as below, or nullptr: all tiles
 };
 // The same with a mask by blocks or of pairs: a list of the tiles that the walk visits. Its steps, in order its rounds, count them. Places
 // are those of the tiles themselves.
@@ -56,8 +57,11 @@ struct BackwardMaskedWork : BackwardWork {
 template <BackwardPlanId kId>
 using BackwardWorkOf = std::conditional_t<kBackwardPlan<kId>.masks, BackwardMaskedWork,
                                           std::conditional_t<kBackwardPlan<kId>.intervals, BackwardIntervalWork, BackwardWork>>;
-FA_HOST_DEVICE int tile_of_step(const BackwardWork&, int step) { return step; }
-FA_HOST_DEVICE int tile_of_step(const BackwardIntervalWork& w, int step) { return w.gaps.tile_of(step); }
+// The tile of a step; in order, of a round.
+FA_HOST_DEVICE int tile_of_step(const BackwardIntervalWork& w, int step) {
+    return w.tiles ? SeenTile::from(w.tiles[step]).m : w.gaps.tile_of(step);
+}
+FA_HOST_DEVICE int tile_of_step(const BackwardMaskedWork& w, int step) { return SeenTile::from(w.tiles[step]).m; }
 
 // What softcap multiplies by. An instruction takes these from the kernel's arguments, so they need no registers.
 struct SoftcapFactors {
@@ -79,7 +83,7 @@ struct BackwardSchedule {
     int q_loads, k_loads, v_loads, dout_loads;  // boxes of a tile
     SoftcapFactors softcap;
     IntervalBounds bounds;  // plans for intervals: of each block of keys
-    MaskedTiles masks;      // plans for masks
+    MaskedTiles masks;      // plans for masks; in order, lists of plans for intervals
 };
 
 // The first lane's value, in all lanes that still run. The shuffle tells the compiler that it is uniform.
@@ -106,8 +110,16 @@ struct VisitedSeen : Visited {
     int before;  // of the blocks that visit the tile, those of lower keys
     bool cut;
 };
+// The same under masks by intervals. before: -1 without a list.
+struct VisitedInterval : Visited {
+    int before;
+};
 FA_HOST_DEVICE Visited visit_of_step(const BackwardWork&, int step, int head) { return {step, head}; }
-FA_HOST_DEVICE Visited visit_of_step(const BackwardIntervalWork& w, int step, int head) { return {w.gaps.tile_of(step), head}; }
+FA_HOST_DEVICE VisitedInterval visit_of_step(const BackwardIntervalWork& w, int step, int head) {
+    if (!w.tiles) return {{w.gaps.tile_of(step), head}, -1};
+    const SeenTile tile = SeenTile::from(w.tiles[step]);
+    return {{tile.m, head}, tile.before};
+}
 FA_HOST_DEVICE VisitedSeen visit_of_step(const BackwardMaskedWork& w, int step, int head) {
     const SeenTile tile = SeenTile::from(w.tiles[step]);
     return {{tile.m, head}, tile.before, tile.cut};
