@@ -73,6 +73,11 @@ __device__ __forceinline__ void store_shared_16(uint32_t shared, uint4 x) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"r"(shared), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }
 
+// st.global.v4. The compiler splits some assignments of a uint4 whose parts it has computed one by one into four stores.
+__device__ __forceinline__ void store_global_16(void* global, uint4 x) {
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"l"(global), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
+
 // ld.shared.b32, st.shared.b32: two 16-bit values.
 __device__ __forceinline__ uint32_t load_shared_4(uint32_t shared) {
     uint32_t x;

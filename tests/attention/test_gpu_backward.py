@@ -47,6 +47,22 @@ def close(got, want, tolerance):
         assert difference <= tolerance * size, f"{difference / size:.2e}"
 
 
+@pytest.mark.parametrize("headdim", [64, 128, 192, 320])
+@pytest.mark.parametrize("seqlen", [64, 500])
+def test_calls_one_after_another(cuda_kernel, seqlen, headdim):
+    """The kernels of a call may start before the one before has ended, and the next call has the same workspace."""
+    pair = [inputs(seqlen + extra, headdim, batch=3) for extra in (0, 1)]
+    served(cuda_kernel, *pair[0][1:4], causal=True, deterministic=True)
+    options = {"causal": True, "deterministic": True, "kernel": cuda_kernel.name}
+    alone = []
+    for arrays in pair:
+        alone.append(fa.backward(*arrays, **options))
+        torch.cuda.synchronize()
+    found = [fa.backward(*arrays, **options) for _ in range(20) for arrays in pair]
+    for i, gradients in enumerate(found):
+        assert all(map(torch.equal, gradients, alone[i % 2]))
+
+
 def test_graph_capture_and_replay(cuda_kernel):
     """A replayed call uses the new contents of its inputs, and calls of other sizes in between do not affect its
     workspace."""

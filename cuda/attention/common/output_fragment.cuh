@@ -22,7 +22,7 @@ __device__ __forceinline__ void store_row(T* row, const float (&O)[kCount], int 
         }
         transpose_quad(pairs, quad);
         const int column = 8 * (4 * x + quad);
-        if (exists && column < columns) *reinterpret_cast<uint4*>(row + column) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+        if (exists && column < columns) store_global_16(row + column, make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]));
     }
 }
 

@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "common/divisor.h"
+
 namespace fa {
 
 struct MmaTile {
@@ -145,6 +147,33 @@ inline int64_t heads_per_section(int64_t seqlen_k, int64_t bytes_per_key, int gr
     constexpr int64_t kSectionBytes = int64_t(16) << 20;
     const int64_t heads_k = kSectionBytes / ((seqlen_k > 0 ? seqlen_k : 1) * bytes_per_key);
     return (heads_k > 1 ? heads_k : 1) * group;
+}
+
+struct GridPlace {
+    int b, head, query_tile;
+};
+
+// The order of the blocks: section by section and, in a section, the last query tile of every head first, because under a causal mask it
+// has the most keys. Heads that share K and V are neighbours. Heads are counted over the batch. Every block computes its place twice, so
+// the divisions are multiplications: in a short call the blocks do little else.
+struct GridOrder {
+    Divisor section_blocks;     // heads of a section x tiles
+    Divisor heads, last_heads;  // of a section; of the last section
+    Divisor nheads;
+    int sections, tiles;  // tiles: of a head
+
+    FA_HOST_DEVICE GridPlace place(int block) const {
+        const int section = section_blocks.divide(block), index = section_blocks.remainder(block, section);
+        const Divisor& own = section == sections - 1 ? last_heads : heads;
+        const int turn = own.divide(index), head = section * int(heads.divisor) + own.remainder(index, turn), b = nheads.divide(head);
+        return {b, nheads.remainder(head, b), tiles - 1 - turn};
+    }
+};
+// tiles x nheads x batch fits in an int. section: most heads of a section.
+inline GridOrder grid_order(int tiles, int nheads, int batch, int64_t section) {
+    const int all = nheads * batch > 1 ? nheads * batch : 1, heads = int(section < all ? section : all);
+    const int sections = (all - 1) / heads + 1, last = all - (sections - 1) * heads;
+    return {divisor_of(tiles > 0 ? heads * tiles : 1), divisor_of(heads), divisor_of(last), divisor_of(nheads), sections, tiles};
 }
 
 // ---- backward ----

@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
     }
     extern __shared__ __align__(128) unsigned char shared[];
     auto& smem = *reinterpret_cast<typename Warp::SharedMemory*>(shared);
-    const Work work = Warp::work_at(params, blockIdx.x);
+    const GridPlace work = Warp::work_at(params, blockIdx.x);
     const Sequence s = sequence_of(params.attention, work.b);
     if (work.query_tile * Warp::kBlockM >= s.seqlen_q) return;
 
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
     warp.walk(Q, O, row_max, row_sum);
     if constexpr (Warp::kSplit) {
         if (__syncthreads_or(!warp.is_finite(O, row_sum))) {  // rare: infinity or NaN among the inputs, or a sum beyond float32
-            const Work again = Warp::work_at(params, opaque(blockIdx.x));
+            const GridPlace again = Warp::work_at(params, opaque(blockIdx.x));
             Warp other(params, smem, places, again, sequence_of(params.attention, opaque(again.b)));
 #pragma unroll
             for (int r = 0; r < Warp::kRows; ++r) row_max[r] = -FLT_MAX, row_sum[r] = 0;
@@ -91,6 +91,7 @@ template <typename T>
 MmaParams mma_params(const AttentionParams& p) {
     MmaParams params{};
     params.attention = p;
+    params.group = divisor_of(p.group), params.bounds_keys = p.window_left >= 0 || p.window_right >= 0 || p.chunk.divisor;
     params.aligned_q = aligned_rows<T>(p, p.q, p.nheads, p.headdim), params.aligned_out = aligned_rows<T>(p, p.out, p.nheads, p.headdim_v);
     params.aligned_k = aligned_rows<T>(p, p.k, p.nheads_k, p.headdim), params.aligned_v = aligned_rows<T>(p, p.v, p.nheads_k, p.headdim_v);
     return params;
@@ -103,8 +104,8 @@ cudaError_t launch_tile(MmaParams& params, cudaStream_t stream) {
     constexpr const MmaTile& kTile = kTileOf<T, kD, kDv, kSm>;
     const AttentionParams& p = params.attention;
     const int64_t heads = int64_t(p.nheads) * p.batch, section = heads_per_section(p.seqlen_k, (kD + kDv) * int64_t(sizeof(T)), p.group);
-    params.tiles = (p.seqlen_q + kTile.block_m - 1) / kTile.block_m;
-    params.section = int(section < heads ? section : heads);
+    const int tiles = (p.seqlen_q + kTile.block_m - 1) / kTile.block_m;
+    params.order = grid_order(tiles, p.nheads, p.batch, section);
     params.parts = (p.headdim_v + kDv - 1) / kDv;
     if (p.max_score)
         if (const cudaError_t error = clear_max_score(p, nullptr, stream)) return error;
@@ -112,7 +113,7 @@ cudaError_t launch_tile(MmaParams& params, cudaStream_t stream) {
         if (p.intervals.data)
             if (const cudaError_t error = launch_interval_bounds(p, kBoundsKeys, p.workspace, &params.bounds, stream)) return error;
     }
-    return launch_kernel(attention_kernel<T, kD, kDv, kSm, kOptions, kKeyRows>, unsigned(params.tiles * heads * params.parts),
+    return launch_kernel(attention_kernel<T, kD, kDv, kSm, kOptions, kKeyRows>, unsigned(tiles * heads * params.parts),
                          unsigned(kTile.warps * 32), sizeof(Smem<T, kTileOf<T, kD, kDv, kSm>, kD, kDv>), stream, params);
 }
 

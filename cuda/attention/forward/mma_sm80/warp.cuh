@@ -27,8 +27,9 @@ constexpr unsigned kFullWarp = 0xFFFFFFFFu;
 
 struct MmaParams {
     AttentionParams attention;
-    int tiles;                                          // query tiles of one head
-    int section;                                        // heads per section, see tiles_mma_sm80.h
+    GridOrder order;                                    // of the blocks
+    Divisor group;                                      // nheads / nheads_k
+    bool bounds_keys;                                   // causal, windows or chunks may hide keys
     int parts;                                          // of the columns of V and out, kDv each; > 1 only for kD > 256
     bool aligned_q, aligned_k, aligned_v, aligned_out;  // rows start on 16 bytes and are a multiple of them
     IntervalBounds bounds;
@@ -103,19 +104,6 @@ __device__ __forceinline__ void mark_visible(const float (&S)[kMmas][kTilesN][4]
         }
 }
 
-struct Work {
-    int b, head, query_tile;
-};
-
-// Blocks start in order of their index: section by section and, in a section, the last query tile of every head first, because under a
-// causal mask it has the most keys. Heads that share K and V are neighbours.
-__device__ __forceinline__ Work work_of(const MmaParams& params, int block) {
-    const AttentionParams& p = params.attention;
-    const int first = block / (params.section * params.tiles) * params.section, index = block % (params.section * params.tiles);
-    const int heads = min(params.section, p.nheads * p.batch - first), head = first + index % heads;
-    return {head / p.nheads, head % p.nheads, params.tiles - 1 - index / heads};
-}
-
 template <typename T, int kD, int kDv, MmaSm kSm>
 inline constexpr MmaTile kTileOf = sizeof(T) == 2                  ? mma_tile(kD, kDv, kSm)
                                    : std::is_same_v<T, SplitFloat> ? mma_tile_split(kD, kDv, kSm)
@@ -175,7 +163,7 @@ struct ForwardWarp {
     const AttentionParams& p;
     SharedMemory& smem;
     Places& places;
-    Work work;
+    GridPlace work;
     Sequence s;
     int columns_v;  // of V, from this block's part on
     const T *q, *k, *v;
@@ -191,29 +179,25 @@ struct ForwardWarp {
 
     // Parts of the same rows are neighbours, because they read the same K.
     static __device__ __forceinline__ int part_of(const MmaParams& params, int block) { return kInParts ? block % params.parts : 0; }
-    static __device__ __forceinline__ Work work_at(const MmaParams& params, int block) {
-        return work_of(params, kInParts ? block / params.parts : block);
+    static __device__ __forceinline__ GridPlace work_at(const MmaParams& params, int block) {
+        if (kPaged) block = opaque(block);  // not in uniform registers: there the place takes more of the others
+        return params.order.place(kInParts ? block / params.parts : block);
     }
 
-    __device__ __forceinline__ ForwardWarp(const MmaParams& params, SharedMemory& smem, Places& places, const Work& work, const Sequence& s)
+    __device__ __forceinline__ ForwardWarp(const MmaParams& params, SharedMemory& smem, Places& places, const GridPlace& work,
+                                           const Sequence& s)
         : params(params), p(params.attention), smem(smem), places(places), work(work), s(s) {
         const int first_column = part_of(params, blockIdx.x) * kDv, row0 = work.query_tile * kBlockM;
         columns_v = p.headdim_v - first_column;
         q = static_cast<const T*>(p.q.data) + s.q + work.head * p.q.head + row0 * p.q.row;
-        k = static_cast<const T*>(p.k.data) + s.k + work.head / p.group * p.k.head;
-        v = static_cast<const T*>(p.v.data) + s.v + work.head / p.group * p.v.head + first_column;
-        first_key = key_range(p, s, row0).begin, end_key = key_range(p, s, min(row0 + kBlockM, s.seqlen_q) - 1).end;
+        const int head_k = params.group.divide(work.head);
+        k = static_cast<const T*>(p.k.data) + s.k + head_k * p.k.head;
+        v = static_cast<const T*>(p.v.data) + s.v + head_k * p.v.head + first_column;
+        first_key = 0, end_key = s.seqlen_k;
+        if (params.bounds_keys) first_key = key_range(p, s, row0).begin, end_key = key_range(p, s, min(row0 + kBlockM, s.seqlen_q) - 1).end;
         first_tile = first_key / kBlockN, last_tile = end_key > first_key ? (end_key - 1) / kBlockN : first_tile - 1;
         lane = threadIdx.x % 32, warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);  // the shuffle makes it known as uniform
         warp_row = row0 + row_warp_of(warp) * kWarpRows;
-        // opaque: otherwise this address is shared with later ones and holds registers all the time.
-        if (!kPaged && p.max_score && threadIdx.x < kBlockM) smem.greatest[opaque(threadIdx.x)] = -FLT_MAX;
-        if (lane == 0) {
-            const KeyRange first = key_range(p, s, warp_row), last = key_range(p, s, min(warp_row + kWarpRows, s.seqlen_q) - 1);
-            smem.some[warp] = {first.begin, warp_row < s.seqlen_q ? last.end : 0};
-            smem.every[warp] = {last.begin, first.end};
-        }
-        __syncwarp();
         // For ldmatrix, A and V^T take 16 rows x 32 bytes, K takes 16 keys x 32 bytes with the middle two 8 x 8 matrices swapped. ldmatrix
         // cannot transpose fp32 V: there a lane loads keys 2 q and 2 q + 1, four columns of each.
         q_lane = shared_address(smem.q) + TileQK::offset(row_warp_of(warp) * kWarpRows + lane % 16, lane / 16);
@@ -307,6 +291,24 @@ struct ForwardWarp {
         for (int m = 0; m < kMmas; ++m)
             ldmatrix_x4(Q[kTile.q_in_registers ? step : 0][m], TileQK::advance(q_lane + 16 * m * TileQK::kPitch, step));
     }
+    // Writes to shared memory what the walk reads again in every tile: the keys that this warp sees, and where max_score begins.
+    __device__ __forceinline__ void prepare_walk() const {
+        // opaque: otherwise this address is shared with later ones and holds registers all the time.
+        if (!kPaged && p.max_score && threadIdx.x < kBlockM) smem.greatest[opaque(threadIdx.x)] = -FLT_MAX;
+        const auto range_of = [&](int row) { return params.bounds_keys ? key_range(p, s, row) : KeyRange{0, s.seqlen_k}; };
+        const int last_row = min(warp_row + kWarpRows, s.seqlen_q) - 1;
+        if (kStages == 2 && lane < 2) {  // lane 0: the warp's first row; lane 1: its last one
+            const KeyRange range = range_of(lane == 0 ? warp_row : last_row);
+            if (lane == 0) smem.some[warp].begin = range.begin, smem.every[warp].end = range.end;
+            else smem.some[warp].end = warp_row < s.seqlen_q ? range.end : 0, smem.every[warp].begin = range.begin;
+        }
+        if (kStages == 1 && lane == 0) {  // the same: at head dim 128 this form leaves the registers that the loop needs
+            const KeyRange first = range_of(warp_row), last = range_of(last_row);
+            smem.some[warp] = {first.begin, warp_row < s.seqlen_q ? last.end : 0};
+            smem.every[warp] = {last.begin, first.end};
+        }
+        __syncwarp();
+    }
     // Q, and K and V of the last tile, which is the first one to be computed.
     __device__ __forceinline__ void load_first(Queries& Q) const {
         const int row0 = work.query_tile * kBlockM;
@@ -317,6 +319,7 @@ struct ForwardWarp {
         load_v(last_tile, 0);
         if (kStages == 1) cp_async_commit();
         if (last_tile > first_tile) find_rows(last_tile - 1);
+        prepare_walk();  // after the copies have been started, which take longer
         if (kTile.q_in_registers) {
             static_assert(!kTile.q_in_registers || (kStages == 2 && sizeof(T) == 2), "what this wait and the lack of rounding are for");
             cp_async_wait_all();
@@ -686,7 +689,7 @@ struct ForwardWarp {
 
     // What is needed here is computed again instead of being kept in registers through the loop.
     __device__ __forceinline__ void finish(const Output& O, const RowValues& row_max, const RowValues& row_sum) const {
-        const Work done = kGeneral ? work : work_at(params, opaque(blockIdx.x));
+        const GridPlace done = kGeneral ? work : work_at(params, opaque(blockIdx.x));
         const int last_lane = opaque(threadIdx.x) % 32, every_warp = opaque(threadIdx.x) / 32, last_warp = row_warp_of(every_warp);
         const int part = kColumnParts > 1 ? column_part_of(every_warp) : part_of(params, opaque(blockIdx.x));
         const Sequence done_s =
@@ -728,11 +731,12 @@ struct ForwardWarp {
         for (int n = 0; n < kTilesV; n += 4) {  // a lane has eight neighbouring columns of every four tiles
             constexpr int kPieces = int(sizeof(T)) / 2, kPieceColumns = 8 / kPieces;
             uint32_t word[kPieces][4];
-            const auto value = [&](int x, int e) { return end.output(O[r / 2][n + x][r % 2 * 2 + e]); };
+            const auto value = [&](int x, int e) { return O[r / 2][n + x][r % 2 * 2 + e] * end.inverse; };
 #pragma unroll
             for (int x = 0; x < 4; ++x) {
                 if constexpr (sizeof(T) == 2) word[0][x] = pack_16<T>(value(x, 0), value(x, 1));
                 else word[0][x] = __float_as_uint(value(x, 0)), word[1][x] = __float_as_uint(value(x, 1));
+                if (end.empty) word[0][x] = word[kPieces - 1][x] = 0;
             }
             if (sizeof(T) == 2) transpose_quad(word[0], lane % 4);  // from two columns of each tile to eight columns of one tile
 #pragma unroll
@@ -742,7 +746,7 @@ struct ForwardWarp {
                 T* to = row + column;
                 const uint32_t(&x)[4] = word[piece];
                 if (!kAnyAlignment || params.aligned_out) {
-                    if (columns > 0) *reinterpret_cast<uint4*>(to) = make_uint4(x[0], x[1], x[2], x[3]);
+                    if (columns > 0) store_global_16(to, make_uint4(x[0], x[1], x[2], x[3]));
                 } else {
 #pragma unroll
                     for (int e = 0; e < kPieceColumns; ++e) {
