@@ -190,8 +190,8 @@ struct PairPlace {
 
 // dropout.h's answer, without an array that is indexed at run time.
 __device__ __forceinline__ bool kept(const AttentionParams& p, const Philox4& block, int key) {
-    const uint32_t low = key & 2 ? block.word[1] : block.word[0], high = key & 2 ? block.word[3] : block.word[2];
-    return !drops(p, key & 4 ? high : low, key & 1);
+    const uint32_t low = key & 16 ? block.word[1] : block.word[0], high = key & 16 ? block.word[3] : block.word[2];
+    return !dropped(p, key & 32 ? high : low, key);
 }
 
 // S, the products, becomes the weights of the second products, and dP becomes dS; both are 0 for hidden pairs.

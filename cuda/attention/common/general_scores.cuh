@@ -129,22 +129,30 @@ __device__ __forceinline__ void hide_by_blocks(const AttentionParams& p, const F
     }
 }
 
-// Zeroes the dropped probabilities. One Philox call decides eight columns, two for each lane of a quad. So each lane makes the call for one
-// of four neighbouring column groups, and the quad exchanges the words.
+// Zeroes the dropped probabilities. One Philox call decides 16 elements of a row, which all are this lane's: words 4 of groups of 16 keys.
+// Fragments of fewer than 64 keys use a half or a quarter of it. The fragment's first key is a multiple of as many keys as one call serves.
 template <int kCount>
-__device__ __forceinline__ void drop_fragment(const AttentionParams& p, const FragmentPlace& at, int quad, float (&P)[kCount]) {
-    static_assert(kCount % 16 == 0, "column groups are shared out four at a time");
+__device__ __forceinline__ void drop_fragment(const AttentionParams& p, const FragmentPlace& at, float (&P)[kCount]) {
+    static_assert(kCount % 8 == 0, "whole words");
+    constexpr int kWords = kCount % 32 == 0 ? 4 : kCount % 16 == 0 ? 2 : 1;  // of a call
 #pragma unroll
     for (int r = 0; r < 2; ++r)
 #pragma unroll
-        for (int group = 0; group < kCount / 4; group += 4) {
-            Philox4 block = dropout_block(p, at.batch, at.head, at.row + 8 * r, at.key - 2 * quad + 8 * (group + quad));
-            transpose_quad(block.word, quad);
+        for (int first = 0; first < kCount / 8; first += kWords) {
+            const int key = at.key + 16 * first, word0 = kWords == 4 ? 0 : dropout_word(uint32_t(key));
+            const Philox4 block = dropout_block(p, at.batch, at.head, at.row + 8 * r, key);
 #pragma unroll
-            for (int x = 0; x < 4; ++x) {
-                float* pair = P + 4 * (group + x) + 2 * r;
-                if (drops(p, block.word[x], false)) pair[0] = 0.0f;
-                if (drops(p, block.word[x], true)) pair[1] = 0.0f;
+            for (int x = 0; x < kWords; ++x) {
+                uint32_t word = block.word[x];
+#pragma unroll
+                for (int w = x + kWords; w < 4; w += kWords)
+                    if (word0 + x == w) word = block.word[w];
+                float* pairs = P + 8 * (first + x) + 2 * r;
+                const uint32_t swapped = swapped_halves(word);
+                if (drops(p, word, false)) pairs[0] = 0.0f;
+                if (drops(p, word, true)) pairs[1] = 0.0f;
+                if (drops(p, swapped, false)) pairs[4] = 0.0f;
+                if (drops(p, swapped, true)) pairs[5] = 0.0f;
             }
         }
 }

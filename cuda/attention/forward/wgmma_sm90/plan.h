@@ -77,7 +77,8 @@ struct WgmmaPlan {
     bool blocks = false;
     // With options, but neither ALiBi nor softcap: also a 16-bit bias, always (bias.cuh). Scores are in natural units.
     bool bias = false;
-    bool dropout = false;  // with options: also dropout, always (dropout.cuh)
+    bool dropout = false;       // with options: also dropout, always (dropout.cuh)
+    bool dropout_bits = false;  // keeps a bit for each element instead of eight, where registers are scarce
     // Speculative plans: wait for O before the exponentials instead of after them. The packing of P is then interleaved with the
     // exponentials and hides under them. This warpgroup's own product no longer hides there: the products of other warpgroups must fill the
     // tensor cores.
@@ -176,9 +177,12 @@ FA_HOST_DEVICE constexpr WgmmaPlan wgmma_plan(WgmmaPlanId id) {
         // Two tiles of bias take 96 KiB or 64 KiB of shared memory, which K and V give up. At head dim 128 three warpgroups would leave
         // room for tiles of 64 keys, whose products are bound by reads of Q.
         case WgmmaPlanId::kD64Bias: plan = with_options(wgmma_plan(WgmmaPlanId::kD64Long)), plan.stages = 3, plan.bias = true; break;
-        // The long plans: three warpgroups hide the random numbers best, and the shorter tiles of keys leave registers for them.
-        case WgmmaPlanId::kD64Dropout: plan = with_options(wgmma_plan(WgmmaPlanId::kD64Long)), plan.dropout = true; break;
-        case WgmmaPlanId::kD128Dropout: plan = with_options(wgmma_plan(WgmmaPlanId::kD128Long)), plan.dropout = true; break;
+        // Three warpgroups hide the random numbers best. At head dim 128 they would need tiles of 80 keys, of which random numbers come in
+        // 64.
+        case WgmmaPlanId::kD64Dropout:
+            plan = with_options(wgmma_plan(WgmmaPlanId::kD64Long)), plan.dropout = plan.dropout_bits = true;
+            break;
+        case WgmmaPlanId::kD128Dropout: plan = with_options(wgmma_plan(WgmmaPlanId::kD128Middle)), plan.dropout = true; break;
         case WgmmaPlanId::kD256Dropout: plan = with_options(wgmma_plan(WgmmaPlanId::kD256)), plan.dropout = true; break;
         case WgmmaPlanId::kD128Bias: plan = with_options(wgmma_plan(WgmmaPlanId::kD128Middle)), plan.stages = 2, plan.bias = true; break;
         // Two row blocks, because a tile is loaded for all rows of the item if one row block sees it. No turns, because a warpgroup passes
