@@ -47,7 +47,9 @@ struct Problem {
     int64_t longest_k() const { return longest(cu_k); }
     fa_device device() const { return fa_device(a.device); }
     // Keys that some query of the segment sees; with dropout the interval begins where four random blocks do.
-    Interval keys_of(const Segment& s) const { return window.keys(s, seqlen_q(s.sequence), seqlen_k(s.sequence), a.dropout_p > 0 ? kDropoutColumns : 1); }
+    Interval keys_of(const Segment& s) const {
+        return window.keys(s, seqlen_q(s.sequence), seqlen_k(s.sequence), a.dropout_p > 0 ? kDropoutColumns : 1);
+    }
     RowsShape rows(int64_t count, int32_t heads, int64_t dim) const;
 
     static int64_t rows_of(const std::vector<Segment>& segments) {

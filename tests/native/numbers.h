@@ -149,8 +149,8 @@ inline Counter philox4x32(int rounds, Counter c, uint32_t key_a, uint32_t key_b)
     return c;
 }
 
-// The elements that dropout removes. For each element 8 bits of a block of seven rounds decide, under a key drawn from seed and offset. Four
-// blocks serve 64 columns of a row: block i columns 2 i and 2 i + 1 of each eight.
+// The elements that dropout removes. For each element 8 bits of a block of seven rounds decide, under a key drawn from seed and offset.
+// Four blocks serve 64 columns of a row: block i columns 2 i and 2 i + 1 of each eight.
 class Dropout {
 public:
     Dropout(double p, uint64_t seed, uint64_t offset) {

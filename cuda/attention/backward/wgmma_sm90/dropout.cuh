@@ -1,6 +1,6 @@
 // wgmma_sm90/dropout.cuh: the random numbers of the Hopper backward. One Philox call decides 16 of 64 keys for a query
-// (attention/common/dropout.h), and 64 keys are a warpgroup's. In the transposed S these 16 lie in all warps, four in each. So the warpgroup
-// draws for all its keys together, and its warps exchange the bits through shared memory.
+// (attention/common/dropout.h), and 64 keys are a warpgroup's. In the transposed S these 16 lie in all warps, four in each. So the
+// warpgroup draws for all its keys together, and its warps exchange the bits through shared memory.
 #pragma once
 
 #include "attention/backward/wgmma_sm90/kept_bits.h"

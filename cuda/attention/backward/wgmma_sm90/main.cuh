@@ -146,7 +146,7 @@ struct MainWarpgroup {
             mbarrier_wait(ds_empty + 8 * ds_slot, it >> 1 & 1 ^ 1);
             if constexpr (kOptions && !kSoftcap && !kSkips)
                 first.hidden = own_hidden(opaque(int(threadIdx.x)) % 32);  // earlier, registers spill
-            if (kDropout) main_warpgroup_sync(wg), wgmma_wait<0>(dp);  // all warps have drawn
+            if (kDropout) main_warpgroup_sync(wg), wgmma_wait<0>(dp);      // all warps have drawn
             else if (kBlockM == 64) wgmma_wait<1>(dp);
             else wgmma_wait<0>(dp), multiply_dv(dv, prob, slot, it == it0);  // drained alone, dP frees its registers one by one
             if constexpr (kGeneral)

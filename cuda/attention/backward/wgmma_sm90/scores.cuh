@@ -93,7 +93,8 @@ __device__ __forceinline__ void drop_gradients(const uint8_t (*keep)[kBlockM], f
 #pragma unroll
     for (int i = 0; i < kBlockM / 2; i += 2) {
         dP[i] *= scale, dP[i + 1] *= scale;
-        drop_pair(reinterpret_cast<const uint16_t*>(keep), i / 4 * 8 + lane % 4 * 2, 16 * warp + i / 2 % 2 * 8 + lane / 4, dP[i], dP[i + 1]);
+        drop_pair(reinterpret_cast<const uint16_t*>(keep), i / 4 * 8 + lane % 4 * 2, 16 * warp + i / 2 % 2 * 8 + lane / 4, dP[i],
+                  dP[i + 1]);
     }
 }
 

@@ -36,8 +36,8 @@ struct KeptPairs {
             uint32_t kept = 0;
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                const Philox4 block = philox<kDropoutRounds>(call0 + 4 * s, row0 + 8 * r, head, origin.sequence, p.dropout_key[0],
-                                                             p.dropout_key[1]);
+                const Philox4 block =
+                    philox<kDropoutRounds>(call0 + 4 * s, row0 + 8 * r, head, origin.sequence, p.dropout_key[0], p.dropout_key[1]);
                 if constexpr (kBits) {
 #pragma unroll
                     for (int x = 0; x < 8; ++x) kept |= kept_pair(block.word[x / 2], x, threshold) & 0x10001u << (8 * r + x);
