@@ -112,12 +112,11 @@ void fragments() {
                     for (int first = 0; first < count / 8; first += words) {
                         const int key = key0 + lane % 4 * 2 + 16 * first;
                         const Philox4 block = dropout_block(p, 5, 3, row, key);
-                        const int word0 = words == 4 ? 0 : dropout_word(uint32_t(key));
                         for (int x = 0; x < words; ++x)
                             for (int e = 0; e < 4; ++e) {
                                 const int i = 8 * (first + x) + 2 * r + e / 2 * 4 + e % 2;
                                 const int own = key0 + 8 * (i / 4) + lane % 4 * 2 + i % 2;
-                                const uint32_t word = block.word[word0 + x];
+                                const uint32_t word = words == 4 ? block.word[x] : word_of(block, uint32_t(key + 16 * x));
                                 EXPECT(drops(p, e / 2 ? swapped_halves(word) : word, e % 2) ==
                                            dropped(p, dropout_block(p, 5, 3, row, own), own),
                                        "fragments of %d elements: row %d, key %d", count, row, own);

@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(kThreads, 1) scores_kernel(const __grid_consta
             const FragmentPlace at{
                 b,          head,   row0 + warp_row + 16 * m + mma_row(lane, 0), key0 + warp_key + mma_column(lane, 0), s.seqlen_q,
                 s.seqlen_k, s.shift};
-            general_gradients<T>(p, at, lse[m], large, delta[m], flat(S[m]), flat(dP[m]));
+            general_gradients<T>(p, at, lane % 4, lse[m], large, delta[m], flat(S[m]), flat(dP[m]));
         } else {
             adjust_large(lse[m], large, flat(S[m]), large_score);
 #pragma unroll

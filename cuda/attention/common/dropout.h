@@ -34,8 +34,11 @@ FA_HOST_DEVICE void dropout_key(uint64_t seed, uint64_t offset, uint32_t key[2])
 
 // The number of the call that decides `column`, among those of a row.
 FA_HOST_DEVICE constexpr uint32_t dropout_call(uint32_t column) { return column / kDropoutColumns * 4 + column % 8 / 2; }
-// The index of the column's word in the block of that call.
-FA_HOST_DEVICE constexpr int dropout_word(uint32_t column) { return int(column % kDropoutColumns / 16); }
+// The column's word in the block of that call, without an index that would move the block to memory.
+FA_HOST_DEVICE uint32_t word_of(const Philox4& block, uint32_t column) {
+    const uint32_t low = column & 16 ? block.word[1] : block.word[0], high = column & 16 ? block.word[3] : block.word[2];
+    return column & 32 ? high : low;
+}
 
 // The position, in the whole batch, of row 0 and column 0 of sequence b and of head 0 of the call.
 struct DropoutOrigin {
@@ -67,11 +70,9 @@ FA_HOST_DEVICE uint32_t swapped_halves(uint32_t word) {
 FA_HOST_DEVICE bool drops(const AttentionParams& p, uint32_t word, bool odd) {
     return (odd ? word << 1 : word << 17) < p.dropout_threshold << 24;
 }
-FA_HOST_DEVICE bool dropped(const AttentionParams& p, uint32_t word, int32_t column) {
-    return drops(p, column & 8 ? swapped_halves(word) : word, column & 1);
-}
 FA_HOST_DEVICE bool dropped(const AttentionParams& p, const Philox4& block, int32_t column) {
-    return dropped(p, block.word[dropout_word(uint32_t(column))], column);
+    const uint32_t word = word_of(block, uint32_t(column));
+    return drops(p, column & 8 ? swapped_halves(word) : word, column & 1);
 }
 
 }  // namespace fa

@@ -112,7 +112,7 @@ __device__ __forceinline__ void adjust_large(const float (&lse)[2], const float2
 
 // One m16 tile of general scores: S becomes P after dropout, dP becomes dS; both are zero where mask or bias hides the pair.
 template <typename T, int kCount>
-__device__ __forceinline__ void general_gradients(const AttentionParams& p, const FragmentPlace& at, const float (&lse)[2],
+__device__ __forceinline__ void general_gradients(const AttentionParams& p, const FragmentPlace& at, int quad, const float (&lse)[2],
                                                   const float2* large, const float (&delta)[2], float (&S)[kCount], float (&dP)[kCount]) {
     float slope[kCount];  // derivative of softcap: 1 - tanh^2
 #pragma unroll
@@ -133,7 +133,7 @@ __device__ __forceinline__ void general_gradients(const AttentionParams& p, cons
     if (p.dropout_threshold) {
 #pragma unroll
         for (float& x : keep) x = p.dropout_scale;
-        drop_fragment(p, at, keep);
+        drop_fragment(p, at, quad, keep);
     } else {
 #pragma unroll
         for (float& x : keep) x = 1;

@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(kDqThreads, kD <= 128 ? 2 : 1) dq_kernel(const
         if (kGeneral) {
             const int here = opaque(lane);
             const FragmentPlace at{b, head, warp_row + mma_row(here, 0), key0 + mma_column(here, 0), s.seqlen_q, s.seqlen_k, s.shift};
-            general_gradients<T>(p, at, lse[0], large_of(), delta[0], flat(S[0]), flat(dP[0]));
+            general_gradients<T>(p, at, here % 4, lse[0], large_of(), delta[0], flat(S[0]), flat(dP[0]));
         } else {
             adjust_large(lse[0], large_of(), flat(S[0]), large_score);
 #pragma unroll

@@ -359,7 +359,7 @@ struct MainWarp : MainShares<kD, kDv, kSm> {
             const int row = here.row0 + s_row + 16 * m + mma_row(lane, 0),
                       key = work.key0 + s_key + 8 * kPartTilesS * part + mma_column(lane, 0);
             const FragmentPlace at{work.b, step.head, row, key, now.seqlen_q, now.seqlen_k, now.shift};
-            general_gradients<T>(p, at, lse[m], large_of(m), delta[m], flat(S[m]), flat(dP[m]));
+            general_gradients<T>(p, at, lane % 4, lse[m], large_of(m), delta[m], flat(S[m]), flat(dP[m]));
         }
     }
     // lse (which = 0) or delta (1) of this thread's rows.

@@ -543,7 +543,7 @@ struct ForwardWarp {
         for (int step = 1; step < kStepsN; ++step) exponentials(S, row_max, row_sum, step, 0, kStepPairs);
         if (p.dropout_threshold) {
 #pragma unroll
-            for (int m = 0; m < kMmas; ++m) drop_fragment(p, place(m, key0), flat(S[m]));
+            for (int m = 0; m < kMmas; ++m) drop_fragment(p, place(m, key0), lane % 4, flat(S[m]));
         }
     }
     // P = 2^(S - row_max), O += P V: the exponentials of the next step run between the products of this step.

@@ -17,7 +17,7 @@ namespace fa {
 template <WgmmaPlanId kId>
 struct KeptPairs {
     static constexpr int kCalls = kWgmmaPlan<kId>.block_n / kDropoutColumns * 2;
-    static constexpr bool kBits = kWgmmaPlan<kId>.dropout_bits;
+    static constexpr bool kBits = kWgmmaPlan<kId>.dropout_bits();
     static constexpr int kWords = kBits ? kCalls / 2 : 4 * kCalls;
     static_assert(!kWgmmaPlan<kId>.dropout || kWgmmaPlan<kId>.block_n % kDropoutColumns == 0, "whole calls");
     uint32_t words[kWords > 0 ? kWords : 1];

@@ -134,7 +134,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, WgmmaSmem<T, k
         };
         const auto drop = [&] {
             if constexpr (kGeneral)
-                if (p.dropout_threshold) drop_fragment(p, place_of<kId>(w, n, me), S);
+                if (p.dropout_threshold) drop_fragment(p, place_of<kId>(w, n, me), me.quad(), S);
         };
 
 #pragma unroll

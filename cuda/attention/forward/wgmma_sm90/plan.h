@@ -77,8 +77,7 @@ struct WgmmaPlan {
     bool blocks = false;
     // With options, but neither ALiBi nor softcap: also a 16-bit bias, always (bias.cuh). Scores are in natural units.
     bool bias = false;
-    bool dropout = false;       // with options: also dropout, always (dropout.cuh)
-    bool dropout_bits = false;  // keeps a bit for each element instead of eight, where registers are scarce
+    bool dropout = false;  // with options: also dropout, always (dropout.cuh)
     // Speculative plans: wait for O before the exponentials instead of after them. The packing of P is then interleaved with the
     // exponentials and hides under them. This warpgroup's own product no longer hides there: the products of other warpgroups must fill the
     // tensor cores.
@@ -89,6 +88,8 @@ struct WgmmaPlan {
 
     FA_HOST_DEVICE constexpr bool skips() const { return intervals || blocks; }  // a tile of which nothing is seen is not loaded
     FA_HOST_DEVICE constexpr int block_m() const { return 64 * warpgroups; }
+    // With dropout: keeps a bit for each element instead of eight, where registers are scarce.
+    FA_HOST_DEVICE constexpr bool dropout_bits() const { return warpgroups == 3 || bias; }
     FA_HOST_DEVICE constexpr bool speculative() const { return maximum != RowMaximum::kLazy; }
     // Lazy plans compute the maximum of every tile, so that max_score costs nothing more; but a tile of a piece is not all of a row. The
     // loop of plans with options does not keep it.
@@ -179,9 +180,7 @@ FA_HOST_DEVICE constexpr WgmmaPlan wgmma_plan(WgmmaPlanId id) {
         case WgmmaPlanId::kD64Bias: plan = with_options(wgmma_plan(WgmmaPlanId::kD64Long)), plan.stages = 3, plan.bias = true; break;
         // Three warpgroups hide the random numbers best. At head dim 128 they would need tiles of 80 keys, of which random numbers come in
         // 64.
-        case WgmmaPlanId::kD64Dropout:
-            plan = with_options(wgmma_plan(WgmmaPlanId::kD64Long)), plan.dropout = plan.dropout_bits = true;
-            break;
+        case WgmmaPlanId::kD64Dropout: plan = with_options(wgmma_plan(WgmmaPlanId::kD64Long)), plan.dropout = true; break;
         case WgmmaPlanId::kD128Dropout: plan = with_options(wgmma_plan(WgmmaPlanId::kD128Middle)), plan.dropout = true; break;
         case WgmmaPlanId::kD256Dropout: plan = with_options(wgmma_plan(WgmmaPlanId::kD256)), plan.dropout = true; break;
         case WgmmaPlanId::kD128Bias: plan = with_options(wgmma_plan(WgmmaPlanId::kD128Middle)), plan.stages = 2, plan.bias = true; break;
