@@ -22,18 +22,19 @@ __device__ __forceinline__ void draw_kept(const AttentionParams& p, const Dropou
         if constexpr (kPairs) return kept_halves(word, dropout_threshold_pair(p));
         else return (drops(p, word, false) ? 0u : 0xFFFFu) | (drops(p, word, true) ? 0u : 0xFFFF0000u);
     };
-    const int thread = opaque(int(threadIdx.x)) % 128;
+    const int thread = opaque(int(threadIdx.x)) % 128, query = thread % kBlockM;
+    int call = thread / kBlockM;
+    kept += kept_place(query, call);
     // One at a time: more take registers that the products need.
 #pragma unroll 1
-    for (int i = thread; i < kKeptCalls * kBlockM; i += 128) {
-        const int query = i % kBlockM, call = i / kBlockM;
+    for (; call < kKeptCalls; call += 128 / kBlockM, kept += kept_place(0, 128 / kBlockM)) {
         const Philox4 block = philox<kDropoutRounds>(tile.call + first + call, tile.row + query, tile.head, tile.sequence, p.dropout_key[0],
                                                      p.dropout_key[1]);
         uint32_t bits = 0;
 #pragma unroll
         for (int w = 0; w < 4; ++w)
             bits |= kept_of(block.word[w]) & kept_mask(w, false), bits |= kept_of(swapped_halves(block.word[w])) & kept_mask(w, true);
-        kept[kept_place(query, call)] = uint16_t(bits | bits >> 16);
+        *kept = uint16_t(bits | bits >> 16);
     }
 }
 // The bits of queries 16 i + 2 quad + {0, 1 | 8, 9}, shifted so that the signs of two bytes each are the bits of the lane's two keys.

@@ -22,34 +22,37 @@ struct KeptPairs {
     static_assert(!kWgmmaPlan<kId>.dropout || kWgmmaPlan<kId>.block_n % kDropoutColumns == 0, "whole calls");
     uint32_t words[kWords > 0 ? kWords : 1];
 
-    // Draws for tile n. The two rows of the same keys at a time: they share the first products, and more calls take registers that the
-    // products need.
+    // Draws for tile n. For two rows of the same keys at a time: they share the first products.
     __device__ __forceinline__ void draw(const AttentionParams& p, const ForwardWork& w, int n, const Consumer& me) {
         const Consumer at = me.rare();
         const DropoutOrigin origin = dropout_origin(p, *static_cast<const volatile int*>(&w.batch));
         const uint32_t call0 = origin.calls + uint32_t(n) * (2 * kCalls) + at.quad(),
                        row0 = origin.row + uint32_t(*static_cast<const volatile int*>(&w.row0) + at.row());
         const uint32_t head = origin.head + uint32_t(*static_cast<const volatile int*>(&w.head)), threshold = dropout_threshold_pair(p);
-        // A loop, because ptxas would move the wait before straight code.
-#pragma unroll(kBits ? 1 : kCalls)
-        for (int s = 0; s < kCalls / 2; ++s) {
-            uint32_t kept = 0;
+        if constexpr (kBits) {
+            static_assert(kWords <= 2, "a choice between two words");
+            // A loop, because ptxas would move the wait before straight code.
+#pragma unroll 1
+            for (int s = 0; s < kCalls / 2; ++s) {
+                uint32_t kept = 0;
+                // Beside a bias one call at a time, for its registers; of two calls, too, for the loop.
+#pragma unroll(kWgmmaPlan<kId>.bias || kCalls == 2 ? 1 : 2)
+                for (int r = 0; r < 2; ++r) {
+                    const Philox4 block = of_call(p, call0 + 4 * s, row0 + 8 * r, head, origin.sequence);
+                    uint32_t own = 0;
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const Philox4 block =
-                    philox<kDropoutRounds>(call0 + 4 * s, row0 + 8 * r, head, origin.sequence, p.dropout_key[0], p.dropout_key[1]);
-                if constexpr (kBits) {
-#pragma unroll
-                    for (int x = 0; x < 8; ++x) kept |= kept_pair(block.word[x / 2], x, threshold) & 0x10001u << (8 * r + x);
-                } else {
-#pragma unroll
-                    for (int x = 0; x < 4; ++x) words[8 * s + 4 * r + x] = block.word[x];
+                    for (int x = 0; x < 8; ++x) own |= kept_pair(block.word[x / 2], x, threshold) & 0x10001u << x;
+                    kept |= own << 8 * r;
                 }
-            }
-            if constexpr (kBits) {
-                static_assert(kWords <= 2, "a choice between two words");
                 if (s == 0) words[0] = kept;
                 else words[kWords - 1] = kept;
+            }
+        } else {
+#pragma unroll
+            for (int call = 0; call < kCalls; ++call) {
+                const Philox4 block = of_call(p, call0 + call / 2 * 4, row0 + call % 2 * 8, head, origin.sequence);
+#pragma unroll
+                for (int x = 0; x < 4; ++x) words[4 * call + x] = block.word[x];
             }
         }
         // Here, before the wait for the products that follows.
@@ -77,6 +80,10 @@ struct KeptPairs {
     }
 
 private:
+    static __device__ __forceinline__ Philox4 of_call(const AttentionParams& p, uint32_t call, uint32_t row, uint32_t head,
+                                                      uint32_t sequence) {
+        return philox<kDropoutRounds>(call, row, head, sequence, p.dropout_key[0], p.dropout_key[1]);
+    }
     static __device__ __forceinline__ uint32_t kept_pair(uint32_t word, int pair, uint32_t threshold) {
         return kept_halves(pair % 2 ? swapped_halves(word) : word, threshold);
     }

@@ -88,8 +88,9 @@ struct WgmmaPlan {
 
     FA_HOST_DEVICE constexpr bool skips() const { return intervals || blocks; }  // a tile of which nothing is seen is not loaded
     FA_HOST_DEVICE constexpr int block_m() const { return 64 * warpgroups; }
-    // With dropout: keeps a bit for each element instead of eight, where registers are scarce.
-    FA_HOST_DEVICE constexpr bool dropout_bits() const { return warpgroups == 3 || bias; }
+    // With dropout: keeps a bit for each element instead of eight, where registers are scarce; and where two calls serve a tile, for the
+    // loop that draws them so.
+    FA_HOST_DEVICE constexpr bool dropout_bits() const { return warpgroups == 3 || bias || block_n == 64; }
     FA_HOST_DEVICE constexpr bool speculative() const { return maximum != RowMaximum::kLazy; }
     // Lazy plans compute the maximum of every tile, so that max_score costs nothing more; but a tile of a piece is not all of a row. The
     // loop of plans with options does not keep it.
