@@ -117,7 +117,7 @@ typedef struct fa_part {
     int32_t seqlen_k;  /* the part's keys are rows key_begin .. key_begin + seqlen_k - 1. Parts may share keys in the forward pass */
     int32_t shift;     /* i_aligned = i + shift, instead of alignment to a corner; -2^30 .. 2^30 */
     int32_t first_row; /* for dropout: row i of the part is row first_row + i of the whole sequence */
-    int32_t first_key; /* for dropout: key j of the part is key first_key + j of the whole sequence; a multiple of 8 */
+    int32_t first_key; /* for dropout: key j of the part is key first_key + j of the whole sequence; a multiple of 64 */
     int32_t sequence;  /* for dropout: index of the whole sequence in its batch */
     int32_t seqlen_q;  /* rows are cu_seqlens_q[b] .. + seqlen_q - 1; rows from there to cu_seqlens_q[b + 1] are in no part. 0 = all */
     int32_t reserved;
@@ -178,7 +178,7 @@ typedef struct fa_attention_args {
     int64_t window_right;
 
     /* ---- dropout ---- */
-    float dropout_p;       /* 0 = off; 0 < p < 1: rounded to n / 32768, 1 <= n <= 32767. Applies to the normalised probabilities */
+    float dropout_p;       /* 0 = off; 0 < p < 1: rounded to n / 256, 1 <= n <= 255. Applies to the normalised probabilities */
     int32_t first_head;    /* head h of this call is head first_head + h of the whole */
     uint64_t dropout_seed; /* of Philox4x32-10; attention/common/dropout.h defines which random bits decide which element */
     uint64_t dropout_offset;

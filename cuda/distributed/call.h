@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "api/common/checks.h"
+#include "attention/common/dropout.h"
 #include "distributed/layout.h"
 #include "distributed/rows.h"
 #include "distributed/transport/transport.h"
@@ -45,8 +46,10 @@ struct Problem {
     int64_t longest_q() const { return longest(cu_q); }
     int64_t longest_k() const { return longest(cu_k); }
     fa_device device() const { return fa_device(a.device); }
-    // Keys that some query of the segment sees; with dropout the interval begins at a multiple of 8.
-    Interval keys_of(const Segment& s) const { return window.keys(s, seqlen_q(s.sequence), seqlen_k(s.sequence), a.dropout_p > 0 ? 8 : 1); }
+    // Keys that some query of the segment sees; with dropout the interval begins where four random blocks do.
+    Interval keys_of(const Segment& s) const {
+        return window.keys(s, seqlen_q(s.sequence), seqlen_k(s.sequence), a.dropout_p > 0 ? kDropoutColumns : 1);
+    }
     RowsShape rows(int64_t count, int32_t heads, int64_t dim) const;
 
     static int64_t rows_of(const std::vector<Segment>& segments) {

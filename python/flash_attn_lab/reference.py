@@ -90,7 +90,7 @@ class Head:
         bits = dropout_bits(
             self.dropout["seed"], self.dropout["offset"], self.dropout["batch"], self.dropout["head"], i, j
         )
-        return np.where(bits < threshold, 0.0, 32768 / (32768 - threshold))
+        return np.where(bits < threshold, 0.0, 256 / (256 - threshold))
 
     def _indices(self, rows: slice, columns: slice) -> tuple[np.ndarray, np.ndarray]:
         return np.arange(len(self.q))[rows, None], np.arange(len(self.k))[None, columns]
@@ -670,16 +670,17 @@ def philox(counter, key, rounds=10):
 
 
 def dropout_threshold(p: float) -> int:
-    """An element is dropped iff its 15 random bits are below this."""
-    return 0 if p == 0 else min(max(int(np.floor(float(np.float32(p)) * 32768 + 0.5)), 1), 32767)
+    """An element is dropped iff its 8 random bits are below this."""
+    return 0 if p == 0 else min(max(int(np.floor(float(np.float32(p)) * 256 + 0.5)), 1), 255)
 
 
 def dropout_bits(seed: int, offset: int, batch: int, head: int, row: np.ndarray, column: np.ndarray) -> np.ndarray:
-    """The 15 random bits of each (row, column). One Philox block of seven rounds serves 8 neighbouring columns; each of
-    its 32-bit words serves two, the low half first."""
+    """The 8 random bits of each (row, column). One Philox block of seven rounds serves 16 of 64 columns: two neighbours
+    of every eight. Each of its 32-bit words serves four, each half two: bits 7 to 14, and after a swap of its bytes."""
     words = (offset & 0xFFFFFFFF, offset >> 32, 0, 0), (seed & 0xFFFFFFFF, seed >> 32)
     key = [int(word) for word in philox(*words)[:2]]
     row, column = np.broadcast_arrays(row, column)
-    block = np.stack(philox((column // 8, row, head, batch), key, rounds=7))
-    word = np.take_along_axis(block, (column % 8 // 2)[None], axis=0)[0].astype(np.int64)
-    return np.where(column % 2 == 1, word >> 16, word) & 0x7FFF
+    block = np.stack(philox((column // 64 * 4 + column % 8 // 2, row, head, batch), key, rounds=7))
+    word = np.take_along_axis(block, (column % 64 // 16)[None], axis=0)[0].astype(np.int64)
+    half = np.where(column % 2 == 1, word >> 16, word) & 0xFFFF
+    return np.where(column // 8 % 2 == 1, half << 8 | half >> 8, half) >> 7 & 0xFF

@@ -127,7 +127,7 @@ def flash_attn_func(
             head h // (nheads // nheads_k) of k and v.
         v: (batch, seqlen_k, nheads_k, headdim_v).
             Strides are free (a broadcast axis with stride 0 is fine), but the last axis must be contiguous.
-        dropout_p: chance of dropping a probability, 0 <= p < 1, used as round(32768 p) / 32768. Needs dropout_seed.
+        dropout_p: chance of dropping a probability, 0 <= p < 1, used as round(256 p) / 256. Needs dropout_seed.
         softmax_scale: factor on q k^T; None means headdim ** -0.5.
         causal: row i sees column j only if j <= i + seqlen_k - seqlen_q (bottom-right), or j <= i with top_left=True.
         window_size: (left, right): row i sees columns i' - left .. i' + right, i' being i aligned as above; -1 is open.

@@ -10,6 +10,7 @@ from accuracy import Case
 from conftest import CUDA, NO_CUDA, BackwardKernel, torch
 
 import flash_attn_minimal as fa
+from flash_attn_lab import reference
 
 pytestmark = [
     pytest.mark.skipif(bool(NO_CUDA), reason=NO_CUDA),
@@ -27,7 +28,7 @@ OTHERS = {
     "sinks": {"sinks": True},
     "softcap": {"softcap": 30.0},  # the backward pass takes the general plans
 }
-RATES = [0.1, 0.5, 1e-5, 0.99999]
+RATES = [0.1, 0.5, 1e-5, 0.96875, 0.99999]
 
 
 def forward(case, q, k, v, options):
@@ -40,8 +41,7 @@ def forward(case, q, k, v, options):
     plan = fa.query(*arrays, kernel=KERNEL, **options)
     if plan.status == "FA_UNSUPPORTED":
         pytest.skip(plan.error)
-    more = {"mask", "alibi_slopes", "softcap"} & options.keys() or options.get("window_size", (-1, -1))[0] >= 0
-    assert plan.variant.endswith("_dropout" if more or case.headdim <= 64 else "_general"), plan
+    assert plan.variant.endswith("_dropout" if case.dropout_p <= 0.96875 else "_general"), plan
     out = torch.full((*q.shape[:-1], v.shape[-1]), math.nan, device="cuda", dtype=arrays[0].dtype)
     call = fa.flash_attn_varlen_func if case.varlen else fa.flash_attn_func
     _, lse = call(*arrays, out=out, return_lse=True, kernel=KERNEL, **options)
@@ -80,16 +80,23 @@ def test_packed_in_order_and_added(headdim):
     check_both(Case(270, 333, headdim, batch=2, dlse=True, **shape), deterministic=True)
 
 
-@pytest.mark.parametrize("headdim", [64, 128])
+@pytest.mark.parametrize("headdim", [64, 128, 192, 256])
 def test_the_same_bits_as_other_kernels(headdim):
-    """V is the identity: out shows which pairs are dropped."""
-    keys = headdim
+    """One block of V after another is the identity: out shows which pairs are dropped."""
+    keys = 200
     q, k = (torch.randn(2, n, 3, headdim, device="cuda").to(torch.float16) for n in (1000, keys))
-    v = torch.eye(keys, device="cuda", dtype=torch.float16)[None, :, None].expand(2, keys, 3, keys).contiguous()
     options = {"dropout_p": 0.4, "dropout_seed": 2**63 + 5, "dropout_offset": 77}
-    ours = fa.flash_attn_func(q, k, v, kernel=KERNEL, **options)
-    for kernel in ("naive", "minimal", "mma_sm80"):
-        assert ((ours != 0) == (fa.flash_attn_func(q, k, v, kernel=kernel, **options) != 0)).all(), kernel
+    for first in range(0, keys, headdim):
+        v = torch.zeros(2, keys, 3, headdim, device="cuda", dtype=torch.float16)
+        own = min(headdim, keys - first)
+        v[:, range(first, first + own), :, range(own)] = 1
+        ours = fa.flash_attn_func(q, k, v, kernel=KERNEL, **options)[..., :own] != 0
+        column = np.arange(first, first + own)[None]
+        for b, head in ((0, 0), (1, 2)):
+            bits = reference.dropout_bits(2**63 + 5, 77, b, head, np.arange(1000)[:, None], column)
+            assert (ours[b, :, head].cpu().numpy() == (bits >= reference.dropout_threshold(0.4))).all(), (b, head)
+        for kernel in ("naive", "mma_sm80", *["minimal"] * (headdim <= 128)):
+            assert (ours == (fa.flash_attn_func(q, k, v, kernel=kernel, **options)[..., :own] != 0)).all(), kernel
 
 
 @pytest.mark.parametrize("headdim", [64, 128])

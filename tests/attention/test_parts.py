@@ -79,11 +79,11 @@ class Cut:
         shift = 0 if case.top_left else keys - rows
         left, right = case.window_size
         right = 0 if case.causal else right
-        low = 0 if left < 0 else min(max(r0 + shift - left, 0), keys) // 8 * 8
+        low = 0 if left < 0 else min(max(r0 + shift - left, 0), keys) // 64 * 64
         high = keys if right < 0 else min(max(r1 + shift + right, low), keys)
         how = rng.choice(["all", "seen", "cut", "cut"] if merges else ["all", "seen"])
         if how == "cut":
-            cuts = sorted([0, keys, *(rng.integers(0, keys + 1, 2) // 8 * 8).tolist()])
+            cuts = sorted([0, keys, *(rng.integers(0, keys + 1, 2) // 64 * 64).tolist()])
             return [*zip(cuts, cuts[1:], strict=False)]
         return [(0, keys) if how == "all" else (low, high)]
 
@@ -480,8 +480,8 @@ def refused(change, text, **more):
         ("seqlen_k", 9, "parts[1].seqlen_k=9 is outside 0 .. 8"),
         ("shift", 2**30 + 1, "parts[1].shift=1073741825 is outside -1073741824 .. 1073741824"),
         ("first_row", -1, "parts[1].first_row=-1 is outside"),
-        ("first_key", -8, "parts[1].first_key=-8 is outside"),
-        ("first_key", 12, "parts[1].first_key=12 is not a multiple of 8"),
+        ("first_key", -64, "parts[1].first_key=-64 is outside"),
+        ("first_key", 72, "parts[1].first_key=72 is not a multiple of 64"),
         ("sequence", -1, "parts[1].sequence=-1 is outside"),
     ],
 )

@@ -69,14 +69,14 @@ def test_dropout_rate_and_scale():
     row, column = np.arange(200)[:, None], np.arange(300)[None]
     base = reference.dropout_bits(1, 0, 0, 0, row, column)
     assert abs((base < reference.dropout_threshold(0.25)).mean() - 0.25) < 0.01
-    assert base.min() >= 0 and base.max() < 32768
+    assert base.min() == 0 and base.max() == 255
     for other in [(2, 0, 0, 0), (1 << 32 | 1, 0, 0, 0), (1, 1, 0, 0), (1, 1 << 32, 0, 0), (1, 0, 1, 0), (1, 0, 0, 1)]:
-        assert (reference.dropout_bits(*other, row, column) == base).mean() < 0.001
+        assert (reference.dropout_bits(*other, row, column) == base).mean() < 0.01
     np.testing.assert_array_equal(reference.dropout_bits(1, 0, 0, 0, row[7:9], column[:, 13:40]), base[7:9, 13:40])
     assert (
         reference.dropout_threshold(0.0) == 0
         and reference.dropout_threshold(1e-9) == 1
-        and reference.dropout_threshold(0.5) == 16384
+        and reference.dropout_threshold(0.5) == 128
     )
 
 

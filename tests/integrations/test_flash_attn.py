@@ -147,7 +147,7 @@ def dropped(q, k, v, s_dmask, lse, dropout_p, **scores):
     relative = (s - s.amax(-1, keepdim=True)).exp().nan_to_num(0)
     close(s_dmask.abs(), relative.detach().cpu().numpy(), 2e-4)
     close(lse, s.logsumexp(-1).detach().cpu().numpy())
-    return torch.einsum("bhij,bjhd->bihd", p * (s_dmask >= 0) / (1 - round(32768 * dropout_p) / 32768), v.double())
+    return torch.einsum("bhij,bjhd->bihd", p * (s_dmask >= 0) / (1 - round(256 * dropout_p) / 256), v.double())
 
 
 @DEVICES

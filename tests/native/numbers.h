@@ -149,22 +149,24 @@ inline Counter philox4x32(int rounds, Counter c, uint32_t key_a, uint32_t key_b)
     return c;
 }
 
-// The elements that dropout removes. For each element 15 bits of the block (column / 8, row, head, batch) of seven rounds decide,
-// under a key drawn from seed and offset.
+// The elements that dropout removes. For each element 8 bits of a block of seven rounds decide, under a key drawn from seed and offset.
+// Four blocks serve 64 columns of a row: block i columns 2 i and 2 i + 1 of each eight.
 class Dropout {
 public:
     Dropout(double p, uint64_t seed, uint64_t offset) {
         if (p <= 0) return;
-        threshold_ = uint32_t(std::min(32767L, std::max(1L, std::lround(p * 32768))));
+        threshold_ = uint32_t(std::min(255L, std::max(1L, std::lround(p * 256))));
         const Counter k = philox4x32(10, {{uint32_t(offset), uint32_t(offset >> 32), 0, 0}}, uint32_t(seed), uint32_t(seed >> 32));
         key_a_ = k.x[0], key_b_ = k.x[1];
     }
     bool on() const { return threshold_ != 0; }
-    double scale() const { return 32768.0 / (32768.0 - threshold_); }
+    double scale() const { return 256.0 / (256.0 - threshold_); }
     bool drops(int64_t batch, int64_t head, int64_t row, int64_t column) const {
-        const Counter block = philox4x32(7, {{uint32_t(column / 8), uint32_t(row), uint32_t(head), uint32_t(batch)}}, key_a_, key_b_);
-        const uint32_t word = block.x[column % 8 / 2];
-        return ((column % 2 == 0 ? word : word >> 16) & 0x7FFF) < threshold_;
+        const uint32_t call = uint32_t(column / 64 * 4 + column % 8 / 2);
+        const Counter block = philox4x32(7, {{call, uint32_t(row), uint32_t(head), uint32_t(batch)}}, key_a_, key_b_);
+        const uint32_t word = block.x[column % 64 / 16], half = column % 2 == 0 ? word & 0xFFFF : word >> 16;
+        const uint32_t turned = (half << 1 | half >> 15) & 0xFFFF;  // two numbers, that of the even eight in the upper byte
+        return (column / 8 % 2 == 0 ? turned >> 8 : turned & 0xFF) < threshold_;
     }
 
 private:

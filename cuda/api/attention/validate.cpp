@@ -64,8 +64,9 @@ fa_status check_part(const fa_attention_args& a, int32_t b) {
     FA_RETURN_IF_ERROR(check("first_row", part.first_row, 0, kMaxLength));
     FA_RETURN_IF_ERROR(check("first_key", part.first_key, 0, kMaxLength));
     FA_RETURN_IF_ERROR(check("sequence", part.sequence, 0, INT32_MAX));
-    if (part.first_key % 8)
-        return fail(FA_BAD_ARGUMENT, "parts[%d].first_key=%d is not a multiple of 8, which dropout needs", b, part.first_key);
+    if (part.first_key % kDropoutColumns)
+        return fail(FA_BAD_ARGUMENT, "parts[%d].first_key=%d is not a multiple of %d, which dropout needs", b, part.first_key,
+                    kDropoutColumns);
     return FA_OK;
 }
 

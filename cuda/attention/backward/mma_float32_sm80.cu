@@ -199,12 +199,6 @@ struct PairPlace {
     int batch, head, shift;
 };
 
-// dropout.h's answer, without an array that is indexed at run time.
-__device__ __forceinline__ bool kept(const AttentionParams& p, const Philox4& block, int key) {
-    const uint32_t low = key & 2 ? block.word[1] : block.word[0], high = key & 2 ? block.word[3] : block.word[2];
-    return !drops(p, key & 4 ? high : low, key & 1);
-}
-
 // S, the products, becomes the weights of the second products, and dP becomes dS; both are 0 for hidden pairs.
 template <bool kGeneral, int kTiles, typename QueryOf, typename KeyOf, typename StatisticsOf>
 __device__ __forceinline__ void gradients_of_pairs(const AttentionParams& p, const PairPlace& at, bool cut, float (&S)[1][kTiles][4],
@@ -281,7 +275,7 @@ __device__ __forceinline__ void gradients_of_pairs(const AttentionParams& p, con
             const float P = exp2_approx(below * kLog2e);
             float weight = P, keep = 1;
             if (p.dropout_threshold) {
-                keep = kept(p, dropout_block(p, at.batch, at.head, query(i), key(i)), key(i)) ? p.dropout_scale : 0.0f;
+                keep = dropped(p, dropout_block(p, at.batch, at.head, query(i), key(i)), key(i)) ? 0.0f : p.dropout_scale;
                 weight = P * keep;
             }
             const bool visible = seen >> i & 1 && score[i] != -INFINITY;

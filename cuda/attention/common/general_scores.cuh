@@ -129,22 +129,28 @@ __device__ __forceinline__ void hide_by_blocks(const AttentionParams& p, const F
     }
 }
 
-// Zeroes the dropped probabilities. One Philox call decides eight columns, two for each lane of a quad. So each lane makes the call for one
-// of four neighbouring column groups, and the quad exchanges the words.
+// Zeroes the dropped probabilities. One Philox call decides 16 elements of a row in 64 keys, which all are this lane's. Fragments of fewer
+// keys use a half or a quarter of it. Of n keys, the first has to be a multiple of n, or of the greatest power of two that divides n.
 template <int kCount>
 __device__ __forceinline__ void drop_fragment(const AttentionParams& p, const FragmentPlace& at, int quad, float (&P)[kCount]) {
-    static_assert(kCount % 16 == 0, "column groups are shared out four at a time");
+    static_assert(kCount % 8 == 0, "a word decides two groups of eight keys");
+    constexpr int kWords = kCount % 32 == 0 ? 4 : kCount % 16 == 0 ? 2 : 1;  // of a call
+    const DropoutOrigin origin = dropout_origin(p, at.batch);
 #pragma unroll
     for (int r = 0; r < 2; ++r)
 #pragma unroll
-        for (int group = 0; group < kCount / 4; group += 4) {
-            Philox4 block = dropout_block(p, at.batch, at.head, at.row + 8 * r, at.key - 2 * quad + 8 * (group + quad));
-            transpose_quad(block.word, quad);
+        for (int first = 0; first < kCount / 8; first += kWords) {
+            const uint32_t key = uint32_t(at.key) + 16 * first;
+            const Philox4 block = philox<kDropoutRounds>(origin.calls + key / kDropoutColumns * 4 + quad, origin.row + at.row + 8 * r,
+                                                         origin.head + at.head, origin.sequence, p.dropout_key[0], p.dropout_key[1]);
 #pragma unroll
-            for (int x = 0; x < 4; ++x) {
-                float* pair = P + 4 * (group + x) + 2 * r;
-                if (drops(p, block.word[x], false)) pair[0] = 0.0f;
-                if (drops(p, block.word[x], true)) pair[1] = 0.0f;
+            for (int x = 0; x < kWords; ++x) {
+                const uint32_t word = kWords == 4 ? block.word[x] : word_of(block, key + 16 * x), swapped = swapped_halves(word);
+                float* pairs = P + 8 * (first + x) + 2 * r;
+                if (drops(p, word, false)) pairs[0] = 0.0f;
+                if (drops(p, word, true)) pairs[1] = 0.0f;
+                if (drops(p, swapped, false)) pairs[4] = 0.0f;
+                if (drops(p, swapped, true)) pairs[5] = 0.0f;
             }
         }
 }

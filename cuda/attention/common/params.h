@@ -104,8 +104,8 @@ struct AttentionParams {
     Divisor chunk;                      // divides by the keys per chunk; divisor 0 = no chunks
     const float* sinks;
 
-    uint32_t dropout_threshold;  // an element is dropped iff its 15 random bits are below this; 0 = no dropout
-    float dropout_scale;         // 32768 / (32768 - threshold)
+    uint32_t dropout_threshold;  // an element is dropped iff its 8 random bits are below this; 0 = no dropout
+    float dropout_scale;         // 256 / (256 - threshold)
     uint32_t dropout_key[2];     // philox.h: dropout_key(seed, offset)
     int32_t first_head;          // dropout counts head h as first_head + h
 

@@ -25,7 +25,7 @@ namespace {
 #include "cpu/attention/row_products.h"
 
 constexpr int kPanelVectors = kPanelKeys / L;
-static_assert(kPanelKeys % (kVectors * L) == 0 && kPanelKeys % 8 == 0, "whole register tiles, whole blocks of dropout bits");
+static_assert(kPanelKeys % (kVectors * L) == 0 && kPanelKeys == kDropoutColumns, "whole register tiles, whole blocks of dropout");
 
 FA_INLINE int vectors_of(int dim) { return (dim + L - 1) / L; }
 
@@ -142,7 +142,7 @@ struct Panel {
     int begin, end;                                   // the keys of the panel that such a row sees
     bool cut;                                         // masks by intervals hide some of these pairs
     HiddenRowsOf<KeysOfLanes> hidden[kPanelVectors];  // set where cut
-    uint16_t bits[(kBlockRows + L) * kPanelKeys];     // dropout: 15 random bits for every pair, from row_begin on
+    uint8_t numbers[(kBlockRows + L) * kPanelKeys];   // dropout: the random number of every pair, from row_begin on
 
     Panel(const KeyTile& tile, const QueryBlock& block, int first_key)
         : t(tile),
@@ -227,19 +227,22 @@ struct Panel {
         return sum_from<1, 1>(&poison)[0] == 0.0f;
     }
 
-    void dropout_bits() {
+    void draw_dropout() {
         const DropoutOrigin& origin = t.origin;
         const IVec lane = lanes();
-        for (int x = 0; x < rows() * (kPanelKeys / 8); x += L) {  // one Philox block covers eight columns of a row
-            const UVec block = (UVec)lane + uint32_t(x);
+        for (int x = 0; x < 4 * rows(); x += L) {  // four Philox blocks cover a row of the panel
+            const UVec call = (UVec)lane + uint32_t(x);
             UVec word[4];
-            philox<kDropoutRounds>((block & uint32_t(kPanelKeys / 8 - 1)) + (origin.columns + uint32_t(t.first + key) / 8),
-                                   block / uint32_t(kPanelKeys / 8) + (origin.row + uint32_t(q.first + row_begin)),
-                                   origin.head + uint32_t(q.head) + UVec{}, origin.sequence + UVec{}, p.dropout_key, word);
-            for (int l = 0; l < L; ++l)
-                for (int w = 0; w < 4; ++w)
-                    for (int odd = 0; odd < 2; ++odd)
-                        bits[(x + l) * 8 + 2 * w + odd] = uint16_t(word[w][l] >> 16 * odd & (kDropoutChances - 1));
+            philox<kDropoutRounds>((call & 3u) + (origin.calls + dropout_call(uint32_t(t.first + key))),
+                                   call / 4u + (origin.row + uint32_t(q.first + row_begin)), origin.head + uint32_t(q.head) + UVec{},
+                                   origin.sequence + UVec{}, p.dropout_key, word);
+            for (int w = 0; w < 4; ++w) {
+                word[w] = dropout_numbers(word[w]);
+                for (int l = 0; l < L; ++l) {
+                    uint8_t* const to = numbers + (x + l) / 4 * kPanelKeys + 16 * w + 2 * ((x + l) % 4);
+                    for (int i = 0; i < 4; ++i) to[i / 2 * 8 + i % 2] = uint8_t(word[w][l] >> dropout_number(i));
+                }
+            }
         }
     }
 
@@ -307,7 +310,7 @@ struct Panel {
                 if constexpr (kGeneral) {
                     if (p.dropout_threshold) {
                         const UVec random =
-                            __builtin_convertvector(load_unaligned<HalfVec>(bits + (i - row_begin) * kPanelKeys + n * L), UVec);
+                            __builtin_convertvector(load_unaligned<ByteVec>(numbers + (i - row_begin) * kPanelKeys + n * L), UVec);
                         keep = random < p.dropout_threshold ? Vec{} : splat(p.dropout_scale);
                         weight *= keep, grad *= keep;
                     }
@@ -321,7 +324,7 @@ struct Panel {
         }
     }
     void gradients(bool slopes, float factor) {
-        if (p.dropout_threshold) dropout_bits();
+        if (p.dropout_threshold) draw_dropout();
         if (p.changes_scores() || cut) gradients<true>(slopes, factor);
         else gradients<false>(slopes, factor);
     }

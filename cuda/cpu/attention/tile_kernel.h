@@ -321,15 +321,19 @@ struct Group {
             UVec query, head;
             for (int l = 0; l < L; ++l)
                 query[l] = origin.row + uint32_t(row(n * L + l).query), head[l] = origin.head + uint32_t(row(n * L + l).head);
-            for (int j = begin - (key + begin) % 8; j < end; j += 8) {  // one Philox call covers columns 8 n .. 8 n + 7
-                UVec word[4];
-                philox<kDropoutRounds>(origin.columns + uint32_t(key + j) / 8 + UVec{}, query, head, origin.sequence + UVec{},
-                                       p.dropout_key, word);
-                for (int i = j < begin ? begin - j : 0; i < 8 && j + i < end; ++i) {
-                    const UVec bits = (i % 2 ? word[i / 2] >> 16 : word[i / 2]) & uint32_t(kDropoutChances - 1);
-                    score(j + i, n) = bits < p.dropout_threshold ? Vec{} : score(j + i, n);
+            for (int j = begin - (key + begin) % kDropoutColumns; j < end; j += kDropoutColumns)
+                for (int pair = 0; pair < 8; pair += 2) {  // one Philox call covers columns `pair` and pair + 1 of each eight
+                    UVec word[4];
+                    philox<kDropoutRounds>(origin.calls + dropout_call(uint32_t(key + j + pair)) + UVec{}, query, head,
+                                           origin.sequence + UVec{}, p.dropout_key, word);
+                    for (int w = 0; w < 4; ++w) word[w] = dropout_numbers(word[w]);
+                    for (int i = 0; i < 16; ++i) {
+                        const int column = j + i / 2 * 8 + pair + i % 2;
+                        if (column < begin || column >= end) continue;
+                        const UVec number = word[i / 4] >> dropout_number(i) & uint32_t(kDropoutChances - 1);
+                        score(column, n) = number < p.dropout_threshold ? Vec{} : score(column, n);
+                    }
                 }
-            }
         }
     }
 

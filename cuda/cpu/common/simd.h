@@ -226,6 +226,13 @@ FA_INLINE void philox(UVec c0, UVec c1, UVec c2, UVec c3, const uint32_t key[2],
     word[0] = c0, word[1] = c1, word[2] = c2, word[3] = c3;
 }
 
+// ---- numbers of dropout (attention/common/dropout.h) ----
+
+// Rotates each half by a bit, so that its two numbers are its bytes: first that of an even eight of columns, in the upper byte.
+FA_INLINE UVec dropout_numbers(UVec word) { return (word << 1 & 0xFFFEFFFEu) | (word >> 15 & 0x00010001u); }
+// The shift to the number of element i of the four that a word decides, in the order of their columns.
+constexpr int dropout_number(int i) { return 16 * (i % 2) + (i / 2 % 2 ? 0 : 8); }
+
 // ---- register tiles of the matrix products ----
 
 constexpr int kVectors = FA_VECTORS;  // width of the widest register tile

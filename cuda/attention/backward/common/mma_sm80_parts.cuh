@@ -129,7 +129,7 @@ __device__ __forceinline__ void general_gradients(const AttentionParams& p, cons
     if (p.intervals.data) hide_by_intervals(p, at, S);
     if (p.blocks.data) hide_by_blocks(p, at, S);
     adjust_large(lse, large, S, large_score);
-    float keep[(kCount + 15) / 16 * 16];  // rounded up to four column groups, as drop_fragment needs
+    float keep[kCount];
     if (p.dropout_threshold) {
 #pragma unroll
         for (float& x : keep) x = p.dropout_scale;

@@ -26,7 +26,7 @@ struct alignas(1024) BackwardPairSmem {
         T q[kQStages][kBlockM * kColumns];
         T ds[2][kBlockN * kBlockM];  // a row per key
         alignas(16) float lse[kQStages][kBlockM];
-        alignas(16) uint8_t keep[kKeepRows][kBlockM];  // dropout: bit j of [n][query] keeps key 8 n + j
+        alignas(16) uint8_t keep[kKeepRows][kBlockM];  // dropout: 8 rows for each warpgroup, kept_bits.h
         uint64_t k_full, q_full[kQStages], q_empty[kQStages], p_empty[2][2], ds_full[2][2];
     };
     struct Values {

@@ -19,11 +19,10 @@ struct OptionsSmem {
     DropoutTile dropout[kStages];  // in plans with dropout: of the tile of Q in the slot
 };
 
-// Plans with dropout: what each main warp keeps of its 16 keys in a tile of Q. Bit j of byte [n][quad][8 c / 4 + e] keeps key 8 n + j of
-// the warp for query 8 c + 2 quad + e.
+// Plans with dropout: what each main warpgroup keeps of its 64 keys in a tile of Q (kept_bits.h).
 template <int kBlockM>
-struct alignas(16) KeepBytes {
-    uint8_t of_warp[kMainWarps][2][4][kBlockM / 4];
+struct alignas(16) KeptBits {
+    uint16_t of_warpgroup[2][kKeptCalls * kBlockM];
 };
 
 // Tile `it` of bias, with tile `it` of Q, in slot it % kStages of BackwardSmem::bias.
@@ -54,7 +53,7 @@ struct alignas(1024) BackwardSmem {
     };
     alignas(128) std::conditional_t<kPlan.dq_stages != 0, DqStages<kPlan.dq_stages>, char> stages;
     alignas(16) float lse[kStages][kBlockM], delta[kStages][kBlockM];    // in quad order
-    alignas(16) uint8_t keep[kPlan.general ? kBlockN / 8 : 1][kBlockM];  // dropout: bit j of [n][query] keeps key 8 n + j
+    alignas(16) uint8_t keep[kPlan.general ? kBlockN / 8 : 1][kBlockM];  // dropout: 8 rows for each warpgroup, kept_bits.h
     uint64_t k_full[kKeyStages], v_full[kKeyStages], keys_empty[kKeyStages], q_full[kStages], q_empty[kStages], dout_full[kStages],
         dout_empty[kStages];
     uint64_t ds_full[2], ds_empty[2];
@@ -64,7 +63,7 @@ struct alignas(1024) BackwardSmem {
         kPlan.intervals, SkipsSmem<IntervalTile, kStages>,
         std::conditional_t<kPlan.masks, SkipsSmem<MaskedTile, kStages>, std::conditional_t<kPlan.options, OptionsSmem<kStages>, char>>>
         options;
-    std::conditional_t<kPlan.dropout, KeepBytes<kBlockM>, char> kept;
+    std::conditional_t<kPlan.dropout, KeptBits<kBlockM>, char> kept;
     std::conditional_t<kPlan.bias(), BiasBarriers<kPlan.bias() ? kPlan.bias_stages : 1>, char> bias_barriers;
 };
 

@@ -105,7 +105,7 @@ __device__ __forceinline__ void describe_dropout(const AttentionParams& p, const
     mbarrier_wait(shared_address(&smem.q_empty[it % kStages]), it / kStages & 1 ^ 1);
     smem.options.dropout[it % kStages] = {origin.row + uint32_t(at.m * kBackwardPlan<kId>.block_m),
                                           origin.head + uint32_t(w.head_k * p.group + at.head), origin.sequence,
-                                          origin.columns + uint32_t(w.key0) / 8};
+                                          origin.calls + dropout_call(uint32_t(w.key0))};
 }
 
 // Warp 1: loads the query tiles of the walk.

@@ -146,7 +146,7 @@ struct MainWarpgroup {
             mbarrier_wait(ds_empty + 8 * ds_slot, it >> 1 & 1 ^ 1);
             if constexpr (kOptions && !kSoftcap && !kSkips)
                 first.hidden = own_hidden(opaque(int(threadIdx.x)) % 32);  // earlier, registers spill
-            if (kDropout) wgmma_wait<0>(dp);
+            if (kDropout) main_warpgroup_sync(wg), wgmma_wait<0>(dp);      // all warps have drawn
             else if (kBlockM == 64) wgmma_wait<1>(dp);
             else wgmma_wait<0>(dp), multiply_dv(dv, prob, slot, it == it0);  // drained alone, dP frees its registers one by one
             if constexpr (kGeneral)
@@ -309,24 +309,20 @@ struct MainWarpgroup {
         __syncwarp();
         release(shared_address(smem.bias_barriers.empty), slot);
     }
-    // Draws the tile's dropout for the warp's keys.
+    // Draws the tile's dropout for the warpgroup's keys. All warps read the bits of the tile before until they announced its dS. They have
+    // to meet before they read these.
     __device__ __forceinline__ void draw(uint32_t slot) const {
-        __syncwarp();  // all lanes have read the bits of the tile before
-        draw_kept<kBlockM>(p, smem.options.dropout[slot], &smem.kept.of_warp[4 * wg + warp][0][0][0], wg * 64 + warp * 16);
-        __syncwarp();
+        draw_kept<kBlockM, true>(p, smem.options.dropout[slot], wg * dropout_call(64), smem.kept.of_warpgroup[wg]);
     }
-    __device__ __forceinline__ uint32_t kept(int n, int i) const {
-        return kept_signs<kBlockM>(&smem.kept.of_warp[4 * wg + warp][0][0][0], n, i, lane);
-    }
+    __device__ __forceinline__ uint2 kept(int i) const { return kept_signs(smem.kept.of_warpgroup[wg], i, warp, lane); }
     // P after dropout.
     __device__ __forceinline__ void drop(Fragment& prob) const {
 #pragma unroll
-        for (int i = 0; i < kBlockM / 16; ++i)
-#pragma unroll
-            for (int n = 0; n < 2; ++n) {
-                const uint32_t signs = kept(n, i);
-                prob[4 * i + n] = keep_pair<0>(prob[4 * i + n], signs), prob[4 * i + 2 + n] = keep_pair<2>(prob[4 * i + 2 + n], signs);
-            }
+        for (int i = 0; i < kBlockM / 16; ++i) {
+            const uint2 signs = kept(i);
+            prob[4 * i] = keep_pair<0>(prob[4 * i], signs.x), prob[4 * i + 1] = keep_pair<1>(prob[4 * i + 1], signs.x);
+            prob[4 * i + 2] = keep_pair<0>(prob[4 * i + 2], signs.y), prob[4 * i + 3] = keep_pair<1>(prob[4 * i + 3], signs.y);
+        }
     }
     // The key of element 0 of lane `ln`.
     __device__ __forceinline__ int first_key(const BackwardWork& w, int ln) const { return w.key0 + wg * 64 + warp * 16 + ln / 4; }
@@ -343,7 +339,7 @@ struct MainWarpgroup {
             const float4 own = delta, lse = next.lse;
             if (!kSoftcap && i + 1 < kBlockM / 16) delta = statistic(smem.delta[slot], quad, i + 1);
             if constexpr (kSoftcap) capped_gradients<T>(ds, prob + 4 * i, dp + 8 * i, own, lse, schedule.softcap);
-            else if constexpr (kDropout) dropped_gradients<T>(ds, prob + 4 * i, dp + 8 * i, own, p.dropout_scale, {kept(0, i), kept(1, i)});
+            else if constexpr (kDropout) dropped_gradients<T>(ds, prob + 4 * i, dp + 8 * i, own, p.dropout_scale, kept(i));
             else score_gradients<T>(ds, prob + 4 * i, dp + 8 * i, own);
             if constexpr (kOptions && !kSkips) clear_hidden(ds, next.hidden);  // else P of a hidden key is 0
             if constexpr (kSoftcap)

@@ -7,13 +7,13 @@
 //                   Blocks whose keys are all hidden walk no tiles, except in order.
 //     ALiBi         two operations a score
 //     bias          S becomes a score in natural units. The copy engine brings its tiles; ldmatrix transposes those of 16 bits.
-//     dropout       one Philox call decides eight keys of a query. A warp draws for its own keys while dP is multiplied, and exchanges the
-//                   bits through shared memory. P is dropped after dS has been stored, and dV is multiplied with S of the next tile.
+//     dropout       a warpgroup draws for its keys while dP is multiplied (dropout.cuh). P is dropped after dS has been stored, and dV is
+//                   multiplied with S of the next tile.
 //     softcap       S becomes tanh. Its derivative is found again from P and lse, without registers or shared memory for it.
 #pragma once
 
+#include "attention/backward/wgmma_sm90/dropout.cuh"
 #include "attention/backward/wgmma_sm90/work.cuh"
-#include "attention/common/dropout_pairs.cuh"
 #include "attention/common/large_rows.cuh"
 #include "common/constants.h"
 #include "device/approximate.cuh"
@@ -161,54 +161,19 @@ __device__ __forceinline__ void hide_rows_past_end(float (&S)[kCount], int rows)
 
 // ---- dropout ----
 
-// A tile's first query, head, sequence, and first column / 8, as Philox counts them.
-struct alignas(16) DropoutTile {
-    uint32_t row, head, sequence, column;
-};
-// Draws for a warp's 16 keys and the queries of a tile. `keep`: the warp's part of KeepBytes. key0: the warp's first key in the tile.
-template <int kBlockM>
-__device__ __forceinline__ void draw_kept(const AttentionParams& p, const DropoutTile& tile, uint8_t* keep, int key0) {
-    const int ln = opaque(int(threadIdx.x)) % 32;
-    const uint32_t threshold = dropout_threshold_pair(p);
-    // One at a time: more take registers that the products need.
-#pragma unroll 1
-    for (int i = 0; i < kBlockM / 16; ++i) {  // two groups of keys for each query
-        const int n = i / (kBlockM / 32), query = i % (kBlockM / 32) * 32 + ln;
-        const Philox4 block = philox<kDropoutRounds>(tile.column + key0 / 8 + n, tile.row + query, tile.head, tile.sequence,
-                                                     p.dropout_key[0], p.dropout_key[1]);
-        uint32_t kept = 0;  // even keys in the low half, odd ones in the high half
-#pragma unroll
-        for (int x = 0; x < 4; ++x) kept |= kept_halves(block.word[x], threshold) & 0x20001u << 2 * x;
-        keep[n * kBlockM + query % 8 / 2 * (kBlockM / 4) + query / 8 * 2 + query % 2] = uint8_t(kept | kept >> 16);
-    }
-}
-// The bytes of queries 16 i + 2 quad + {0, 1, 8, 9}, for key group n of the warp, shifted so that the sign of each is the bit of the lane's
-// key.
-template <int kBlockM>
-__device__ __forceinline__ uint32_t kept_signs(const uint8_t* keep, int n, int i, int ln) {
-    return *reinterpret_cast<const uint32_t*>(keep + n * kBlockM + ln % 4 * (kBlockM / 4) + 4 * i) << (7 - ln / 4);
-}
-// The mask of query 16 i + 2 quad + {0, 1, 8, 9}[kByte], ones where it is kept; the masks of a packed pair of queries.
-template <int kByte>
-__device__ __forceinline__ float keep_if(float x, uint32_t signs) {
-    return __uint_as_float(__float_as_uint(x) & prmt_signs<0x8888u + kByte * 0x1111u>(signs));
-}
-template <int kByte>
-__device__ __forceinline__ uint32_t keep_pair(uint32_t pair, uint32_t signs) {
-    return pair & prmt_signs<0x9988u + kByte * 0x1111u>(signs);
-}
-// dS = P (scale dP - delta), packed as A operand, where dP is 0 for dropped pairs. signs[n]: kept_signs of the thread's key n.
+// dS = P (scale dP - delta), packed as A operand, where dP is 0 for dropped pairs.
 template <typename T>
 __device__ __forceinline__ void dropped_gradients(uint32_t (&dS)[4], const uint32_t* P, const float* dP, const float4& delta, float scale,
-                                                  const uint32_t (&signs)[2]) {
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
+                                                  const uint2& signs) {
+    const auto of_key = [&](auto key) {
+        constexpr int n = decltype(key)::value;
         const float2 low = unpack_16<T>(P[n]), high = unpack_16<T>(P[2 + n]);
-        dS[n] = pack_16<T>(low.x * fmaf(keep_if<0>(dP[2 * n], signs[n]), scale, -delta.x),
-                           low.y * fmaf(keep_if<1>(dP[2 * n + 1], signs[n]), scale, -delta.y));
-        dS[2 + n] = pack_16<T>(high.x * fmaf(keep_if<2>(dP[4 + 2 * n], signs[n]), scale, -delta.z),
-                               high.y * fmaf(keep_if<3>(dP[5 + 2 * n], signs[n]), scale, -delta.w));
-    }
+        dS[n] = pack_16<T>(low.x * fmaf(keep_if<0, n>(dP[2 * n], signs.x), scale, -delta.x),
+                           low.y * fmaf(keep_if<1, n>(dP[2 * n + 1], signs.x), scale, -delta.y));
+        dS[2 + n] = pack_16<T>(high.x * fmaf(keep_if<0, n>(dP[4 + 2 * n], signs.y), scale, -delta.z),
+                               high.y * fmaf(keep_if<1, n>(dP[5 + 2 * n], signs.y), scale, -delta.w));
+    };
+    of_key(std::integral_constant<int, 0>{}), of_key(std::integral_constant<int, 1>{});
 }
 
 // ---- softcap ----

@@ -2,31 +2,20 @@
 // wgmma_sm90/fragments.cuh). The arithmetic is that of transform_score in mask.h.
 #pragma once
 
+#include "attention/backward/wgmma_sm90/dropout.cuh"
 #include "attention/backward/wgmma_sm90/fragments.cuh"
-#include "attention/common/dropout.h"
 #include "attention/common/general_scores.cuh"
 #include "common/constants.h"
 
 namespace fa {
 
-// Draws the dropout bits for a warpgroup's 64 keys and the tile's queries. A byte holds eight keys, which one random block decides.
+// Draws the dropout bits for a warpgroup's 64 keys and the tile's queries, in the layout of kept_bits.h.
 template <int kQueries>
 __device__ __forceinline__ void draw_dropout(const AttentionParams& p, const BackwardWork& w, uint8_t (*keep)[kQueries], int key0,
                                              int query0, int head) {
-#pragma unroll 1
-    for (int i = threadIdx.x % 128; i < 8 * kQueries; i += 128) {
-        const Philox4 block = dropout_block(p, w.batch, head, query0 + i % kQueries, key0 + i / kQueries * 8);
-        uint32_t bits = 0;
-#pragma unroll
-        for (int j = 0; j < 8; ++j) bits |= uint32_t(!dropped(p, block, j)) << j;
-        keep[i / kQueries][i % kQueries] = uint8_t(bits);
-    }
-}
-// Zeroes a and b, two neighbouring queries of one key, where they are dropped. `bit` is the key's bit in the byte.
-__device__ __forceinline__ void drop_pair(const uint8_t* keep, int bit, float& a, float& b) {
-    const uint32_t both = *reinterpret_cast<const uint16_t*>(keep) >> bit;
-    if (!(both & 1)) a = 0.0f;
-    if (!(both >> 8 & 1)) b = 0.0f;
+    const DropoutOrigin o = dropout_origin(p, w.batch);
+    const DropoutTile tile = {o.row + uint32_t(query0), o.head + uint32_t(head), o.sequence, o.calls + dropout_call(uint32_t(key0))};
+    draw_kept<kQueries, false>(p, tile, 0, reinterpret_cast<uint16_t*>(keep));
 }
 
 // Turns S = q k^T into P after dropout, and into the factor of dP - delta in dS: P before dropout times d score / d (scaled product). Both
@@ -88,7 +77,9 @@ __device__ __forceinline__ void general_probabilities(const AttentionParams& p, 
 #pragma unroll
         for (int x = 0; x < 4; ++x) {
             factor[x] = pack_16<T>(value[2 * x] * slope[2 * x], value[2 * x + 1] * slope[2 * x + 1]);
-            if (p.dropout_threshold) drop_pair(&keep[2 * warp + x % 2][16 * i + x / 2 * 8 + 2 * quad], g, value[2 * x], value[2 * x + 1]);
+            if (p.dropout_threshold)
+                drop_pair(reinterpret_cast<const uint16_t*>(keep), 16 * i + x / 2 * 8 + 2 * quad, 16 * warp + x % 2 * 8 + g, value[2 * x],
+                          value[2 * x + 1]);
             P[x] = pack_16<T>(value[2 * x], value[2 * x + 1]);
         }
         take(i, factor, P);
@@ -102,7 +93,8 @@ __device__ __forceinline__ void drop_gradients(const uint8_t (*keep)[kBlockM], f
 #pragma unroll
     for (int i = 0; i < kBlockM / 2; i += 2) {
         dP[i] *= scale, dP[i + 1] *= scale;
-        drop_pair(&keep[2 * warp + i / 2 % 2][i / 4 * 8 + lane % 4 * 2], lane / 4, dP[i], dP[i + 1]);
+        drop_pair(reinterpret_cast<const uint16_t*>(keep), i / 4 * 8 + lane % 4 * 2, 16 * warp + i / 2 % 2 * 8 + lane / 4, dP[i],
+                  dP[i + 1]);
     }
 }
 

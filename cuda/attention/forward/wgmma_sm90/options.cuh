@@ -273,7 +273,7 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
         if constexpr (kPlan.bias) options.release_bias();
         softmax_first<kId>(S, exponent, rows);
         pack_probabilities<T>(P, S);
-        if constexpr (kPlan.dropout) kept.apply(P, me);
+        if constexpr (kPlan.dropout) kept.apply(p, P);
         bool pending = true;  // whether P of tile `before` waits for its product
 #pragma unroll 1
         while (place >= 0) {
@@ -346,7 +346,7 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
             if constexpr (!kEarlyPack) wgmma_wait<0>(O);
             v.release(me.lane);
             if constexpr (!kEarlyPack) pack_probabilities<T>(P, S);  // not before the wait: P(before) was still being read
-            if constexpr (kPlan.dropout) kept.apply(P, me);
+            if constexpr (kPlan.dropout) kept.apply(p, P);
             if (moved) rescale_output(O, rows.o_scale);
         }
         q.release(me.lane);  // the next Q arrives during the last product and the epilogue

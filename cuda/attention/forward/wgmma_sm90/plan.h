@@ -109,6 +109,9 @@ struct WgmmaPlan {
 
     FA_HOST_DEVICE constexpr bool skips() const { return intervals || blocks; }  // a tile of which nothing is seen is not loaded
     FA_HOST_DEVICE constexpr int block_m() const { return 64 * warpgroups; }
+    // With dropout: keeps a bit for each element instead of eight, where registers are scarce; and where two calls serve a tile, for the
+    // loop that draws them so.
+    FA_HOST_DEVICE constexpr bool dropout_bits() const { return warpgroups == 3 || bias || block_n == 64; }
     FA_HOST_DEVICE constexpr bool speculative() const { return maximum != RowMaximum::kLazy; }
     // Lazy plans compute the maximum of every tile, so that max_score costs nothing more; but a tile of a piece is not all of a row. The
     // loop of plans with options does not keep it.
@@ -197,9 +200,10 @@ FA_HOST_DEVICE constexpr WgmmaPlan wgmma_plan(WgmmaPlanId id) {
         // Two tiles of bias take 96 KiB or 64 KiB of shared memory, which K and V give up. At head dim 128 three warpgroups would leave
         // room for tiles of 64 keys, whose products are bound by reads of Q.
         case WgmmaPlanId::kD64Bias: plan = with_options(wgmma_plan(WgmmaPlanId::kD64Long)), plan.stages = 3, plan.bias = true; break;
-        // The long plans: three warpgroups hide the random numbers best, and the shorter tiles of keys leave registers for them.
+        // Three warpgroups hide the random numbers best. At head dim 128 they would need tiles of 80 keys, of which random numbers come in
+        // 64.
         case WgmmaPlanId::kD64Dropout: plan = with_options(wgmma_plan(WgmmaPlanId::kD64Long)), plan.dropout = true; break;
-        case WgmmaPlanId::kD128Dropout: plan = with_options(wgmma_plan(WgmmaPlanId::kD128Long)), plan.dropout = true; break;
+        case WgmmaPlanId::kD128Dropout: plan = with_options(wgmma_plan(WgmmaPlanId::kD128Middle)), plan.dropout = true; break;
         case WgmmaPlanId::kD256Dropout: plan = with_options(wgmma_plan(WgmmaPlanId::kD256)), plan.dropout = true; break;
         case WgmmaPlanId::kD128Bias: plan = with_options(wgmma_plan(WgmmaPlanId::kD128Middle)), plan.stages = 2, plan.bias = true; break;
         // Tiles of bias are whole chunks of 64 keys.
