@@ -178,6 +178,6 @@ def test_which_plan(headdim):
         assert plan_of(x, x, x, **options, return_max_score=True).endswith("_general")
         dropout = plan_of(x, x, x, **options, dropout_p=0.1, dropout_seed=1)
         assert dropout.endswith("_dropout" if headdim <= 128 else "_general")
-    general = {"mask": pairs}, {"bias": slopes[:1].expand(1, 1, 1, 4096)}, {"softmax_scale": -1.0}
-    for options in general:
-        assert plan_of(x, x, x, **options).endswith("_general")
+    assert plan_of(x, x, x, mask=pairs).endswith("_blocks")
+    assert plan_of(x, x, x, bias=torch.zeros(1, 1, 1, 4096, device="cuda")).endswith("_bias_float32")
+    assert plan_of(x, x, x, softmax_scale=-1.0).endswith("_general")
