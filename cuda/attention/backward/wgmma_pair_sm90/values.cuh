@@ -99,6 +99,7 @@ struct PairValuesMain {
         for (uint32_t it = 0; it < uint32_t(tiles); ++it) {  // dP of this tile is complete, nothing is in flight
             const Step step(it, opaque(self));
             low = opaque(low);
+            if (kDropout) low_dout = opaque(low_dout);
             if constexpr (kGeneral || kDropout)
                 if (kDropout || p.dropout_threshold) drop(dp, step);
             // The other block sends P of this tile after it has received dS of two tiles ago, so that copy has left its slot of dS, too.
@@ -109,7 +110,7 @@ struct PairValuesMain {
             }
             store_ds(dp, fragment, step);
             send_ds(step);
-            if constexpr (kDropout) drop_probabilities(fragment, dp, step);
+            if constexpr (kDropout) drop_probabilities(fragment, step);
             if (it + 1 < uint32_t(tiles)) {
                 mbarrier_wait(dout_full + 8 * (step.slot ^ 1), (it + 1) >> 1 & 1);
                 zero_ragged(it + 1);
@@ -157,18 +158,22 @@ struct PairValuesMain {
         const Visited at = visited(w, int(step.it));
         draw_dropout(p, w, values.keep + 8 * wg, w.key0 + wg * 64, at.m * kBlockM, w.head_k * p.group + at.head);
         main_warpgroup_sync(wg);
-        drop_gradients<kBlockM>(values.keep + 8 * wg, p.dropout_scale, dp);
+        if constexpr (kGeneral) drop_gradients<kBlockM>(values.keep + 8 * wg, p.dropout_scale, dp);
     }
-    // P after dropout. Its elements are those of dP, whose registers are free now.
-    __device__ __forceinline__ void drop_probabilities(Fragment& fragment, Scores& scratch, const Step& step) {
+    // The signs of a lane's queries 16 i + 2 quad + {0, 1, 8, 9}.
+    __device__ __forceinline__ uint2 kept(int i, const Step& step) const {
+        const uint32_t own = opaque(uint32_t(step.own));
+        return kept_signs(reinterpret_cast<const uint16_t*>(values.keep + 8 * (own / 128)), i, int(own % 128 / 32), int(own % 32));
+    }
+    // P after dropout.
+    __device__ __forceinline__ void drop_probabilities(Fragment& fragment, const Step& step) const {
 #pragma unroll
-        for (int i = 0; i < kBlockM / 4; ++i) {
-            const float2 pair = unpack_16<T>(fragment[i]);
-            scratch[2 * i] = pair.x, scratch[2 * i + 1] = pair.y;
+        for (int i = 0; i < kBlockM / 16; ++i) {
+            const uint2 signs = kept(i, step);
+            fragment[4 * i] = keep_pair<0>(fragment[4 * i], signs.x), fragment[4 * i + 1] = keep_pair<1>(fragment[4 * i + 1], signs.x);
+            fragment[4 * i + 2] = keep_pair<0>(fragment[4 * i + 2], signs.y),
+                             fragment[4 * i + 3] = keep_pair<1>(fragment[4 * i + 3], signs.y);
         }
-        drop_gradients<kBlockM>(values.keep + 8 * (step.own / 128), 1.0f, scratch);
-#pragma unroll
-        for (int i = 0; i < kBlockM / 4; ++i) fragment[i] = pack_16<T>(scratch[2 * i], scratch[2 * i + 1]);
     }
     // Takes P out of its slot, which the other block may then fill again.
     __device__ __forceinline__ void receive(Fragment& fragment, const Step& step, uint32_t from) {
@@ -189,7 +194,7 @@ struct PairValuesMain {
 #pragma unroll
         for (int i = 0; i < kBlockM / 16; ++i) {
             const float4 delta = next_delta, lse = next_lse;
-            if (i + 1 < kBlockM / 16) next_delta = statistic(values.delta[slot], step.quad, i + 1);
+            if (!kDropout && i + 1 < kBlockM / 16) next_delta = statistic(values.delta[slot], step.quad, i + 1);
             if constexpr (kSoftcap)
                 if (i + 1 < kBlockM / 16) next_lse = statistic(values.lse[slot], step.quad, i + 1);
             uint32_t ds[4];
@@ -199,9 +204,12 @@ struct PairValuesMain {
                 score_gradients<T>(ds, factor, dp + 8 * i, delta);
             } else if constexpr (kSoftcap) {
                 capped_gradients<T>(ds, fragment + 4 * i, dp + 8 * i, delta, lse, schedule.softcap);
+            } else if constexpr (kDropout) {
+                dropped_gradients<T>(ds, fragment + 4 * i, dp + 8 * i, delta, p.dropout_scale, kept(i, step));
             } else {
                 score_gradients<T>(ds, fragment + 4 * i, dp + 8 * i, delta);
             }
+            if (kDropout && i + 1 < kBlockM / 16) next_delta = statistic(values.delta[slot], step.quad, i + 1);  // registers are scarce
             stmatrix_x4(shared_address(values.ds[slot]) + matrix_offset<kBlockN>(ds_row, step.lane, i), ds);
         }
         fence_proxy_async();
