@@ -120,7 +120,7 @@ def test_hidden_keys(headdim, hides, low, dtype):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("shape", [(1, 1, 8, 8, 8192), (4, 1, 32, 8, 768), (1, 16, 16, 16, 4096), (2, 8, 16, 4, 2048)])
 def test_default(shape, dtype, option):
-    """Which kernel such a call takes without a name."""
+    """The kernel that such a call takes without a name."""
     batch, seqlen_q, nheads, nheads_k, keys = shape
     if (
         fa.query(*[torch.empty(1, 1, 1, 64, device="cuda", dtype=torch.bfloat16)] * 3, kernel="wgmma_sm90").status

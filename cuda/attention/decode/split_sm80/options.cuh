@@ -100,23 +100,21 @@ struct SeenKeys {
     }
 };
 
-// Zeroes the dropped probabilities. One Philox call decides eight columns, two for each lane of a quad, so each lane makes the call for one
-// of four tiles, and the quad exchanges the words.
+// Zeroes the dropped probabilities. The two neighbouring keys that a thread has in a tile share a Philox call.
 template <int kTilesN, typename RowOf>
 __device__ __forceinline__ void drop_scores(const DecodeParams& d, int b, int head_k, int key0, int lane, const RowOf& row_of,
                                             float (&P)[kTilesN][4]) {
     const AttentionParams& p = d.attention;
 #pragma unroll
-    for (int x = 0; x < 2 * kTilesN; x += 4) {
-        const int own = x + lane % 4;
-        const RowPlace at(d, head_k, row_of(own / kTilesN));
-        Philox4 block = dropout_block(p, b, at.head, at.query, key0 + 8 * (own % kTilesN));
-        transpose_quad(block.word, lane % 4);
+    for (int half = 0; half < 2; ++half) {
+        const RowPlace at(d, head_k, row_of(half));
 #pragma unroll
-        for (int y = 0; y < 4; ++y) {
-            float* const pair = P[(x + y) % kTilesN] + (x + y) / kTilesN * 2;
-            if (drops(p, block.word[y], false)) pair[0] = 0;
-            if (drops(p, block.word[y], true)) pair[1] = 0;
+        for (int n = 0; n < kTilesN; ++n) {
+            const int key = key0 + 8 * n + mma_column(lane, 0);
+            const Philox4 block = dropout_block(p, b, at.head, at.query, key);
+#pragma unroll
+            for (int e = 0; e < 2; ++e)
+                if (dropped(p, block, key + e)) P[n][2 * half + e] = 0;
         }
     }
 }
