@@ -135,6 +135,7 @@ struct ForwardWarp {
     static constexpr bool kFull = kMmas * kTilesN * 4 >= 128;  // S fills the registers: what can be read again is not kept in registers
     static_assert(kWarpRows == 16 || kWarpRows == 32, "one or two m16 tiles a warp");
     static constexpr bool kInParts = kD > 256 && kColumnParts == 1;
+    static constexpr bool kTight = kD == 128 && kStages == 1 && sizeof(T) == 2 && !kPaged;  // sm_80's tile, which fills the registers
     static_assert(kColumnParts == 1 || kSplit, "16 bits share out the parts of columns to blocks");
     static_assert(!kPaged || sizeof(T) == 2 || kSplit, "no pages of float32 in tf32");
     static constexpr float kThreshold = kGeneral ? kRescaleThreshold * kLn2 : kRescaleThreshold;
@@ -180,7 +181,7 @@ struct ForwardWarp {
     // Parts of the same rows are neighbours, because they read the same K.
     static __device__ __forceinline__ int part_of(const MmaParams& params, int block) { return kInParts ? block % params.parts : 0; }
     static __device__ __forceinline__ GridPlace work_at(const MmaParams& params, int block) {
-        if (kPaged) block = opaque(block);  // not in uniform registers: there the place takes more of the others
+        if (kPaged || kTight) block = opaque(block);  // not in uniform registers: there the place takes more of the others
         return params.order.place(kInParts ? block / params.parts : block);
     }
 
@@ -194,7 +195,8 @@ struct ForwardWarp {
         k = static_cast<const T*>(p.k.data) + s.k + head_k * p.k.head;
         v = static_cast<const T*>(p.v.data) + s.v + head_k * p.v.head + first_column;
         first_key = 0, end_key = s.seqlen_k;
-        if (params.bounds_keys) first_key = key_range(p, s, row0).begin, end_key = key_range(p, s, min(row0 + kBlockM, s.seqlen_q) - 1).end;
+        if (kTight || params.bounds_keys)
+            first_key = key_range(p, s, row0).begin, end_key = key_range(p, s, min(row0 + kBlockM, s.seqlen_q) - 1).end;
         first_tile = first_key / kBlockN, last_tile = end_key > first_key ? (end_key - 1) / kBlockN : first_tile - 1;
         lane = threadIdx.x % 32, warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);  // the shuffle makes it known as uniform
         warp_row = row0 + row_warp_of(warp) * kWarpRows;
@@ -295,7 +297,7 @@ struct ForwardWarp {
     __device__ __forceinline__ void prepare_walk() const {
         // opaque: otherwise this address is shared with later ones and holds registers all the time.
         if (!kPaged && p.max_score && threadIdx.x < kBlockM) smem.greatest[opaque(threadIdx.x)] = -FLT_MAX;
-        const auto range_of = [&](int row) { return params.bounds_keys ? key_range(p, s, row) : KeyRange{0, s.seqlen_k}; };
+        const auto range_of = [&](int row) { return kTight || params.bounds_keys ? key_range(p, s, row) : KeyRange{0, s.seqlen_k}; };
         const int last_row = min(warp_row + kWarpRows, s.seqlen_q) - 1;
         if (kStages == 2 && lane < 2) {  // lane 0: the warp's first row; lane 1: its last one
             const KeyRange range = range_of(lane == 0 ? warp_row : last_row);
