@@ -23,18 +23,25 @@ __device__ __forceinline__ void draw_kept(const AttentionParams& p, const Dropou
         else return (drops(p, word, false) ? 0u : 0xFFFFu) | (drops(p, word, true) ? 0u : 0xFFFF0000u);
     };
     const int thread = opaque(int(threadIdx.x)) % 128, query = thread % kBlockM;
-    int call = thread / kBlockM;
-    kept += kept_place(query, call);
-    // One at a time: more take registers that the products need.
-#pragma unroll 1
-    for (; call < kKeptCalls; call += 128 / kBlockM, kept += kept_place(0, 128 / kBlockM)) {
-        const Philox4 block = philox<kDropoutRounds>(tile.call + first + call, tile.row + query, tile.head, tile.sequence, p.dropout_key[0],
-                                                     p.dropout_key[1]);
+    const auto draw = [&](uint32_t call, uint32_t row, uint16_t* to) {
+        const Philox4 block = philox<kDropoutRounds>(call, row, tile.head, tile.sequence, p.dropout_key[0], p.dropout_key[1]);
         uint32_t bits = 0;
 #pragma unroll
         for (int w = 0; w < 4; ++w)
             bits |= kept_of(block.word[w]) & kept_mask(w, false), bits |= kept_of(swapped_halves(block.word[w])) & kept_mask(w, true);
-        *kept = uint16_t(bits | bits >> 16);
+        *to = uint16_t(bits | bits >> 16);
+    };
+    // One at a time: more take registers that the products need. The two forms are those that spill none.
+    if constexpr (kBlockM == 64) {
+        const uint32_t row = tile.row + query;
+        uint32_t call = tile.call + first + thread / 64;
+        uint16_t* to = kept + kept_place(query, thread / 64);
+#pragma unroll 1
+        for (int i = 0; i < kKeptCalls / 2; ++i, call += 2, to += kept_place(0, 2)) draw(call, row, to);
+    } else {
+        kept += kept_place(query, 0);
+#pragma unroll 1
+        for (int call = 0; call < kKeptCalls; ++call, kept += kept_place(0, 1)) draw(tile.call + first + call, tile.row + query, kept);
     }
 }
 // The bits of queries 16 i + 2 quad + {0, 1 | 8, 9}, shifted so that the signs of two bytes each are the bits of the lane's two keys.

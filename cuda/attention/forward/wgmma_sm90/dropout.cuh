@@ -37,12 +37,11 @@ struct KeptPairs {
                 uint32_t kept = 0;
                 // Beside a bias one call at a time, for its registers; of two calls, too, for the loop.
 #pragma unroll(kWgmmaPlan<kId>.bias || kCalls == 2 ? 1 : 2)
-                for (int r = 0; r < 2; ++r) {
+                for (int r = 1; r >= 0; --r) {
                     const Philox4 block = of_call(p, call0 + 4 * s, row0 + 8 * r, head, origin.sequence);
-                    uint32_t own = 0;
+                    kept <<= 8;
 #pragma unroll
-                    for (int x = 0; x < 8; ++x) own |= kept_pair(block.word[x / 2], x, threshold) & 0x10001u << x;
-                    kept |= own << 8 * r;
+                    for (int x = 0; x < 8; ++x) kept |= kept_pair(block.word[x / 2], x, threshold) & 0x10001u << x;
                 }
                 if (s == 0) words[0] = kept;
                 else words[kWords - 1] = kept;
