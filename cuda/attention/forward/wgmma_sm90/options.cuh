@@ -94,9 +94,7 @@ struct TileOptions {
     // Whether the tile may have keys that a row of the warpgroup does not see.
     __device__ __forceinline__ bool has_edge(int n) const { return n >= masked.right_tile || n < masked.left_tile; }
     // Whether no option changes S in tile n.
-    __device__ __forceinline__ bool is_plain(int cut, int n) const {
-        return !(kBias || caps() || p.alibi_slopes || cut || has_edge(n));
-    }
+    __device__ __forceinline__ bool is_plain(int cut, int n) const { return !(kBias || caps() || p.alibi_slopes || cut || has_edge(n)); }
     // Whether the maximum of tile n, which follows tile `before`, must be found: a row may see its first key, or scores may rise. Under
     // ALiBi they fall from the diagonal on, downwards and later upwards; under a negative slope they rise.
     __device__ __forceinline__ bool is_exact(const KeyTile&, int n, int before, const RowStatistics&) const {
