@@ -148,7 +148,8 @@ FA_HOST_DEVICE constexpr WgmmaPlan with_blocks(WgmmaPlan plan) {
 }
 
 // The comparisons are from one H200 with CUDA 13.0, bf16, 16384 tokens, heads x headdim = 2048, in a prototype of the same loop.
-FA_HOST_DEVICE constexpr WgmmaPlan wgmma_plan(WgmmaPlanId id) {
+// It calls itself, so it cannot be FA_HOST_DEVICE, which insists on inlining.
+constexpr WgmmaPlan wgmma_plan(WgmmaPlanId id) {
     WgmmaPlan plan;
     switch (id) {
         // Q in registers lets the next item's first product run under the epilogue: +4 .. 7 % up to 2k causal, 1k full. The code of the
