@@ -94,8 +94,12 @@ def masks(c):
         "shared prompt": lambda b, h, q, k: (q >= k) & ((k < 7) | (c.ids[q] == c.ids[k])),
         "window and global": lambda b, h, q, k: (q >= k) & ((q - k <= 3) | (k < 2)),
         "window and global of both sides": lambda b, h, q, k: ((q - k).abs() <= 3) | (k < 2) | (q < 2),
-        "documents in pieces": and_masks(mods.documents(torch.tensor([0] * 9 + [1] * 9 + [0] * 22)), mods.causal),
-        "documents that are NaN": mods.documents(c.ids + torch.tensor([0.0] * 20 + [torch.nan] * 20)),
+        "documents in pieces": and_masks(
+            mods.documents(torch.tensor([0] * 9 + [1] * 9 + [0] * 22, device=c.ids.device)), mods.causal
+        ),
+        "documents that are NaN": mods.documents(
+            c.ids + torch.tensor([0.0] * 20 + [torch.nan] * 20, device=c.ids.device)
+        ),
         "documents with padding": and_masks(mods.documents(c.ids), mods.padding(c.lengths), mods.causal),
         "documents of prefixes": and_masks(mods.documents(c.ids_of_both), mods.prefix_lm(c.lengths)),
         "prefix with a window": and_masks(mods.prefix_lm(3), mods.sliding_window(4)),

@@ -310,14 +310,14 @@ void test_choice() {
     with_bias("bias", [](P&, auto*, auto*) {});
     with_bias("bias, window and mask", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 0, 0}, p.window_left = 5; });
     with_bias("bias of every row, scale below zero", [](P& p, auto*, auto*) { p.bias.row = 0, p.scale = -1; });
-    each(Id::kD64BiasFloat32, Id::kD128BiasFloat32, Id::kD192General, "bias of float32", [](P& p, auto*, auto*) {
+    narrow(Id::kD64BiasFloat32, Id::kD128BiasFloat32, "bias of float32", [](P& p, auto*, auto*) {
         p.dtype = DType::kFloat16, p.bias_dtype = DType::kFloat32, p.bias = {reinterpret_cast<const void*>(uintptr_t(4096)), 0, 64, 8};
     });
     without_tiles("bias of float32 and dropout", [](P& p, auto*, auto*) { p.bias_dtype = DType::kFloat32, p.dropout_threshold = 9; });
     without_tiles("bias with rows of 12 bytes", [](P& p, auto*, auto*) { p.bias.row = 6; });
     without_tiles("bias that begins anywhere", [](P& p, auto*, auto*) { p.bias.data = reinterpret_cast<const void*>(uintptr_t(4098)); });
     without_tiles("bias and alibi", [](P& p, auto* slopes, auto*) { p.alibi_slopes = slopes; });
-    each(Id::kD64BiasDropout, Id::kD128BiasDropout, Id::kD192General, "bias and dropout", [](P& p, auto*, auto*) {
+    narrow(Id::kD64BiasDropout, Id::kD128BiasDropout, "bias and dropout", [](P& p, auto*, auto*) {
         p.dtype = p.bias_dtype = DType::kFloat16, p.bias = {reinterpret_cast<const void*>(uintptr_t(4096)), 0, 64, 8};
         p.dropout_threshold = 9;
     });

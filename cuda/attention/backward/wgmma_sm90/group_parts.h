@@ -96,7 +96,7 @@ inline BackwardParams call_of_parts(const BackwardParams& b, GroupParts* parts, 
         return x;
     };
     call.dk = view(parts->dk, parts->columns), call.dv = view(parts->dv, parts->columns_v);
-    call.accumulate = false, call.group_parts = parts->count;
+    call.group_parts = parts->count;
     return call;
 }
 // The call that `call_of_parts` began with, as far as K, V and their heads are concerned.

@@ -23,8 +23,8 @@ struct TilesParams {
 template <int kRows>
 __device__ __forceinline__ TileSeen seen_of_walk(const MaskedTiles& to, const VisibleBand& band, int b, int head_k, int m, int block) {
     const SeenBlocksShape& shape = to.seen.shape;
-    const int heads = shape.heads / to.heads_k;
-    const int64_t first = (shape.batches == 1 ? 0 : int64_t(b) * shape.heads) + head_k * heads;
+    const int heads = max(shape.heads / to.heads_k, 1);  // parts of a group may share an entry (group_parts.h)
+    const int64_t first = (shape.batches == 1 ? 0 : int64_t(b) * shape.heads) + int64_t(head_k) * shape.heads / to.heads_k;
     TileSeen all{};
 #pragma unroll 1
     for (int x = 0; x < heads; ++x) add_seen<kRows>(all, to.seen, band, first + x, m, block);

@@ -56,7 +56,7 @@ __device__ __forceinline__ void store_sums(const float (&d)[kCount], const Tenso
 // Writes zeros to the block's rows of dK or dV when no query sees them. Called by both main warpgroups.
 template <typename T, int kBlockN>
 __device__ __forceinline__ void store_zeros(const TensorView& view, int columns, const BackwardParams& b, const BackwardWork& w) {
-    if (b.accumulate) return;
+    if (b.accumulate && b.group_parts <= 1) return;
     const int64_t batch = b.forward.cu_seqlens_q ? 0 : w.batch * view.batch;
     const int64_t first = batch + int64_t(w.k_row + w.key0) * view.row + w.head_k * view.head;
     const int bytes = b.group_parts > 1 ? sizeof(float) : sizeof(T);

@@ -167,6 +167,7 @@ inline bool decode_wins_with_options(const AttentionParams& p, const DeviceInfo&
     const int bucket = decode_bucket(p);
     const bool single = p.dtype == DType::kFloat32;
     if (single && rows > 32) return false;
+    if (rows > 64 && (rows > 256 || span < 8192)) return false;  // products take longer than reads
     const int64_t other_blocks = (int64_t(p.seqlen_q) + 127) / 128 * p.nheads * p.deciding_batch();
     const int64_t rounds = (other_blocks + device.multiprocessors - 1) / device.multiprocessors;
     const double tile = (bucket == 64 ? 1.0 : bucket == 128 ? 1.45 : 2.9) * (reads ? 1.6 : 1.0) * (single ? p.allow_tf32 ? 2.0 : 5.0 : 1.0);
