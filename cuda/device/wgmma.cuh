@@ -166,9 +166,7 @@ __device__ __forceinline__ float2 unpack_16(uint32_t x) {
 #define FA_WGMMA_RS_ALL(TYPE)                                 \
     FA_WGMMA_RS(32, 16, TYPE, 16, 17, 18, 19, 20, 21, 22)     \
     FA_WGMMA_RS(64, 32, TYPE, 32, 33, 34, 35, 36, 37, 38)     \
-    FA_WGMMA_RS(80, 40, TYPE, 40, 41, 42, 43, 44, 45, 46)     \
     FA_WGMMA_RS(96, 48, TYPE, 48, 49, 50, 51, 52, 53, 54)     \
-    FA_WGMMA_RS(112, 56, TYPE, 56, 57, 58, 59, 60, 61, 62)    \
     FA_WGMMA_RS(128, 64, TYPE, 64, 65, 66, 67, 68, 69, 70)    \
     FA_WGMMA_RS(192, 96, TYPE, 96, 97, 98, 99, 100, 101, 102) \
     FA_WGMMA_RS(256, 128, TYPE, 128, 129, 130, 131, 132, 133, 134)
@@ -201,8 +199,7 @@ __device__ __forceinline__ void wgmma_ss_first(float (&d)[kN / 2], uint64_t a, u
 // accumulators gives this order. kTransposeB 1: B's rows run along n (V in P V); 0: along k (K).
 template <typename T, int kN, int kTransposeB>
 __device__ __forceinline__ void wgmma_rs(float (&d)[kN / 2], const uint32_t* a, uint64_t b, int accumulate) {
-    static_assert(kN == 32 || kN == 64 || kN == 80 || kN == 96 || kN == 112 || kN == 128 || kN == 192 || kN == 256,
-                  "add this N to FA_WGMMA_RS_ALL");
+    static_assert(kN == 32 || kN == 64 || kN == 96 || kN == 128 || kN == 192 || kN == 256, "add this N to FA_WGMMA_RS_ALL");
     if constexpr (std::is_same_v<T, __half>) {
         FA_WGMMA_RS_ALL("f16")
     } else {

@@ -117,14 +117,6 @@ struct WgmmaBias<kId, true> {
     uint64_t full[kStages], empty[kStages];
 };
 
-// Plans with ALiBi have this in shared memory, too: the places of a tile's keys (positions.cuh).
-template <WgmmaPlanId kId, bool kAlibi = kWgmmaPlan<kId>.alibi>
-struct WgmmaPositions {};
-template <WgmmaPlanId kId>
-struct WgmmaPositions<kId, true> {
-    alignas(256) uint16_t tile[kWgmmaPlan<kId>.block_n * 16];
-};
-
 template <typename T, WgmmaPlanId kId>
 struct alignas(1024) WgmmaSmem {
     static constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
@@ -139,7 +131,6 @@ struct alignas(1024) WgmmaSmem {
     uint8_t seen[2][kPlan.general ? kPlan.block_n : 1];  // does any row of the block see this key? One slot each for two consecutive tiles
     WgmmaKeyTiles<kId> keys;
     WgmmaBias<kId> bias;
-    WgmmaPositions<kId> positions;
 };
 
 template <typename T, WgmmaPlanId kId>

@@ -60,9 +60,6 @@ cudaError_t forward_wgmma_sm90(const AttentionParams& p, const DeviceInfo& devic
         FA_WGMMA_CASE(kD256Blocks)
         FA_WGMMA_CASE(kD64Blocks64)
         FA_WGMMA_CASE(kD128Blocks64)
-        FA_WGMMA_CASE(kD64Alibi)
-        FA_WGMMA_CASE(kD128Alibi)
-        FA_WGMMA_CASE(kD128MiddleAlibi)
 #undef FA_WGMMA_CASE
     }
     return cudaErrorInvalidValue;

@@ -246,7 +246,6 @@ __global__ void __launch_bounds__(128 * (kWgmmaPlan<kId>.warpgroups + 1), 1)
     }
     if constexpr (kPlan.general)
         if (threadIdx.x < kPlan.block_n) smem.seen[0][threadIdx.x] = smem.seen[1][threadIdx.x] = 0;
-    if constexpr (kPlan.alibi) write_positions(smem);
     __syncthreads();
 
     if (warpgroup == 0) {

@@ -5,8 +5,8 @@
 //
 //     softcap   S = tanh(S scale / softcap), in all tiles; the exponential multiplies by softcap instead of scale
 //     ALiBi     scores fall with the distance from the diagonal. Beside the diagonal the distance is a number of the row plus or minus one
-//               of the key: S += slope j, one operation a score, or none in plans with ALiBi (positions.cuh), and the row's number goes to
-//               the maximum that the exponentials subtract. On the diagonal S -= slope |i + shift - j|
+//               of the key: S += slope j, one operation a score, and the row's number goes to the maximum that the exponentials subtract.
+//               On the diagonal S -= slope |i + shift - j|
 //     bias      S becomes a score in natural units (bias.cuh)
 //     mask      -inf where a bit of the tile says so, in cut tiles
 //     edges     -inf, in the tiles that they cross
@@ -18,7 +18,6 @@
 #include "attention/forward/wgmma_sm90/consume.cuh"
 #include "attention/forward/wgmma_sm90/dropout.cuh"
 #include "attention/forward/wgmma_sm90/intervals.cuh"
-#include "attention/forward/wgmma_sm90/positions.cuh"
 #include "attention/forward/wgmma_sm90/seen_blocks.cuh"
 #include "common/constants.h"
 #include "device/approximate.cuh"
@@ -84,7 +83,6 @@ struct TileOptions {
     const Consumer& me;
     const MaskedTiles masked;
 
-    __device__ __forceinline__ bool caps() const { return !kPlan.alibi && p.softcap != 0; }
     __device__ __forceinline__ float slope() const { return *static_cast<const volatile float*>(&slope_of_item); }
     // From row g of the thread to its element 0.
     __device__ __forceinline__ float distance(int n) const {
@@ -94,21 +92,16 @@ struct TileOptions {
     // Whether the tile may have keys that a row of the warpgroup does not see.
     __device__ __forceinline__ bool has_edge(int n) const { return n >= masked.right_tile || n < masked.left_tile; }
     // Whether no option changes S in tile n.
-    __device__ __forceinline__ bool is_plain(int cut, int n) const { return !(kBias || caps() || p.alibi_slopes || cut || has_edge(n)); }
+    __device__ __forceinline__ bool is_plain(int cut, int n) const {
+        return !(kBias || p.softcap != 0 || p.alibi_slopes || cut || has_edge(n));
+    }
     // Whether the maximum of tile n, which follows tile `before`, must be found: a row may see its first key, or scores may rise. Under
     // ALiBi they fall from the diagonal on, downwards and later upwards; under a negative slope they rise.
     __device__ __forceinline__ bool is_exact(const KeyTile&, int n, int before, const RowStatistics&) const {
         if (n >= masked.right_tile) return true;
         if ((kBias && !kBiasOptions) || !p.alibi_slopes) return false;
         const bool beside = n > before || (n + 1) * kBlockN - 1 <= w.row0 + me.wg * 64 + w.shift;
-        if constexpr (kPlan.alibi) return !beside || !(slope() >= 0 && slope() < kMostSlope);
         return !beside || slope() < 0;
-    }
-    // Plans with ALiBi: the slope as an operand of tile n's product; zero for an exact tile.
-    static constexpr float kMostSlope = 0x1p13f;  // in fp16, too, its parts are finite
-    __device__ __forceinline__ uint32_t slope_operand(int n, int before, const RowStatistics& rows) const {
-        if (is_exact(KeyTile{}, n, before, rows)) return 0;
-        return slope_fragment<T>(n < before ? slope() : -slope(), me.rare().quad());
     }
     __device__ __forceinline__ void hide(Scores& S, const KeyTile& tile) const {
         if (!tile.cut) return;
@@ -148,7 +141,7 @@ struct TileOptions {
             mask_scores<kId>(S, w, masked, n, me);
             return;
         }
-        if (caps()) cap(S, schedule.cap_inverse);
+        if (p.softcap != 0) cap(S, schedule.cap_inverse);
         if (p.alibi_slopes) add_slopes(S, n);
         hide(S, tile);
         mask_scores<kId>(S, w, masked, n, me);
@@ -161,12 +154,12 @@ struct TileOptions {
             mask_scores<kId>(S, w, masked, n, me);
             return InExponent::kNothing;
         }
-        if (caps()) {
+        if (p.softcap != 0) {
             if (!p.alibi_slopes && !tile.cut && !has_edge(n) && all_small<0, kBlockN / 2>(S, schedule.cap_inverse)) return InExponent::kCap;
             cap(S, schedule.cap_inverse);
         }
         mask_scores<kId>(S, w, masked, n, me);
-        if (kPlan.alibi || p.alibi_slopes) {
+        if (p.alibi_slopes) {
             hide(S, tile);
             return InExponent::kSlope;
         }
@@ -183,17 +176,13 @@ struct TileOptions {
         float base[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) base[r] = rows.row_max[r] == -INFINITY ? 0.0f : rows.row_max[r];
-        if (!kPlan.alibi && option == InExponent::kCap) {
+        if (option == InExponent::kCap) {
             const float inverse = schedule.cap_inverse;
             exponentials_of(S, sum, [&](float x, int, int r) { return fmaf(tanh_polynomial(x * inverse), scale, -base[r]); });
-        } else if (kPlan.alibi || option == InExponent::kSlope) {
-            const float slope = (n < before ? this->slope() : -this->slope()) * scale;
-            const float to_key0 = distance(n) + (kPlan.alibi ? 2.0f * me.rare().quad() : 0.0f);
+        } else if (option == InExponent::kSlope) {
+            const float slope = (n < before ? this->slope() : -this->slope()) * scale, to_key0 = distance(n);
             base[0] = fmaf(slope, to_key0, base[0]), base[1] = fmaf(slope, to_key0 + 8.0f, base[1]);
-            if constexpr (kPlan.alibi) exponentials_of(S, sum, [&](float x, int, int r) { return fmaf(x, scale, -base[r]); });
-            else
-                exponentials_of(S, sum,
-                                [&](float x, int i, int r) { return fmaf(x, scale, fmaf(slope, float(i / 4 * 8 + i % 2), -base[r])); });
+            exponentials_of(S, sum, [&](float x, int i, int r) { return fmaf(x, scale, fmaf(slope, float(i / 4 * 8 + i % 2), -base[r])); });
         } else if (option == InExponent::kMask) {
             const uint32_t hidden = tile.hidden[me.rare().quad()];
             exponentials_of(
@@ -228,9 +217,6 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
                    desc_v = wgmma_descriptor(shared_address(smem.v), kBlockN * kChunkRowBytes);
     const Exponent exponent =
         kPlan.bias ? exponent_of_natural() : exponent_of_products((!kPlan.skips() && p.softcap != 0 ? p.softcap : p.scale) * kLog2e);
-
-    uint64_t desc_positions = 0;
-    if constexpr (kPlan.alibi) desc_positions = narrow_descriptor(shared_address(smem.positions.tile));
 
     uint32_t entry = 0;  // of the next tile
     const auto next_tile = [&] { return &smem.keys.tiles[entry++ % WgmmaKeyTiles<kId>::kEntries]; };
@@ -295,11 +281,8 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
                     continue;
                 }
             const bool plain = options.is_plain(tile->cut, n);
-            uint32_t slope = 0;
-            if constexpr (kPlan.alibi) slope = options.slope_operand(n, before, rows);
             take_turn<kPlan.ping_pong>(me.wg);
-            if constexpr (kPlan.alibi) multiply_qk_and_positions<T, kId>(S, slope, desc_q, desc_k + k.slot * k_step, desc_positions);
-            else multiply_qk<T, kId>(S, no_fragment, desc_q, desc_k + k.slot * k_step);  // S(n)
+            multiply_qk<T, kId>(S, no_fragment, desc_q, desc_k + k.slot * k_step);  // S(n)
             v.wait_full();
             if (!kPlan.blocks || pending) {
                 if (options.has_edge(before)) zero_values_outside<kBlockN>(p, w, before, smem.v, v, me.wg);

@@ -61,10 +61,7 @@ enum class WgmmaPlanId {
     kD256BiasFloat32,
     kD64BiasOptions,
     kD128BiasOptions,
-    kD256BiasOptions,
-    kD64Alibi,
-    kD128Alibi,
-    kD128MiddleAlibi
+    kD256BiasOptions
 };
 
 // How the running row maximum is kept. P = 2^(S - m) gives the right answer for any m as long as nothing overflows, so m need not be the
@@ -97,8 +94,6 @@ struct WgmmaPlan {
     bool bias_float32 = false;  // with a bias, and without dropout: the bias is float32
     int bias_stages = 2;        // tiles of bias in flight
     bool dropout = false;       // with options: also dropout, always (dropout.cuh)
-    // With options, but no softcap: ALiBi, always. Beside the diagonal a step of 16 more columns of Q K^T adds it (positions.cuh).
-    bool alibi = false;
     // Speculative plans: wait for O before the exponentials instead of after them. The packing of P is then interleaved with the
     // exponentials and hides under them. This warpgroup's own product no longer hides there: the products of other warpgroups must fill the
     // tensor cores.
@@ -230,12 +225,6 @@ constexpr WgmmaPlan wgmma_plan(WgmmaPlanId id) {
         case WgmmaPlanId::kD64BiasOptions: plan = wgmma_plan(WgmmaPlanId::kD64Bias), plan.bias_options = true; break;
         case WgmmaPlanId::kD128BiasOptions: plan = wgmma_plan(WgmmaPlanId::kD128Bias), plan.bias_options = true; break;
         case WgmmaPlanId::kD256BiasOptions: plan = wgmma_plan(WgmmaPlanId::kD256Bias), plan.bias_options = true; break;
-        case WgmmaPlanId::kD64Alibi: plan = with_options(wgmma_plan(WgmmaPlanId::kD64Long)), plan.alibi = true; break;
-        case WgmmaPlanId::kD128Alibi: plan = with_options(wgmma_plan(WgmmaPlanId::kD128Long)), plan.alibi = true; break;
-        // The places of 128 keys would not fit beside three stages.
-        case WgmmaPlanId::kD128MiddleAlibi:
-            plan = with_options(wgmma_plan(WgmmaPlanId::kD128Middle)), plan.block_n = 112, plan.alibi = true;
-            break;
         // Two row blocks, because a tile is loaded for all rows of the item if one row block sees it. No turns, because a warpgroup passes
         // over tiles that its own row block does not see.
         // Blocks of 64 keys have tiles of 64: one of 128 would be loaded and multiplied for the sake of either half.
@@ -300,9 +289,6 @@ constexpr const char* wgmma_plan_name(WgmmaPlanId id) {
         case WgmmaPlanId::kD256Blocks: return "d256_blocks";
         case WgmmaPlanId::kD64Blocks64: return "d64_blocks64";
         case WgmmaPlanId::kD128Blocks64: return "d128_blocks64";
-        case WgmmaPlanId::kD64Alibi: return "d64_alibi";
-        case WgmmaPlanId::kD128Alibi: return "d128_alibi";
-        case WgmmaPlanId::kD128MiddleAlibi: return "d128_middle_alibi";
     }
     return "";
 }
@@ -377,7 +363,7 @@ inline WgmmaPlanId wgmma_choose(const AttentionParams& p, int multiprocessors) {
     // would send its warp down the slow path of the speculative maximum.
     const bool aligned = !causal || p.cu_seqlens_q || p.top_left ||
                          (!p.cache.seqlens && !p.cache.batch_invariant && (int64_t(p.seqlen_k) - p.seqlen_q + p.window_right) % 128 == 0);
-    const bool options = general && wgmma_options_serve(p), alibi = p.alibi_slopes && p.softcap == 0;
+    const bool options = general && wgmma_options_serve(p);
     if (p.intervals.data)
         return d <= 64 ? WgmmaPlanId::kD64Intervals : d <= 128 ? WgmmaPlanId::kD128Intervals : WgmmaPlanId::kD256Intervals;
     if (wgmma_blocks_serve(p)) {
@@ -403,7 +389,7 @@ inline WgmmaPlanId wgmma_choose(const AttentionParams& p, int multiprocessors) {
     if (wgmma_dropout_serves(p))
         return d <= 64 ? WgmmaPlanId::kD64Dropout : d <= 128 ? WgmmaPlanId::kD128Dropout : WgmmaPlanId::kD256Dropout;
     if (d <= 64) {
-        if (general) return !options ? WgmmaPlanId::kD64General : alibi ? WgmmaPlanId::kD64Alibi : WgmmaPlanId::kD64Options;
+        if (general) return options ? WgmmaPlanId::kD64Options : WgmmaPlanId::kD64General;
         const bool few_tiles = keys <= (causal ? 2048 : 1024);
         return few_tiles || p.max_score || (pages && p.cache.page_size % 8) ? WgmmaPlanId::kD64Short : WgmmaPlanId::kD64Long;
     }
@@ -412,7 +398,6 @@ inline WgmmaPlanId wgmma_choose(const AttentionParams& p, int multiprocessors) {
         if (options) {
             const bool short_window = p.window_left >= 0 && p.window_right >= 0 && int64_t(p.window_left) + p.window_right < 2048;
             const bool middle = short_window || keys < (causal ? 8192 : 2048) || wgmma_blocks_of_192_idle(p, multiprocessors);
-            if (alibi) return middle ? WgmmaPlanId::kD128MiddleAlibi : WgmmaPlanId::kD128Alibi;
             return middle ? WgmmaPlanId::kD128MiddleOptions : WgmmaPlanId::kD128Options;
         }
         if (general) return WgmmaPlanId::kD128General;

@@ -1,7 +1,0 @@
-#include "attention/forward/wgmma_sm90/kernel.cuh"
-
-namespace fa {
-
-template cudaError_t launch_wgmma<WgmmaPlanId::kD64Alibi>(const AttentionParams&, int, cudaStream_t);
-
-}  // namespace fa
