@@ -5,7 +5,6 @@
 #include "attention/kernels.h"
 #include "common/element.cuh"
 #include "device/launch.h"
-#include "device/ptx.cuh"
 
 namespace fa {
 namespace {
@@ -51,7 +50,6 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads, kFullSm / kThreads) delta_kernel(const __grid_constant__ DeltaParams params) {
     const BackwardParams& b = params.backward;
     const AttentionParams& p = b.forward;
-    launch_dependents();  // the next kernel may start, if it waits for this one before it reads (grid_dependency_wait)
     const int lane = threadIdx.x % kWarp, rows = p.cu_seqlens_q ? p.total_q : p.seqlen_q;
     const int64_t index = int64_t(blockIdx.x) * (kThreads / kWarp) + threadIdx.x / kWarp;
     const int64_t head = index % p.nheads, i = index / p.nheads % rows, batch = index / p.nheads / rows;

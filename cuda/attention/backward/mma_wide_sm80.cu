@@ -30,7 +30,6 @@
 #include "attention/backward/common/mma_sm80_parts.cuh"
 #include "attention/kernels.h"
 #include "device/launch.h"
-#include "device/ptx.cuh"
 
 namespace fa {
 namespace {
@@ -121,11 +120,7 @@ __global__ void __launch_bounds__(kThreads, 1) scores_kernel(const __grid_consta
     const int b = (params.head0 + place) / p.nheads, head = (params.head0 + place) % p.nheads;
     const int row0 = params.row0 + tile_q * kTile, key0 = params.key0 + tile_k * kTile;
     const Sequence s = sequence_of(p, b);
-    launch_dependents();
-    if (!tile_seen(p, s, row0, key0)) {  // nobody reads P and dS of this tile
-        grid_dependency_wait();          // in every block: so the end of this kernel is also the end of those before it
-        return;
-    }
+    if (!tile_seen(p, s, row0, key0)) return;  // nobody reads P and dS of this tile
     const KeyRange keys = keys_seen(p, s), rows = rows_seeing(p, s, key0, min(key0 + kTile, s.seqlen_k) - 1);
     if (kGeneral && threadIdx.x < kTile) smem.used[threadIdx.x] = 0;
 
@@ -173,7 +168,6 @@ __global__ void __launch_bounds__(kThreads, 1) scores_kernel(const __grid_consta
     multiply(S, 0, steps_s);
     multiply(dP, steps_s, steps);
 
-    grid_dependency_wait();  // lse and delta are there, and nobody reads the P and dS of an earlier round any more
     float lse[kMmas][2], delta[kMmas][2];
 #pragma unroll
     for (int r = 0; r < 2 * kMmas; ++r) {
@@ -285,8 +279,6 @@ __global__ void __launch_bounds__(kThreads, 1) gradient_kernel(const __grid_cons
     const int lane = threadIdx.x % 32, warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);
     const int64_t head_pitch = int64_t(params.rows) * params.keys;
 
-    launch_dependents();
-    grid_dependency_wait();
     float C[kMmas][kTiles][4];
     const auto begin = [&](const float* sums, bool first) {  // the sums of this block; fragments of all threads are interleaved
 #pragma unroll
@@ -404,24 +396,23 @@ int block_columns(const AttentionParams& p) {
 }
 
 template <typename T, Scores kScores, int kN>
-cudaError_t run(const WideParams& params, bool programmatic, cudaStream_t stream) {
+cudaError_t run(const WideParams& params, cudaStream_t stream) {
     const AttentionParams& p = params.backward.forward;
     const int tiles_q = params.rows / kTile, tiles_k = params.keys / kTile;
     const int columns_k = (p.headdim + kN - 1) / kN, columns_v = (p.headdim_v + kN - 1) / kN;
     const cudaError_t error = launch_kernel(scores_kernel<T, kScores>, unsigned(params.heads * tiles_q * tiles_k), kThreads,
-                                            sizeof(ScoresSmem<T>), stream, params, programmatic);
+                                            sizeof(ScoresSmem<T>), stream, params);
     if (error != cudaSuccess) return error;
     return launch_kernel(gradient_kernel < T, kN, kScores == Scores::kGeneral >,
                          unsigned(params.heads_k * tiles_k * (columns_v + columns_k) + params.heads * tiles_q * columns_k), kThreads,
-                         sizeof(GradientSmem<T, kN>), stream, params, programmatic);
+                         sizeof(GradientSmem<T, kN>), stream, params);
 }
 static_assert(sizeof(ScoresSmem<__half>) <= 99 * 1024 && sizeof(GradientSmem<__half, 256>) <= 99 * 1024,
               "a block of sm_86 and 89 has no more");
 
 template <typename T>
-cudaError_t launch(const BackwardParams& backward, const DeviceInfo& device, cudaStream_t stream) {
+cudaError_t launch(const BackwardParams& backward, cudaStream_t stream) {
     const AttentionParams& p = backward.forward;
-    const bool programmatic = device.compute >= 90;  // all kernels but the first start while the one before still runs
     const Plan plan = plan_of(p);
     const Places places = places_of(plan);
     WideParams params{};
@@ -445,7 +436,7 @@ cudaError_t launch(const BackwardParams& backward, const DeviceInfo& device, cud
     const int columns = block_columns(p);
 
     cudaError_t error = backward_delta(backward, params.delta, nullptr, stream);
-    if (error == cudaSuccess) error = launch_row_statistics<T>(p, params.statistics, !plain, LseCovers::kPerhapsMore, stream, programmatic);
+    if (error == cudaSuccess) error = launch_row_statistics<T>(p, params.statistics, !plain, LseCovers::kPerhapsMore, stream);
     const int64_t all_heads_k = int64_t(p.nheads_k) * p.batch;
     for (int64_t set = 0; set < all_heads_k; set += plan.heads_k)
         for (int64_t part = 0; part < plan.parts; ++part) {
@@ -457,10 +448,10 @@ cudaError_t launch(const BackwardParams& backward, const DeviceInfo& device, cud
                     params.row0 = q * plan.rows, params.key0 = k * plan.keys;
                     params.first_q = k == 0, params.last_q = k == plan.chunks_k - 1;
                     params.first_kv = part == 0 && q == 0, params.last_kv = part == plan.parts - 1 && q == plan.chunks_q - 1;
-                    if (!plain) error = run<T, Scores::kGeneral, 256>(params, programmatic, stream);
-                    else if (columns == 256) error = run<T, Scores::kPlain, 256>(params, programmatic, stream);
-                    else if (columns == 192) error = run<T, Scores::kPlain, 192>(params, programmatic, stream);
-                    else error = run<T, Scores::kPlain, 128>(params, programmatic, stream);
+                    if (!plain) error = run<T, Scores::kGeneral, 256>(params, stream);
+                    else if (columns == 256) error = run<T, Scores::kPlain, 256>(params, stream);
+                    else if (columns == 192) error = run<T, Scores::kPlain, 192>(params, stream);
+                    else error = run<T, Scores::kPlain, 128>(params, stream);
                 }
         }
     return error;
@@ -468,8 +459,8 @@ cudaError_t launch(const BackwardParams& backward, const DeviceInfo& device, cud
 
 }  // namespace
 
-cudaError_t backward_mma_wide_sm80(const BackwardParams& b, const DeviceInfo& device, cudaStream_t stream) {
-    return b.forward.dtype == DType::kFloat16 ? launch<__half>(b, device, stream) : launch<__nv_bfloat16>(b, device, stream);
+cudaError_t backward_mma_wide_sm80(const BackwardParams& b, const DeviceInfo&, cudaStream_t stream) {
+    return b.forward.dtype == DType::kFloat16 ? launch<__half>(b, stream) : launch<__nv_bfloat16>(b, stream);
 }
 
 size_t backward_mma_wide_sm80_workspace(const BackwardParams& b, const DeviceInfo&) { return places_of(plan_of(b.forward)).bytes(); }

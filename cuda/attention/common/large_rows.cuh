@@ -19,7 +19,6 @@
 #include "common/element.cuh"
 #include "device/launch.h"
 #include "device/mma.cuh"
-#include "device/ptx.cuh"
 
 namespace fa {
 
@@ -243,8 +242,6 @@ __global__ void __launch_bounds__(kStatisticsThreads) row_statistics_kernel(cons
     constexpr int kWarps = kStatisticsThreads / 32;
     const AttentionParams& p = params.attention;
     const CallStatistics& to = params.to;
-    launch_dependents();
-    grid_dependency_wait();
     const int groups = (p.seqlen_q + kStatisticsRows - 1) / kStatisticsRows, lane = threadIdx.x % 32;
     const int64_t all = int64_t(groups) * p.nheads * p.batch, first = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32;
     for (int64_t at = first; at < all; at += int64_t(gridDim.x) * kWarps) {
@@ -261,14 +258,13 @@ __global__ void __launch_bounds__(kStatisticsThreads) row_statistics_kernel(cons
     }
 }
 template <typename T>
-cudaError_t launch_row_statistics(const AttentionParams& p, const CallStatistics& to, bool natural, LseCovers covers, cudaStream_t stream,
-                                  bool programmatic = false) {
+cudaError_t launch_row_statistics(const AttentionParams& p, const CallStatistics& to, bool natural, LseCovers covers, cudaStream_t stream) {
     constexpr int kWarps = kStatisticsThreads / 32;
     const int64_t warps = (int64_t(p.seqlen_q) + kStatisticsRows - 1) / kStatisticsRows * p.nheads * p.batch;
     const int64_t blocks = (warps + kWarps - 1) / kWarps;
     if (blocks == 0) return cudaSuccess;
     return launch_kernel(row_statistics_kernel<T>, unsigned(blocks < kMostRowBlocks ? blocks : kMostRowBlocks), kStatisticsThreads, 0,
-                         stream, StatisticsParams{p, to, natural, covers}, programmatic);
+                         stream, StatisticsParams{p, to, natural, covers});
 }
 
 }  // namespace

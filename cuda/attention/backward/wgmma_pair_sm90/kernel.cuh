@@ -161,7 +161,6 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kBackwardThreads, 1)
     const int lane = threadIdx.x % 32;
     const BackwardWork& w = smem.work;
     const PairMaps maps{map_q, map_k, map_v, map_dout};
-    follow_kernel_before();
     begin_pair(maps, b, schedule, smem, rank);
     if (!w.valid) return;
 

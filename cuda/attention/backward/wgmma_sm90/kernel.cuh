@@ -214,7 +214,6 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
         prefetch_tensormap(&map_q), prefetch_tensormap(&map_k), prefetch_tensormap(&map_v), prefetch_tensormap(&map_dout);
         init_barriers(smem);
     }
-    follow_kernel_before();
     __syncthreads();
 
     if (warpgroup == 0) {  // loads and turns, one thread each
@@ -256,7 +255,6 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
         prefetch_tensormap(&map_bias);
         init_barriers(smem);
     }
-    follow_kernel_before();
     __syncthreads();
 
     if (warpgroup == 0) {  // loads and turns, one thread each

@@ -9,17 +9,9 @@
 #include "attention/backward/wgmma_sm90/work.cuh"
 #include "attention/kernels.h"
 #include "device/launch.h"
-#include "device/ptx.cuh"
 #include "device/tensor_map.h"
 
 namespace fa {
-
-// Called by every thread of a main kernel before it reads or writes global memory: the kernel before has ended. From now on the kernel
-// after may start; it waits for the end of this one.
-__device__ __forceinline__ void follow_kernel_before() {
-    grid_dependency_wait();
-    launch_dependents();
-}
 
 // `maps`: what the kernel takes beside those of q, k, v and dout.
 template <typename T, BackwardPlanId kId, typename Kernel, typename... Maps>
@@ -76,10 +68,8 @@ cudaError_t launch_backward_block(Kernel function, int shared_bytes, const Backw
         if (cudaError_t error = launch_masked_tiles(p, kPlan, memory, &schedule.masks, stream)) return error;
     }
     if (cudaError_t error = backward_rows_before(groups, schedule.tiles, stream)) return error;
-    LaunchOptions options;
-    options.programmatic = true;  // every thread of it waits for the kernel before, and the kernel after waits for it
-    if (cudaError_t error = launch_kernel(function, unsigned(grid), kBackwardThreads, size_t(shared_bytes), stream, options, map_q, map_k,
-                                          map_v, map_dout, maps..., b, schedule))
+    if (cudaError_t error = launch_kernel(function, unsigned(grid), kBackwardThreads, size_t(shared_bytes), stream, LaunchOptions{}, map_q,
+                                          map_k, map_v, map_dout, maps..., b, schedule))
         return error;
     return backward_rows_after(b, schedule.tiles, stream);
 }

@@ -12,7 +12,6 @@
 #include "common/constants.h"
 #include "device/launch.h"
 #include "device/mma.cuh"
-#include "device/ptx.cuh"
 #include "device/wgmma.cuh"
 
 namespace fa {
@@ -87,7 +86,6 @@ __global__ void __launch_bounds__(kThreads, kBeforeBlocks) before_kernel(const _
     constexpr int kLanes = kColumns == 64 ? 8 : kColumns == 128 ? 16 : 32, kRows = kThreads / kLanes;  // lanes per row; rows at a time
     const AttentionParams& p = params.b.forward;
     TilePlace at;
-    launch_dependents();  // the main kernel may start, but waits for this one before it reads or writes memory
     if (blockIdx.x == 0) {
         if (threadIdx.x == 0) *params.tiles.taken() = 0;
         if (params.b.deterministic && p.cu_seqlens_q) find_order(params);
@@ -161,7 +159,6 @@ __global__ void __launch_bounds__(kThreads) after_kernel(const __grid_constant__
     constexpr int kPieces = kBlockM / 64 * (kColumns / 64), kBlocks = (kPieces + kPiecesOfBlock - 1) / kPiecesOfBlock;
     const AttentionParams& p = params.b.forward;
     TilePlace at;
-    grid_dependency_wait();  // on the main kernel, which ends after the kernel before it
     if (blockIdx.x == 0 && threadIdx.x == 0) *params.tiles.some_large() = 0;
     if (!find_tile(params, blockIdx.x / kBlocks, at)) return;
     const Range blocks = key_blocks_of(visible_band(p, at.s), at.row0, kBlockM, params.tiles.block_n);
@@ -230,8 +227,7 @@ cudaError_t launch(const BackwardParams& b, const QueryTiles& tiles, cudaStream_
                                                     : before_kernel<T, columns(), block_m(), false>;
         constexpr int kPieces = block_m() / 64 * (columns() / 64);
         const int64_t blocks = tiles.count() * (kWhich == Rows::kBefore ? 1 : (kPieces + kPiecesOfBlock - 1) / kPiecesOfBlock);
-        constexpr bool kProgrammatic = kWhich == Rows::kAfter;  // the kernel before may write what earlier calls still read
-        return launch_kernel(kernel, unsigned(blocks), kThreads, 0, stream, params, kProgrammatic);
+        return launch_kernel(kernel, unsigned(blocks), kThreads, 0, stream, params);
     };
     const auto shape = [&](auto element) {
         using std::integral_constant;
