@@ -6,6 +6,8 @@
 
 namespace fa {
 
+constexpr int kDropoutColumns = 64;  // four calls decide so many elements of a row: attention/common/dropout.h
+
 struct Philox4 {
     uint32_t word[4];
 };

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "api/common/checks.h"
-#include "attention/common/dropout.h"
+#include "common/philox.h"
 #include "distributed/layout.h"
 #include "distributed/rows.h"
 #include "distributed/transport/transport.h"

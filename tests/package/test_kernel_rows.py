@@ -38,13 +38,14 @@ ROWS = {
     "attention/decode/mla_sm90/merge.cuh": {"forward": ["decode_mla_sm90"]},
     "attention/backward/mma_sm80/side.cuh": {"backward": ["mma_sm80"]},
     "attention/backward/wgmma_sm90/rows.cu": {"backward": ["wgmma_sm90", "wgmma_pair_sm90"]},
+    "attention/backward/wgmma_sm90/group_parts.cu": {"backward": ["wgmma_sm90", "wgmma_pair_sm90"]},
     "attention/common/interval_bounds.cu": {
         "forward": ["mma_sm80", "mma_tf32_sm80", "wgmma_sm90"],
         "backward": ["wgmma_sm90"],
     },
     "attention/common/bias_copy.cu": {"forward": ["wgmma_sm90"], "backward": ["wgmma_sm90"]},
     "attention/common/seen_blocks.cu": {"forward": ["wgmma_sm90"], "backward": ["wgmma_sm90"]},
-    "attention/backward/wgmma_sm90/masked_tiles.cu": {"backward": ["wgmma_sm90"]},
+    "attention/backward/wgmma_sm90/masked_tiles.cu": {"backward": ["wgmma_sm90", "wgmma_pair_sm90"]},
     "attention/backward/delta.cu": {
         "backward": ["simple", "mma_wide_sm80", "mma_float32_sm80", "wgmma_float32_sm90", "wgmma_float32_wide_sm90"]
     },

@@ -21,7 +21,6 @@ namespace fa {
 
 constexpr int kDropoutRounds = 7;
 constexpr int kDropoutChances = 1 << 8;  // p is a number of these
-constexpr int kDropoutColumns = 64;      // which four calls decide
 constexpr int kDropoutShift = 7;         // from the number to its place in a half
 // Up to this threshold (p = 0.96875), which is the infinity of fp16, the order of fp16 numbers is that of their bits.
 constexpr uint32_t kDropoutPairsThreshold = 0x7C00 >> kDropoutShift;
