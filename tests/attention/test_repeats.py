@@ -497,7 +497,7 @@ def test_scratch_lives_until_the_launch_is_over(way, monkeypatch):
 
 @pytest.mark.parametrize("table,kinds,constant", [
     (repeats, [structs.AttentionArgs], "parts|kernel|max_score|key_sums"),
-    (gradients, [structs.AttentionArgs, structs.AttentionBackwardArgs], "parts|kernel|descale|max_score|key_sums"),
+    (gradients, [structs.AttentionArgs, structs.AttentionBackwardArgs], "parts|kernel|max_score|key_sums"),
     (
         kvcache._repeats,
         [structs.AttentionArgs, structs.KVCacheArgs],
