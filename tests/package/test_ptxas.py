@@ -55,6 +55,7 @@ MAY_SPILL = {
     # Softcap backward. Head dim 64: two registers in a step of 2300 instructions; 128, float16: after the loop.
     r"backward_wgmma_kernelI\w+BackwardPlanIdE12E": 8,
     r"backward_wgmma_kernelI6__half\w+BackwardPlanIdE13E": 20,
+    # Options at head dim 128, forward, three warpgroups: one register in a step of 4000 instructions.
     r"forward_wgmma_kernelI\w+WgmmaPlanIdE16E": 4,
     # Bias and dropout. Forward: one to three registers in a step of 4000 instructions. Backward at 64: a register in a
     # step of 2300 instructions and one before the loop; at 128: after the loop.

@@ -53,8 +53,8 @@ __global__ void __launch_bounds__(kThreads) add_parts_kernel(const __grid_consta
     const int stride = of_v ? parts.columns_v : parts.columns, pieces = (of_v ? p.headdim_v : p.headdim) / 8;
     const int64_t part = parts.rows * stride, first = p.cu_seqlens_q ? first_key_row(p, batch) : int64_t(batch) * p.seqlen_k;
     const float* const from = (of_v ? parts.dv : parts.dk) + head * parts.count * part + (first + key0) * stride;
-    const int64_t row = (p.cu_seqlens_q ? first : 0) + key0;
-    T* const to = static_cast<T*>(view.data) + (p.cu_seqlens_q ? 0 : batch * view.batch) + row * view.row + head * view.head;
+    const GradientSequence sequence = gradients_of(params.b, batch);
+    T* const to = static_cast<T*>(view.data) + (of_v ? sequence.dv : sequence.dk) + key0 * view.row + head * view.head;
     const float factor = !of_v ? p.scale : p.dropout_threshold ? p.dropout_scale : 1.0f;
     const int count = min(sequence_of(p, batch).seqlen_k - key0, kRows) * pieces;
     for (int i = threadIdx.x; i < count; i += kThreads) {
