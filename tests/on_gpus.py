@@ -175,7 +175,7 @@ def jobs_of(step: str, options, machine: Machine, seconds: float) -> tuple[list[
         return jobs, 1
     lab = [python, "-m", "flash_attn_lab"]
     if verb == "fuzz":
-        rounds = -(-len(kernels) // len(machine.gpus))
+        rounds = max(1, -(-len(kernels) // len(machine.gpus)))
         limit = max(10, int(seconds / rounds) - 12)
         command = [*lab, "fuzz", "--device", "cuda", "--seconds", str(limit), "--cases", "1000000"]
         command += ["--workers", str(min(each, 12)), "--shrink-seconds", "5"]
