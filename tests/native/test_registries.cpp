@@ -435,6 +435,25 @@ void wide_windows() {
                 }
 }
 
+// Tiles of mma_float32_sm80 may have 16 rows above head dim 256, however few columns V has: 17 rows of 2^31 - 65536 heads take too many.
+void blocks_of_wide_float32() {
+    here = kPlaces[4].info;
+    for (const int32_t headdim : {256, 512}) {
+        fa_attention_args a;
+        std::memset(&a, 0, sizeof a);
+        a.struct_size = sizeof a, a.device = FA_CUDA, a.dtype = FA_FLOAT32, a.num_threads = 1, a.kernel = "mma_float32_sm80";
+        a.batch = 65536, a.nheads = a.nheads_k = 32767, a.headdim = headdim, a.headdim_v = 4, a.seqlen_q = 17, a.seqlen_k = 8;
+        a.out = {nullptr, int64_t(17) * 32767 * 4, 32767 * 4, 4};
+        fa_attention_plan plan;
+        std::memset(&plan, 0, sizeof plan);
+        plan.struct_size = sizeof plan;
+        fa_attention_query(&a, &plan);
+        if (plan.status == FA_BAD_ARGUMENT) return;  // this build lacks the kernel
+        if ((plan.status == FA_OK) != (headdim == 256))
+            complain("mma_float32_sm80, headdim=%d: %s", headdim, plan.status == FA_OK ? "served" : fa_last_error());
+    }
+}
+
 // A left edge, softcap, ALiBi, masks of keys, dropout and 16-bit biases have plans of their own; bare calls and all other options do not
 // take them.
 void plans_by_options() {
@@ -577,6 +596,7 @@ int main(int argc, char** argv) {
     plans_by_options();
     plans_for_blocks();
     wide_windows();
+    blocks_of_wide_float32();
     if (failures) std::printf("%d failures\n", failures);
     return failures ? 1 : 0;
 }
