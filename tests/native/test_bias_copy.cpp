@@ -123,11 +123,37 @@ void check_choices() {
     expect("no keys", false, [](AttentionParams& p) { p.seqlen_k = 0; });
 }
 
+// Biases that the copy engine cannot load, and of which no copy is made, take the general plans.
+void check_limits_of_tiles() {
+    const auto expect = [](const char* what, bool wanted, const auto& change) {
+        for (const int headdim : {64, 128, 256}) {
+            AttentionParams p{};
+            p.batch = 2, p.nheads = p.nheads_k = 4, p.group = 1, p.headdim = p.headdim_v = headdim, p.seqlen_q = 64, p.seqlen_k = 1 << 30;
+            p.scale = 0.125f, p.window_left = p.window_right = -1, p.dtype = p.bias_dtype = DType::kBFloat16;
+            p.bias = {reinterpret_cast<const void*>(uintptr_t(4096)), 0, 0, 0};
+            change(p);
+            const bool forward = wgmma_plan(wgmma_choose(p, 132)).bias, backward = backward_plan(backward_choose(p)).bias();
+            EXPECT(forward == wanted && backward == (wanted && headdim <= 128), "head dim %d, %s: forward %d, backward %d", headdim, what,
+                   forward, backward);
+        }
+    };
+    expect("2^30 keys", true, [](AttentionParams&) {});
+    expect("2^30 + 8 keys", true, [](AttentionParams& p) { p.seqlen_k += 8; });
+    expect("float32, 2^30 keys", true, [](AttentionParams& p) { p.bias_dtype = DType::kFloat32; });
+    expect("float32, 2^30 + 8 keys", false, [](AttentionParams& p) { p.bias_dtype = DType::kFloat32, p.seqlen_k += 8; });
+    expect("a stride of 2^40 - 16 bytes", true, [](AttentionParams& p) { p.bias.batch = (int64_t(1) << 39) - 8; });
+    expect("a stride of 2^40 bytes", false, [](AttentionParams& p) { p.bias.batch = int64_t(1) << 39; });
+    expect("a stride of 2^63 bytes", false, [](AttentionParams& p) { p.bias.head = int64_t(1) << 62; });
+    expect("float32, a stride of 2^40 bytes", false,
+           [](AttentionParams& p) { p.bias_dtype = DType::kFloat32, p.bias.head = int64_t(1) << 38; });
+}
+
 }  // namespace
 
 int main() {
     for (int i = 0; i < 3000; ++i) check_copy<uint16_t>(), check_copy<uint32_t>();
     check_choices();
+    check_limits_of_tiles();
     if (failures) return std::printf("%d failures\n", failures), 1;
     std::printf("the copy of a bias is right\n");
     return 0;

@@ -56,9 +56,9 @@ bool has_blocks_for_all_of_S(const AttentionParams& p, const DeviceInfo&) {
 // ---- sm_80 ----
 
 #if FA_WITH_CUDA && FA_WITH_MMA_SM80
-// The smallest tile has 32 rows; above 192 columns it may cover half of them.
+// The smallest tile has 32 rows; above 192 columns it may cover half of them. In float32 it has 16 rows above head dim 256.
 bool has_blocks_for_tiles_of_32(const AttentionParams& p, const DeviceInfo&) {
-    return ceil_div(p.seqlen_q, 32) * p.nheads * p.batch * (p.headdim_v > 192 ? 2 : 1) <= kMostBlocks;
+    return ceil_div(p.seqlen_q, 32) * p.nheads * p.batch * (p.headdim_v > 192 || p.headdim > 256 ? 2 : 1) <= kMostBlocks;
 }
 size_t bounds_workspace(const AttentionParams& p, const DeviceInfo&) { return interval_bounds_bytes(p, kBoundsKeys); }
 const char* takes_no_padding_in_pages(const AttentionParams& p, const DeviceInfo&, char*, size_t) {
