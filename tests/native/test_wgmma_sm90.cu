@@ -571,6 +571,15 @@ void test_group_parts() {
     EXPECT(parts_of(shared_heads(4, 269, 32, 2, true, 128)) >= 4, "24 blocks with walks of 16 heads stay whole");
     EXPECT(parts_of(shared_heads(4, 2048, 4, 1, true, 128)) >= 2, "64 blocks of uneven walks stay whole");
     EXPECT(parts_of(shared_heads(1, 64, 2, 1, true, 64)) == 1, "a short call is cut");
+    // The addition visits every key that there is, and few blocks more, whatever a packed call says about its longest sequence.
+    static const int32_t ends[] = {0, 900, 1000};
+    BackwardParams packed = shared_heads(2, 1000, 64, 32, true, 64);
+    packed.forward.cu_seqlens_q = packed.forward.cu_seqlens_k = ends, packed.forward.total_q = packed.forward.total_k = 1000;
+    EXPECT(addition_blocks(packed.forward) == 2 * 16 * 2 * 32, "%lld blocks", (long long)addition_blocks(packed.forward));
+    packed.forward.seqlen_q = packed.forward.seqlen_k = 900;
+    EXPECT(addition_blocks(packed.forward) == 2 * 15 * 2 * 32, "%lld blocks", (long long)addition_blocks(packed.forward));
+    packed.forward.seqlen_q = packed.forward.seqlen_k = INT_MAX - 4096;
+    EXPECT(addition_blocks(packed.forward) == 2 * 16 * 2 * 32, "%lld blocks", (long long)addition_blocks(packed.forward));
 }
 
 int main() {
