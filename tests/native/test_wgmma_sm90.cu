@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "attention/backward/wgmma_sm90/group_parts.h"
+#include "attention/backward/wgmma_sm90/hidden.cuh"
 #include "attention/backward/wgmma_sm90/work.cuh"
 #include "attention/common/mask.h"
 #include "attention/forward/common/work_list.h"
@@ -382,6 +383,29 @@ void test_choice() {
     general("tiny scale and alibi", [](P& p, auto* slopes, auto*) { p.scale = 1e-7f, p.alibi_slopes = slopes; });
 }
 
+// ---- backward: in which tiles rows past the end have to be hidden, because what the copy engine brings for them is not zero ----
+
+void test_ragged_tiles() {
+    constexpr int kBlockM = 64;
+    const auto tile = [](int rows, bool packed, int64_t bias_row) {
+        static const int32_t ends[] = {0, 1};
+        AttentionParams p{};
+        p.bias = {ends, 0, 0, bias_row};
+        if (packed) p.cu_seqlens_q = p.cu_seqlens_k = ends;
+        BackwardWork w{};
+        w.seqlen_q = rows, w.width = 3;
+        const int place = ragged_place<true>(p, w, kBlockM);
+        EXPECT(packed == (ragged_place(p, w, kBlockM) != INT_MAX) || rows % kBlockM == 0, "plans without a bias, %d rows", rows);
+        return place == INT_MAX ? -1 : place / w.width;
+    };
+    for (const int rows : {1, 63, 64, 65, 128, 200}) {
+        const int last = rows % kBlockM ? rows / kBlockM : -1;
+        EXPECT(tile(rows, true, 8) == last && tile(rows, true, 0) == last, "%d rows of a packed sequence", rows);
+        EXPECT(tile(rows, false, 8) == -1, "%d rows: past the end the bias is zero", rows);
+        EXPECT(tile(rows, false, 0) == last, "%d rows that share a bias", rows);
+    }
+}
+
 // ---- one tile through the hardware: S = Q K^T, O = S V, and K read back through the swizzle formula ----
 
 template <int kColumns, int kColumnsV, int kBlockN>
@@ -547,12 +571,22 @@ void test_group_parts() {
     EXPECT(parts_of(shared_heads(4, 269, 32, 2, true, 128)) >= 4, "24 blocks with walks of 16 heads stay whole");
     EXPECT(parts_of(shared_heads(4, 2048, 4, 1, true, 128)) >= 2, "64 blocks of uneven walks stay whole");
     EXPECT(parts_of(shared_heads(1, 64, 2, 1, true, 64)) == 1, "a short call is cut");
+    // The addition visits every key that there is, and few blocks more, whatever a packed call says about its longest sequence.
+    static const int32_t ends[] = {0, 900, 1000};
+    BackwardParams packed = shared_heads(2, 1000, 64, 32, true, 64);
+    packed.forward.cu_seqlens_q = packed.forward.cu_seqlens_k = ends, packed.forward.total_q = packed.forward.total_k = 1000;
+    EXPECT(addition_blocks(packed.forward) == 2 * 16 * 2 * 32, "%lld blocks", (long long)addition_blocks(packed.forward));
+    packed.forward.seqlen_q = packed.forward.seqlen_k = 900;
+    EXPECT(addition_blocks(packed.forward) == 2 * 15 * 2 * 32, "%lld blocks", (long long)addition_blocks(packed.forward));
+    packed.forward.seqlen_q = packed.forward.seqlen_k = INT_MAX - 4096;
+    EXPECT(addition_blocks(packed.forward) == 2 * 16 * 2 * 32, "%lld blocks", (long long)addition_blocks(packed.forward));
 }
 
 int main() {
     test_items();
     test_any_lengths();
     test_choice();
+    test_ragged_tiles();
     test_group_parts();
     std::printf("work items: %s\n", failures ? "FAILED" : "passed");
     int major = 0, minor = 0;
