@@ -291,11 +291,11 @@ template <typename T, BackwardPlanId kId>
 cudaError_t launch_backward_wgmma(const BackwardParams& b, int multiprocessors, cudaStream_t stream) {
     if constexpr (kBackwardPlan<kId>.bias()) {
         BackwardParams call = b;
-        if (backward_copies_bias(b.forward)) {  // after the query tiles
+        const AttentionParams whole = call_of_groups(b).forward;  // as the plan was chosen: parts of one head find masks of keys
+        if (backward_copies_bias(whole)) {                        // after the query tiles
             void* const workspace =
                 static_cast<char*>(align_up(b.forward.workspace, 128)) + query_tiles_bytes(query_tiles(b, kBackwardPlan<kId>));
-            if (cudaError_t error = launch_bias_copy(b.forward, backward_bias_copy(b.forward), workspace, &call.forward, stream))
-                return error;
+            if (cudaError_t error = launch_bias_copy(b.forward, backward_bias_copy(whole), workspace, &call.forward, stream)) return error;
         }
         CUtensorMap map_bias;
         if (cudaError_t error = encode_bias<kId>(call.forward, &map_bias)) return error;

@@ -198,11 +198,12 @@ inline bool backward_serves_bias(const AttentionParams& p) {
     return bias_has_tiles(p) && backward_serves_options(rest) && p.softcap == 0 && !p.alibi_slopes;
 }
 
-// Whether they serve it with a copy of the bias (attention/common/bias_copy.h), which takes in a mask that does not hide whole keys.
+// Whether they serve it with a copy of the bias (attention/common/bias_copy.h), which takes in a mask that does not hide whole keys, or is
+// one of that mask alone.
 inline bool backward_mask_of_pairs(const AttentionParams& p) { return p.mask.data && !backward_masks_keys(p); }
 inline BiasCopy backward_bias_copy(const AttentionParams& p) { return bias_copy(p, backward_mask_of_pairs(p)); }
 inline bool backward_copies_bias(const AttentionParams& p) {
-    return wants_bias_copy(p, backward_mask_of_pairs(p)) && backward_serves_bias(with_bias_copy(p, backward_bias_copy(p)));
+    return wants_bias_copy(p, backward_mask_of_pairs(p), kLeastPairsBackward) && backward_serves_bias(with_bias_copy(p, backward_bias_copy(p)));
 }
 
 inline BackwardPlanId backward_choose(const AttentionParams& p) {
