@@ -327,6 +327,22 @@ void test_choice() {
         p.dtype = p.bias_dtype = DType::kFloat16, p.bias = {reinterpret_cast<const void*>(uintptr_t(4096)), 0, 64, 8};
         p.dropout_threshold = 9;
     });
+    // A caller who names the kernel gets plans with a bias above head dim 128, too.
+    const auto by_name = [&](Id d64, Id d128, Id d192, Id d256, const char* what, const auto& change) {
+        each(d64, d128, d192, d192, d256, what, [&](P& p, auto* slopes, auto* mask) {
+            p.dtype = p.bias_dtype = DType::kFloat16, p.bias = {reinterpret_cast<const void*>(uintptr_t(4096)), 0, 64, 8}, p.by_name = true;
+            change(p, slopes, mask);
+        });
+    };
+    by_name(Id::kD64Bias, Id::kD128Bias, Id::kD192Bias, Id::kD256Bias, "bias, by name", [](P&, auto*, auto*) {});
+    by_name(Id::kD64Bias, Id::kD128Bias, Id::kD192Bias, Id::kD256Bias, "bias with rows of 12 bytes and mask of pairs, by name",
+            [](P& p, auto*, auto* mask) { p.bias.row = 6, p.mask = {mask, 7, 0, 1}; });
+    by_name(Id::kD64BiasFloat32, Id::kD128BiasFloat32, Id::kD192BiasFloat32, Id::kD256BiasFloat32, "bias of float32, by name",
+            [](P& p, auto*, auto*) { p.bias_dtype = DType::kFloat32; });
+    narrow(Id::kD64BiasDropout, Id::kD128BiasDropout, "bias and dropout, by name", [](P& p, auto*, auto*) {
+        p.dtype = p.bias_dtype = DType::kFloat16, p.bias = {reinterpret_cast<const void*>(uintptr_t(4096)), 0, 64, 8};
+        p.dropout_threshold = 9, p.by_name = true;
+    });
     with_bias("bias and mask of pairs", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 0, 1}; });
     const auto dropout = [&](const char* what, const auto& change) {
         each(Id::kD64Dropout, Id::kD128Dropout, Id::kD192Dropout, Id::kD192Dropout, Id::kD256Dropout, what,
