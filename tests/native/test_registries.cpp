@@ -494,7 +494,11 @@ void plans_by_options() {
         p.mask.row = 4096;
         expect(p, "mask of pairs", true, false);
         p.dropout_threshold = 1;
-        expect(p, "mask of pairs and dropout", false, true);
+        expect(p, "mask of pairs and dropout", true, false);
+        p.dropout_threshold = 0, p.softcap = 30, p.alibi_slopes = floats;
+        expect(p, "mask of pairs, softcap and ALiBi", true, false);
+        p.dropout_threshold = 1;
+        expect(p, "mask of pairs, softcap, ALiBi and dropout", false, true);
         p = bare, p.dtype = p.bias_dtype = fa::DType::kBFloat16, p.bias.data = reinterpret_cast<const void*>(uintptr_t(4096)),
         p.bias.row = 4096;
         expect(p, "bias", true, false);
@@ -505,7 +509,7 @@ void plans_by_options() {
         p.dropout_threshold = 0;
         p.bias.row = 4097;
         expect(p, "bias with rows that the copy engine cannot address", true, false);
-        p.seqlen_q = p.seqlen_k = 100;
+        p.seqlen_q = p.seqlen_k = 90;
         expect(p, "such a bias in a short call", false, true);
         p.seqlen_q = p.seqlen_k = 4096;
         p.bias.row = 4096, p.bias_dtype = fa::DType::kFloat32;

@@ -6,7 +6,7 @@
 namespace fa {
 
 // For calls of dtype float16 or bfloat16.
-FA_HOST_DEVICE bool bias_is_float32(const AttentionParams& p) { return p.bias_dtype == DType::kFloat32; }
+FA_HOST_DEVICE bool bias_is_float32(const AttentionParams& p) { return p.bias.data && p.bias_dtype == DType::kFloat32; }
 FA_HOST_DEVICE int bias_element_bytes(const AttentionParams& p) { return bias_is_float32(p) ? 4 : 2; }
 
 // The copy engine takes strides of 16 bytes and their multiples below 2^40; on an axis whose stride is 0 it sees one element. A packed call
