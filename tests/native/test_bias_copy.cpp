@@ -166,7 +166,9 @@ void check_limits_of_tiles() {
     expect("float32, 2^30 keys", true, [](AttentionParams& p) { p.bias_dtype = DType::kFloat32; });
     expect("float32, 2^30 + 8 keys", false, [](AttentionParams& p) { p.bias_dtype = DType::kFloat32, p.seqlen_k += 8; });
     expect("a stride of 2^40 - 16 bytes", true, [](AttentionParams& p) { p.bias.batch = (int64_t(1) << 39) - 8; });
-    expect("a stride of 2^40 bytes", false, [](AttentionParams& p) { p.bias.batch = int64_t(1) << 39; });
+    expect("a stride of 2^40 bytes: a copy", true, [](AttentionParams& p) { p.bias.batch = int64_t(1) << 39; });
+    expect("a stride of 2^40 bytes, more than 4 GiB to copy", false,
+           [](AttentionParams& p) { p.bias.batch = int64_t(1) << 39, p.seqlen_k += 8; });
     expect("a stride of 2^63 bytes", false, [](AttentionParams& p) { p.bias.head = int64_t(1) << 62; });
     expect("float32, a stride of 2^40 bytes", false,
            [](AttentionParams& p) { p.bias_dtype = DType::kFloat32, p.bias.head = int64_t(1) << 38; });
