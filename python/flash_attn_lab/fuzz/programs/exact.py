@@ -94,7 +94,9 @@ def install() -> None:
         _transformer.load(), _structs.load()  # these declare the types of its functions
         for name in FUNCTIONS:
             _real[name] = getattr(lib, name)
-            setattr(lib, name, lambda args, stream, name=name: _call(name, args, stream))
+            wrapper = lambda args, stream, name=name: _call(name, args, stream)  # noqa: E731
+            wrapper.argtypes = _real[name].argtypes  # type: ignore[attr-defined]
+            setattr(lib, name, wrapper)
         find, workspace = repeats.Repeats.find, _rank_call.RankCall._workspace
 
         def found(self, *given, **options):
