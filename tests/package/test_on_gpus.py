@@ -44,7 +44,7 @@ def on_gpus(tmp_path, *words):
 def test_shards(tmp_path, hangs):
     file = tmp_path / "test_cases.py"
     file.write_text(textwrap.dedent(CASES).replace("HANGS", "1000" if hangs else "0"))
-    done = on_gpus(tmp_path, "--seconds", "25" if hangs else "100", "--tests", str(file), "tests")
+    done = on_gpus(tmp_path, "--seconds", "18" if hangs else "100", "--tests", str(file), "tests")
     assert done.returncode == 1, done.stdout + done.stderr
     begun = [x for path in (tmp_path / "out").glob("shard_*_begun.txt") for x in path.read_text().splitlines()]
     assert len(begun) == len(set(begun)) == 42  # each test once, those behind the dead GPU too
@@ -52,7 +52,7 @@ def test_shards(tmp_path, hangs):
     assert len(failures) == 1 and "test_gpu[7] (call)" in failures[0]
     assert ("out of time" in done.stdout) is hangs
     assert "test_gpu[7]" in done.stdout.splitlines()[-1]
-    again = on_gpus(tmp_path, "--seconds", "25", "--tests", str(file), "--resume", "tests")
+    again = on_gpus(tmp_path, "--seconds", "18", "--tests", str(file), "--resume", "tests")
     assert again.returncode == 1 and "passed" not in again.stdout  # nothing is left to do, and what failed has failed
 
 
