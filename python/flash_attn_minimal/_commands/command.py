@@ -223,7 +223,7 @@ def check_file(option: str, file: str | os.PathLike[str] | None) -> None:
     if file is None:
         return
     path = Path(file)
-    with _refused(option, file):
+    with refused(option, file):
         if path.is_file():
             with path.open("ab"):
                 pass
@@ -234,18 +234,9 @@ def check_file(option: str, file: str | os.PathLike[str] | None) -> None:
                 pass
 
 
-def check_folder(option: str, folder: str | os.PathLike[str]) -> None:
-    """Refuses, before anything is measured, a folder that can be neither made nor written to."""
-    path = Path(folder)
-    with _refused(option, folder):
-        while not path.exists() and path != path.parent:
-            path = path.parent
-        with tempfile.TemporaryFile(dir=path):
-            pass
-
-
 @contextlib.contextmanager
-def _refused(option: str, name: str | os.PathLike[str]) -> Iterator[None]:
+def refused(option: str, name: str | os.PathLike[str]) -> Iterator[None]:
+    """Errors inside mean that the named file or folder cannot be written."""
     try:
         yield
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have

@@ -13,10 +13,9 @@ from .._commands.command import Parser, any_seed, command, drop_output, integer,
 from .._commands.report import plural, size_text
 from .._core import library
 from ..errors import BadArgument
-from .attend import DTYPES
 from .checkpoint import Checkpoint
 from .engine import Engine, Request
-from .host import Host
+from .host import DTYPES, Host
 from .model import Llama
 from .sampling import Sampling
 from .w4 import FORMATS, W4Checkpoint, quantize
