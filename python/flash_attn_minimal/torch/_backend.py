@@ -19,10 +19,9 @@ from typing import Any
 import torch
 
 from .._arrays import torch_modes
-from ..attention import flash_attn_func, flash_attn_varlen_func
 from ..backward import backward
 from ..errors import BadArgument, Unsupported
-from ._inputs import dense_rows
+from ._inputs import call, dense_rows
 
 NAME = "flash_attn_minimal"  # among torch.nn.attention.list_flash_attention_impls()
 
@@ -163,12 +162,8 @@ def _or_original(name: str, run: Callable, original: Any) -> Callable:
 
 def _forward(q, k, v, varlen: tuple | None, out: torch.Tensor, **options: Any) -> torch.Tensor:
     """Writes out, and returns lse."""
-    q, k, v = dense_rows(q, k, v)
     place = out if out.stride(-1) == 1 else None
-    if varlen is None:
-        result, lse = flash_attn_func(q, k, v, return_lse=True, out=place, **options)
-    else:
-        result, lse = flash_attn_varlen_func(q, k, v, *varlen, return_lse=True, out=place, **options)
+    result, lse = call(*dense_rows(q, k, v), varlen, return_lse=True, out=place, **options)
     if place is None:
         out.copy_(result)
     return lse
@@ -240,11 +235,11 @@ def _cuda_backward(
     grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
     philox_seed, philox_offset, *, scale=None,
 ):  # fmt: skip
-    _refuse_dropout(dropout_p)
-    grads = [torch.empty_like(x) for x in (query, key, value)]
-    options = {"causal": bool(is_causal), "softmax_scale": scale}
-    _gradients(*_rows(grad_out, query, key, value, out), logsumexp, None, _rows(*grads), **options)
-    return tuple(grads)
+    arrays = _rows(grad_out, query, key, value, out)
+    grads = _attend_backward(
+        *arrays, logsumexp, None, None, max_q, max_k, dropout_p, is_causal, None, None, scale=scale
+    )  # fmt: skip
+    return tuple(_rows(*grads))
 
 
 def _attend(

@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 
-from ... import attention as core
 from ...errors import Unsupported
 from ...kvcache import flash_attn_with_kvcache as core_with_kvcache
-from ...torch._inputs import dense_rows
+from ...torch._inputs import call, dense_rows
 from . import _caches
 from ._calls import check_array, parts, refusing, score_options, without_gradient
-from ._packed import Used, owners
+from ._packed import Used
 
 __all__ = [
     "flash_attn_combine",
@@ -58,9 +57,7 @@ def _attend(q, k, v, qv, varlen: tuple | None, descales: tuple, options: dict[st
         if q.shape[-1] > _MOST_HEADDIM:
             return _over_a_cache(q, k, v, varlen, options)
         k, v = _caches.joined(v, k)
-    if varlen is None:
-        return core.flash_attn_func(q, k, v, return_lse=True, **options)
-    return core.flash_attn_varlen_func(q, k, v, *varlen, return_lse=True, **options)
+    return call(q, k, v, varlen, return_lse=True, **options)
 
 
 @without_gradient("headdim + headdim_v is above 512 with qv: attention of such rows has no backward pass")
@@ -84,23 +81,15 @@ def _float8(q, k, v, varlen, descales, options) -> tuple[torch.Tensor, torch.Ten
         check_array(q, name, x, batch, k.shape[-2])
     ones = torch.ones(batch, k.shape[-2], device=q.device)
     q_descale, k_descale, v_descale = (ones if x is None else x.float() for x in descales)
-    q_descale = q_descale.repeat_interleave(group, -1)
-    function, lengths = (core.flash_attn_func, ()) if varlen is None else (core.flash_attn_varlen_func, varlen)
+    factors = {"q_descale": q_descale.repeat_interleave(group, -1), "k_descale": k_descale, "v_descale": v_descale}
     try:
-        return function(
-            q, k, v, *lengths, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, return_lse=True, **options
-        )
+        return call(q, k, v, varlen, return_lse=True, **factors, **options)
     except Unsupported:
         pass
-    q_factor, v_factor = q_descale * k_descale.repeat_interleave(group, -1), v_descale.repeat_interleave(group, -1)
-    if varlen is None:
-        q_factor, v_factor = q_factor[:, None, :, None], v_factor[:, None, :, None]
-    else:
-        owner, _ = owners(varlen[0], q.shape[0])
-        q_factor, v_factor = q_factor[owner][..., None], v_factor[owner][..., None]
-    q, k, v = (q.float() * q_factor).bfloat16(), k.bfloat16(), v.bfloat16()
-    out, lse = function(q, k, v, *lengths, return_lse=True, **options)
-    return (out.float() * v_factor).to(out.dtype), lse
+    cu_q = None if varlen is None else varlen[0]
+    q = _caches.scaled(q.bfloat16(), _caches.per_head(q_descale, group) * _caches.per_head(k_descale, group), cu_q)
+    out, lse = call(q, k.bfloat16(), v.bfloat16(), varlen, return_lse=True, **options)
+    return _caches.scaled(out, _caches.per_head(v_descale, group), cu_q), lse
 
 
 def _options(softmax_scale, causal, window_size, attention_chunk, softcap, deterministic) -> dict[str, Any]:
@@ -278,9 +267,9 @@ def flash_attn_with_kvcache(
     del options["deterministic"]
     q, k, v, qv, rotary_cos, rotary_sin = dense_rows(q, k, v, qv, rotary_cos, rotary_sin)
     out, lse = _caches.with_kvcache(
-        q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, qv=qv, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
-        cache_seqlens=cache_seqlens, batch_idx=cache_batch_idx, leftpad=cache_leftpad, table=page_table,
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q,
+        q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, qv=qv, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+        cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad,
+        page_table=page_table, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q,
         rotary_seqlens=rotary_seqlens, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
         rotary_interleaved=rotary_interleaved, options=options | {"num_splits": num_splits},
     )  # fmt: skip
