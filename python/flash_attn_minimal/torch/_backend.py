@@ -19,9 +19,10 @@ from typing import Any
 import torch
 
 from .._arrays import torch_modes
+from ..attention import flash_attn_func, flash_attn_varlen_func
 from ..backward import backward
 from ..errors import BadArgument, Unsupported
-from ._inputs import call, dense_rows
+from ._inputs import dense_rows
 
 NAME = "flash_attn_minimal"  # among torch.nn.attention.list_flash_attention_impls()
 
@@ -163,7 +164,8 @@ def _or_original(name: str, run: Callable, original: Any) -> Callable:
 def _forward(q, k, v, varlen: tuple | None, out: torch.Tensor, **options: Any) -> torch.Tensor:
     """Writes out, and returns lse."""
     place = out if out.stride(-1) == 1 else None
-    result, lse = call(*dense_rows(q, k, v), varlen, return_lse=True, out=place, **options)
+    run, lengths = (flash_attn_func, ()) if varlen is None else (flash_attn_varlen_func, varlen)
+    result, lse = run(*dense_rows(q, k, v), *lengths, return_lse=True, out=place, **options)
     if place is None:
         out.copy_(result)
     return lse

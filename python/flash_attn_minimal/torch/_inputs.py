@@ -1,12 +1,10 @@
-"""Tensors as the core takes them, and its calls of batches and of packed sequences as one function."""
+"""Tensors as the core takes them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-
-from ..attention import flash_attn_func, flash_attn_varlen_func
 
 
 def dense_rows(*tensors: torch.Tensor | None) -> list[Any]:
@@ -25,11 +23,3 @@ def autocast(*tensors: torch.Tensor | None) -> list[Any]:
         x if x is None or not x.is_floating_point() or x.dtype == torch.float64 else x.to(dtype)
         for x in tensors
     ]  # fmt: skip
-
-
-def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, varlen: tuple | None, **options: Any) -> Any:
-    """flash_attn_func, or with varlen = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    flash_attn_varlen_func."""
-    if varlen is None:
-        return flash_attn_func(q, k, v, **options)
-    return flash_attn_varlen_func(q, k, v, *varlen, **options)

@@ -12,9 +12,9 @@ import torch
 
 from .._arrays import torch_modes
 from .._core.options import Options
+from ..attention import flash_attn_func, flash_attn_varlen_func
 from ..errors import Unsupported
 from . import autograd
-from ._inputs import call
 from ._operators import ARRAYS, NUMBERS, OPTION_ARRAYS, OUTSIDE_CUDA_GRAPHS, Operators, Transformed, packed
 
 _SEED = len(ARRAYS) + 2 + list(NUMBERS).index("dropout_seed")  # its position among the operator's arguments
@@ -55,12 +55,15 @@ def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, varlen: tuple | None = None, dropout_p: float = 0.0,
     return_lse: bool = False, **options: Any,
 ) -> Any:  # fmt: skip
-    """_inputs.call, where the seed comes from PyTorch's generators if dropout_p is not 0."""
+    """flash_attn_func, or with varlen = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    flash_attn_varlen_func. If dropout_p is not 0, the seed comes from PyTorch's generators."""
     transformed = dropout_p and _transforms()
     if not dropout_p or torch_modes.watcher() is None or (transformed and not torch_modes.mapped()):
         if dropout_p:
             options |= draw_dropout(dropout_p, q.device)
-        return call(q, k, v, varlen, return_lse=return_lse, **options)
+        if varlen is None:
+            return flash_attn_func(q, k, v, return_lse=return_lse, **options)
+        return flash_attn_varlen_func(q, k, v, *varlen, return_lse=return_lse, **options)
     seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device="cpu")
     given = Options(dropout_p=dropout_p, **options)
     cu_q, cu_k, max_q, max_k = varlen or (None, None, 0, 0)

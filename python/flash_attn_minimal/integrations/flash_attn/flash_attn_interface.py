@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from ... import attention as core
 from ...backward import backward
 from ...kvcache import flash_attn_with_kvcache as core_with_kvcache
-from ...torch._inputs import call, dense_rows
+from ...torch._inputs import dense_rows
 from . import _caches
 from ._calls import draw_dropout, parts, refusing, score_options, signed_probabilities, without_gradient
 
@@ -38,9 +39,11 @@ def _get_block_size_n(device: Any, head_dim: int, is_dropout: bool, is_causal: b
 
 
 def _attend(q, k, v, varlen: tuple | None, options: dict[str, Any], return_attn_probs: bool, drops: bool = True) -> Any:
-    """Runs a call. varlen: see _inputs.call; drops: with return_attn_probs, whether S_dmask is wanted, too."""
+    """Runs a call. varlen: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k); drops: whether S_dmask is
+    computed with return_attn_probs."""
     q, k, v = dense_rows(q, k, v)
-    results = call(q, k, v, varlen, return_lse=bool(return_attn_probs), **options)
+    run, lengths = (core.flash_attn_func, ()) if varlen is None else (core.flash_attn_varlen_func, varlen)
+    results = run(q, k, v, *lengths, return_lse=bool(return_attn_probs), **options)
     if not return_attn_probs:
         return results
     drops = drops and options.get("dropout_p")

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
+from ... import attention as core
 from ...errors import Unsupported
 from ...kvcache import flash_attn_with_kvcache as core_with_kvcache
-from ...torch._inputs import call, dense_rows
+from ...torch._inputs import dense_rows
 from . import _caches
 from ._calls import check_array, parts, refusing, score_options, without_gradient
 from ._packed import Used
@@ -57,7 +58,8 @@ def _attend(q, k, v, qv, varlen: tuple | None, descales: tuple, options: dict[st
         if q.shape[-1] > _MOST_HEADDIM:
             return _over_a_cache(q, k, v, varlen, options)
         k, v = _caches.joined(v, k)
-    return call(q, k, v, varlen, return_lse=True, **options)
+    run, lengths = (core.flash_attn_func, ()) if varlen is None else (core.flash_attn_varlen_func, varlen)
+    return run(q, k, v, *lengths, return_lse=True, **options)
 
 
 @without_gradient("headdim + headdim_v is above 512 with qv: attention of such rows has no backward pass")
@@ -82,13 +84,14 @@ def _float8(q, k, v, varlen, descales, options) -> tuple[torch.Tensor, torch.Ten
     ones = torch.ones(batch, k.shape[-2], device=q.device)
     q_descale, k_descale, v_descale = (ones if x is None else x.float() for x in descales)
     factors = {"q_descale": q_descale.repeat_interleave(group, -1), "k_descale": k_descale, "v_descale": v_descale}
+    run, lengths = (core.flash_attn_func, ()) if varlen is None else (core.flash_attn_varlen_func, varlen)
     try:
-        return call(q, k, v, varlen, return_lse=True, **factors, **options)
+        return run(q, k, v, *lengths, return_lse=True, **factors, **options)
     except Unsupported:
         pass
     cu_q = None if varlen is None else varlen[0]
     q = _caches.scaled(q.bfloat16(), _caches.per_head(q_descale, group) * _caches.per_head(k_descale, group), cu_q)
-    out, lse = call(q, k.bfloat16(), v.bfloat16(), varlen, return_lse=True, **options)
+    out, lse = run(q, k.bfloat16(), v.bfloat16(), *lengths, return_lse=True, **options)
     return _caches.scaled(out, _caches.per_head(v_descale, group), cu_q), lse
 
 
