@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections import namedtuple
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict, TypeVar
 
 from .. import _arrays
@@ -386,13 +386,15 @@ def _longest(of: str, value: Any) -> int:
     return checks.integer(f"max_seqlen_{of}", value, 0, 2**63 - 1)
 
 
-def _output(args: AttentionArgs, views: list[View], out: Any, shape: tuple[int, ...], zeroed: bool) -> View:
-    """The given output or a new one, put into args."""
+def _output(
+    args: AttentionArgs, views: list[View], out: Any, shape: tuple[int, ...], zeroed: bool, names: Sequence[str] = "qkv"
+) -> View:
+    """The given output or a new one, put into args. names: of the first views."""
     qv = views[0]
     dtype = _NAMES.get(args.out_dtype) or ("bfloat16" if qv.dtype == "float8_e4m3fn" else qv.dtype)
     if out is None:
         view = qv.door.full(qv, shape, dtype, 0) if zeroed else _empty(qv, shape, dtype)
     else:
-        view = _destination("out", out, dict(zip("qkv", views, strict=False)), shape, dtype)
+        view = _destination("out", out, dict(zip(names, views, strict=False)), shape, dtype)
     _put_tensor(args, "out", view)
     return view
