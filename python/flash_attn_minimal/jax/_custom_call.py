@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import ffi
 
 from .. import _arrays
 from .._arrays import View
@@ -19,11 +20,6 @@ from .._core.prepared import Image, pointers
 from .._core.structs import CPU, CUDA, OPERATIONS, AttentionPlan, new
 from ..errors import BadArgument, Unsupported
 from ._axes import vary
-
-try:
-    from jax import ffi
-except ImportError:  # before JAX 0.5
-    from jax.extend import ffi
 
 _TARGET = "flash_attn_minimal_call"
 # Placeholders are aligned, and farther apart than any buffer is long, so they pass checks of alignment and overlap.
