@@ -237,10 +237,6 @@ def check_place(group: Group, view: View, name: str = "q") -> None:
         raise BadArgument(f"{name} is on {view.place}, but the group's device of rank {group.rank} is {group.device}")
 
 
-def _sign(arrays: tuple, values: tuple, options: Options) -> tuple | None:
-    return signature(arrays, (*values, *[options[i] for i in _NUMBERS]), options.window_size)
-
-
 def check_group(group: Any) -> None:
     if not isinstance(group, Group):
         given = "" if hasattr(group, "shape") else f"={checks.quoted(group)}"
@@ -415,8 +411,8 @@ def _make(name: str, group: Group, arrays: tuple, repeats: tuple | None, options
     def start() -> tuple[tuple | None, Any]:
         where, chosen = split_options(name, options)
         whole = _Whole(**where)
-        sign = repeats and _sign(arrays, (*repeats, *whole.values()), chosen)
-        return sign, lambda: prepare(whole, chosen)
+        values = repeats and (*repeats, *whole.values(), *[chosen[i] for i in _NUMBERS])
+        return values and signature(arrays, values, chosen.window_size), lambda: prepare(whole, chosen)
 
     return make_call(group, arrays, start)
 

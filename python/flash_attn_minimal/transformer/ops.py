@@ -464,10 +464,8 @@ def sample(
     args.top_p = checks.number("top_p", top_p)
     if not 0 < args.top_p <= 1:
         raise BadArgument(f"top_p={top_p} is outside 0 < top_p <= 1")
-    args.seed, args.offset = (
-        checks.integer("seed", seed, 0, 2**64 - 1),
-        checks.integer("offset", offset, 0, 2**64 - 1),
-    )
+    args.seed = checks.integer("seed", seed, 0, 2**64 - 1)
+    args.offset = checks.integer("offset", offset, 0, 2**64 - 1)
     views = [lv]
     if step is not None:
         views.append(_integers("step", step, lv, "int32", "logits"))
@@ -555,12 +553,10 @@ def _integers(name: str, array: Any, first: View, dtype: str, first_name: str = 
 
 
 def _output(array: Any, first_name: str, first: View, shape: tuple[int, ...], dtype: str | None) -> View:
-    if array is None:
-        return _empty(
-            first, shape, first.dtype if dtype is None else checks.dtype_name("out_dtype", dtype, checks.FLOATS)
-        )
     if dtype is not None:
         dtype = checks.dtype_name("out_dtype", dtype, checks.FLOATS)
+    if array is None:
+        return _empty(first, shape, dtype or first.dtype)
     view = _arrays.view(array, "out")
     view.door.check_seen()
     checks.same_place("out", view, first_name, first)

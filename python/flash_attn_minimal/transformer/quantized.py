@@ -40,9 +40,7 @@ from .. import _arrays
 from .._arrays import View, to_numpy
 from .._core import checks, recordings
 from .._core.files import Fields, json_of, quoted
-from .._core.library import KERNEL_TABLES
 from .._core.options import DType
-from .._core.queries import kernel_table
 from .._core.structs import CPU, DTYPES, new
 from ..errors import BadArgument
 from ._library import W4_FORMATS, W4DequantizeArgs, W4PackArgs, W4QuantizeArgs, load
@@ -258,11 +256,6 @@ def _put_weight(args: ct.Structure, name: str, format: str, rows: int, columns: 
     setattr(args, f"{name}_in_features", columns)
     for part, view in zip(("codes", "scales", "tensor_scale"), views, strict=True):
         setattr(args, f"{name}_{part}", view.pointer)
-
-
-def linear_kernels() -> list[dict[str, str]]:
-    """The kernels of linear with a packed weight, best first on each device: [{"name", "device", "summary"}, ...]."""
-    return kernel_table(load(), KERNEL_TABLES["w4_linear"])
 
 
 # ---- files ----
