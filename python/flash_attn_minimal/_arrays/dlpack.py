@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes as ct
 
 import numpy as np
@@ -106,9 +107,8 @@ class DLPackDoor(ForeignDoor):
                     f"{self.name} does not say how to make a {dtype} array, nor does NumPy without ml_dtypes: pass out="
                 ) from None
             return NUMPY.view(host, "out")
-        bare = View(
-            array, self, like.pointer, like.shape, like.strides, like.dtype, like.device, like.index, like.writable
-        )
+        bare = copy.copy(like)
+        bare.owner = array
         return super().empty(bare, shape, dtype)
 
     def result(self, view):

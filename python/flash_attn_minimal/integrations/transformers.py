@@ -134,8 +134,7 @@ class Mask:
         """The mask on another device. A dtype, which tensors take here, is ignored."""
         device = torch._C._nn._parse_to(*args, **kwargs)[0]
         moved = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, torch.Tensor)}
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "ndim"}
-        return Mask(**fields | moved) if moved and device is not None else self
+        return replace(self, **moved) if moved and device is not None else self
 
     @property
     def positional(self) -> bool:
@@ -522,17 +521,13 @@ def _attend(q, k, v, mask: Mask, bias, dropout: float, options: dict) -> torch.T
     if mask.valid is not None and bias is None and not mask.positional:
         return _unpadded_keys(q, k, v, mask.packing, options)
     if not mask.full or mask.starts is not None or mask.documents is not None:
-        sees = _documents_too(mask, mask.array(q.device))
+        sees = mask.array(q.device)
+        if mask.documents is not None:
+            sees = sees & (mask.documents[:, None, :, None] == mask.documents[:, None, None])
         options |= {"causal": False, "window_size": (-1, -1), "attention_chunk": 0, "mask": sees}
     elif mask.valid is not None:
         options["mask"] = mask.valid[:, None, None]
     return attend(q, k, v, bias=_aligned(bias, k), **options)
-
-
-def _documents_too(mask: Mask, sees: torch.Tensor) -> torch.Tensor:
-    if mask.documents is None:
-        return sees
-    return sees & (mask.documents[:, None, :, None] == mask.documents[:, None, None])
 
 
 def _packed(q, k, v, lengths, options: dict) -> torch.Tensor:

@@ -191,7 +191,11 @@ def save(
         "stops": sorted(stops),
     }
     if tokenizer is not None:
-        file, sha256 = _place_of(tokenizer, Path(path)), hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest()
+        folder = Path(path).parent
+        file = Path(os.path.relpath(tokenizer, folder)).as_posix()
+        if not is_inside(folder, file):
+            file = f"{Path(path).stem}.{Path(tokenizer).name}"  # such as model.tokenizer.bin
+        sha256 = hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest()
         about["tokenizer"] = {"file": file, "sha256": sha256}
     formats = {
         name: {"format": dtype, "in_features": shape[1]}
@@ -201,18 +205,11 @@ def save(
     metadata = {KEY: json.dumps(about), FORMATS_KEY: json.dumps(formats)}
     write_safetensors(path, _arrays(checkpoint), tensor_shapes(checkpoint), metadata)
     if tokenizer is not None:
-        place = Path(path).parent / file
+        place = folder / file
         if not (place.exists() and place.samefile(tokenizer)):
             shutil.copyfile(tokenizer, place)
             return place
     return None
-
-
-def _place_of(tokenizer: str | os.PathLike[str], path: Path) -> str:
-    """The tokenizer's path relative to the checkpoint's folder; for a tokenizer that must be copied there a name such
-    as model.tokenizer.bin."""
-    place = Path(os.path.relpath(tokenizer, path.parent)).as_posix()
-    return place if is_inside(path.parent, place) else f"{path.stem}.{Path(tokenizer).name}"
 
 
 def _tokenizer_of(fields: Fields) -> dict[str, str] | None:

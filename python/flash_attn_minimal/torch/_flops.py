@@ -36,14 +36,8 @@ def attention_backward(dout, dlse, out, lse, want_dbias, want_dsinks, q, k, v, *
     return 2 * _pairs(q, k, cu_q, cu_k, max_q, max_k) * (3 * q.shape[-1] + 2 * v.shape[-1])
 
 
-@register_flop_formula([_ops.attention_seeded], get_raw=True)
-def attention_seeded(seed, *args, **kwargs) -> int:
-    return attention(*args, **kwargs)
-
-
-@register_flop_formula([_ops.attention_seeded_backward], get_raw=True)
-def attention_seeded_backward(seed, *args, **kwargs) -> int:
-    return attention_backward(*args, **kwargs)
+for _op, _formula in ((_ops.attention_seeded, attention), (_ops.attention_seeded_backward, attention_backward)):
+    register_flop_formula([_op], get_raw=True)(lambda seed, *args, f=_formula, **kwargs: f(*args, **kwargs))
 
 
 @register_flop_formula([_ops.kvcache_attention, _ops.kvcache_append, _ops.kvcache_append_scaled], get_raw=True)

@@ -99,11 +99,10 @@ def refuse_tangents(tensors: dict[str, torch.Tensor]) -> None:
 
 
 _NO_JVP = "forward-mode differentiation (jvp, jacfwd) of attention is not served, reverse mode (grad, jacrev) is"
-_NO_DOUBLE = "double backward (create_graph=True, torch.func.hessian) of attention is not served"
 
 
 def refuse_double(*_):
-    raise Unsupported(_NO_DOUBLE)
+    raise Unsupported("double backward (create_graph=True, torch.func.hessian) of attention is not served")
 
 
 def refuse_jvp(*_):

@@ -328,13 +328,9 @@ def _torch_layout(rows_q: int, rows_k: int) -> str:
     """The layout in which PyTorch's context_parallel cuts a sequence of which each rank has this many rows."""
     if rows_q % 2 != rows_k % 2:
         raise BadArgument(f"query has {rows_q} rows, key {rows_k}: PyTorch cuts them differently; choose a layout")
-    return "zigzag" if rows_k % 2 == 0 and getattr(_torch_options(), "enable_load_balance", True) else "contiguous"
-
-
-def _torch_options() -> Any:
-    """PyTorch's switches, if the release has them; its context manager turns load balance off for odd rows."""
-    experimental = sys.modules.get("torch.distributed.tensor.experimental._attention")
-    return getattr(experimental, "_cp_options", None)
+    # PyTorch's switches, if the release has them; its context manager turns load balance off for odd rows.
+    options = getattr(sys.modules.get("torch.distributed.tensor.experimental._attention"), "_cp_options", None)
+    return "zigzag" if rows_k % 2 == 0 and getattr(options, "enable_load_balance", True) else "contiguous"
 
 
 @contextmanager

@@ -32,12 +32,6 @@ __all__ = [
 _MOST_HEADDIM = 512  # in calls without a cache; calls over a cache take 576
 
 
-def _scale(softmax_scale: float | None, q: torch.Tensor, qv: torch.Tensor | None) -> float:
-    if softmax_scale is not None:
-        return softmax_scale
-    return (q.shape[-1] + (0 if qv is None else qv.shape[-1])) ** -0.5
-
-
 def _attend(q, k, v, qv, varlen: tuple | None, descales: tuple, options: dict[str, Any]) -> Any:
     """Returns out and lse. varlen: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)."""
     if q.dtype == torch.float8_e4m3fn:
@@ -95,7 +89,9 @@ def _float8(q, k, v, varlen, descales, options) -> tuple[torch.Tensor, torch.Ten
     return _caches.scaled(out, _caches.per_head(v_descale, group), cu_q), lse
 
 
-def _options(softmax_scale, causal, window_size, attention_chunk, softcap, deterministic) -> dict[str, Any]:
+def _options(q, qv, softmax_scale, causal, window_size, attention_chunk, softcap, deterministic) -> dict[str, Any]:
+    if softmax_scale is None:
+        softmax_scale = (q.shape[-1] + (0 if qv is None else qv.shape[-1])) ** -0.5
     options = score_options(softmax_scale, causal, window_size, softcap)
     return options | {"attention_chunk": attention_chunk, "deterministic": deterministic}
 
@@ -127,7 +123,7 @@ def flash_attn_func(
     headdim_v) ** -0.5. headdim + headdim_v is at most 576, with gradients 512. q_descale, k_descale and v_descale
     (batch, nheads_k): factors that the values of float8_e4m3fn inputs are multiplied by. Returns out, and with
     return_attn_probs the pair (out, lse)."""
-    options = _options(_scale(softmax_scale, q, qv), causal, window_size, attention_chunk, softcap, deterministic)
+    options = _options(q, qv, softmax_scale, causal, window_size, attention_chunk, softcap, deterministic)
     out, lse = _attend(q, k, v, qv, None, (q_descale, k_descale, v_descale), options)
     return (out, lse) if return_attn_probs else out
 
@@ -197,7 +193,7 @@ def flash_attn_varlen_func(
 
     seqused_q, seqused_k (batch,) int32: only this many rows of each sequence count, the first ones. Other rows of q
     have out = 0 and lse = -inf, and other rows of all arrays have zero gradients."""
-    options = _options(_scale(softmax_scale, q, qv), causal, window_size, attention_chunk, softcap, deterministic)
+    options = _options(q, qv, softmax_scale, causal, window_size, attention_chunk, softcap, deterministic)
     rows = keys = None
     if seqused_q is not None:
         check_array(q, "q", q, "total_q", "nheads", "headdim")
@@ -266,7 +262,7 @@ def flash_attn_with_kvcache(
         raise RuntimeError(
             "max_seqlen_q is None with cu_seqlens_q: packed rows need the length of the longest sequence"
         )
-    options = _options(_scale(softmax_scale, q, qv), causal, window_size, attention_chunk, softcap, False)
+    options = _options(q, qv, softmax_scale, causal, window_size, attention_chunk, softcap, False)
     del options["deterministic"]
     q, k, v, qv, rotary_cos, rotary_sin = dense_rows(q, k, v, qv, rotary_cos, rotary_sin)
     out, lse = _caches.with_kvcache(

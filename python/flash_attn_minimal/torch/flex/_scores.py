@@ -105,17 +105,13 @@ def _read_added(x: Any, sign: int, found: Found, call: Call) -> None:
         if not call.values(x).is_floating_point():
             values = Step(torch.Tensor.float, (values,))
         found.biases.append(values if sign > 0 else Step(operator.neg, (values,)))
-    elif _is_index_of_floats(x) and (stored := in_memory(x, call)) is not None:
+    elif x.operation == "index" and x.arguments[0].is_floating_point() and (stored := in_memory(x, call)) is not None:
         found.biases.append(stored if sign > 0 else Step(operator.neg, (stored,)))
     elif not _read_alibi(x, sign, found, call):
         refuse(
             x, "not ALiBi, a bias in memory or one of b, h and kv_idx alone, which can be added to a score; "
             "flex_attention of PyTorch serves it"
         )  # fmt: skip
-
-
-def _is_index_of_floats(x: Term) -> bool:
-    return x.operation == "index" and x.arguments[0].is_floating_point()
 
 
 def _factors(x: Any) -> tuple[int, list[Any], list[Any]] | None:
