@@ -8,9 +8,8 @@ import ctypes as ct
 import numpy as np
 
 from ..errors import BadArgument, Unsupported
-from .door import CPU, CUDA, View, dense_strides
+from .door import CPU, CUDA, ForeignDoor, View, dense_strides
 from .driver import synchronize
-from .foreign import ForeignDoor
 from .numpy import NUMPY
 
 

@@ -114,14 +114,11 @@ def with_signature(declared: type, without: Collection[str] = (), **defaults: An
     def named(function: Any) -> Any:
         signature = inspect.signature(function)
         *before, _ = signature.parameters.values()
+        by_keyword, hints = inspect.Parameter.KEYWORD_ONLY, hints_of(declared)
+        shown = {name: defaults[name] if name in defaults else default_of(hints[name]) for name in hints}
         after = [
-            inspect.Parameter(
-                name,
-                inspect.Parameter.KEYWORD_ONLY,
-                annotation=hint,
-                default=defaults[name] if name in defaults else default_of(hint),
-            )  # fmt: skip
-            for name, hint in hints_of(declared).items()
+            inspect.Parameter(name, by_keyword, annotation=hints[name], default=default)
+            for name, default in shown.items()
             if name not in without
         ]
         function.__signature__ = signature.replace(parameters=[*before, *after])

@@ -51,10 +51,7 @@ DistributedBackwardArgs = struct(
     ("gradients", ct.POINTER(AttentionBackwardArgs)),
 )
 
-DistributedDecodeArgs = struct(
-    "fa_distributed_decode_args",
-    ("cache", ct.POINTER(KVCacheArgs)),
-)
+DistributedDecodeArgs = struct("fa_distributed_decode_args", ("cache", ct.POINTER(KVCacheArgs)))
 
 DistributedMergeArgs = struct(
     "fa_distributed_merge_args",

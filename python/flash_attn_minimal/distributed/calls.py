@@ -64,15 +64,15 @@ class RankOptions(AttentionOptions, total=False):
     groups: int
 
 
-_WHERE = {"cu_seqlens_q": None, "cu_seqlens_k": None, "seqlen_q": None, "seqlen_k": None}
-_WHERE |= {"layout": "zigzag", "mode": "auto", "groups": 0}
-shows_options = with_signature(RankOptions, **_WHERE)
+WHERE = {"cu_seqlens_q": None, "cu_seqlens_k": None, "seqlen_q": None, "seqlen_k": None}
+WHERE |= {"layout": "zigzag", "mode": "auto", "groups": 0}
+shows_options = with_signature(RankOptions, **WHERE)
 
 
 def split_options(function: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], Options]:
     """The arguments of _Whole, and the options of attention, among a function's keyword arguments."""
-    where = {name: given.get(name, default) for name, default in _WHERE.items()}
-    return where, _options_of(function, {name: x for name, x in given.items() if name not in _WHERE})
+    where = {name: given.get(name, default) for name, default in WHERE.items()}
+    return where, _options_of(function, {name: x for name, x in given.items() if name not in WHERE})
 
 
 class _Whole:

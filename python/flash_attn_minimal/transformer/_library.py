@@ -121,19 +121,9 @@ W4LinearChainArgs = struct(
     "size workspace_bytes",
 )
 
-# The functions fa_<name> that take one struct and a stream.
-OPERATIONS = {
-    "rms_norm": RmsNormArgs,
-    "rope": RopeArgs,
-    "swiglu": SwigluArgs,
-    "sample": SampleArgs,
-    "linear": LinearArgs,
-    "w4_quantize": W4QuantizeArgs,
-    "w4_dequantize": W4DequantizeArgs,
-    "w4_pack": W4PackArgs,
-    "w4_linear": W4LinearArgs,
-    "w4_linear_chain": W4LinearChainArgs,
-}
+# The functions fa_<name> that take one struct, fa_<name>_args, and a stream.
+_STRUCTS = RmsNormArgs, RopeArgs, SwigluArgs, SampleArgs, LinearArgs, W4QuantizeArgs, W4DequantizeArgs, W4PackArgs
+OPERATIONS = {args.__name__[3:-5]: args for args in (*_STRUCTS, W4LinearArgs, W4LinearChainArgs)}
 
 
 @functools.cache

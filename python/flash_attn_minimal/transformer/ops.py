@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from .. import _arrays
-from .._arrays import View
-from .._arrays.words import pass_cast, pass_contiguous
+from .._arrays import View, words
+from .._arrays.words import pass_cast
 from .._core import checks, recordings
 from .._core.fields import _empty, _put_tensor
 from .._core.frameworks import traceable
@@ -395,7 +395,7 @@ def _linear_args(
     _put_kernel(args, kernel)
     if len(shape) != 2 or shape[1] != args.in_features:
         turned = len(shape) == 2 and shape[0] == args.in_features and not packed
-        advice = (pass_contiguous(xv.door.name, "weight.T") or "; pass weight.T") if turned else ""
+        advice = (words.advice(xv.door.name, "contiguous", "weight.T") or "; pass weight.T") if turned else ""
         raise BadArgument(f"weight has shape {shape}: expected (out_features, {args.in_features}){advice}")
     args.out_features = shape[0]
     if not packed:

@@ -44,7 +44,7 @@ from .._core.options import DType
 from .._core.structs import CPU, DTYPES, new
 from ..errors import BadArgument
 from ._library import W4_FORMATS, W4DequantizeArgs, W4PackArgs, W4QuantizeArgs, load
-from ._safetensors import ALL, FLOATS, read_metadata, read_safetensors, write_safetensors
+from ._safetensors import ALL, FLOATS, bad_file, read_metadata, read_safetensors, write_safetensors
 
 BLOCK = {"nvfp4": 16, "mxfp4": 32, "int4": 128}
 _SCALES = {"nvfp4": ("uint8", "F8_E4M3"), "mxfp4": ("uint8", "U8"), "int4": ("float16", "F16")}
@@ -283,12 +283,8 @@ def load_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, s
     """Reads a file of save(): ({name: W4Weight or NumPy array}, metadata). The arrays are views of the mapped file;
     checksums are compared."""
     metadata = read_metadata(path)
-
-    def bad(why: str) -> BadArgument:
-        return BadArgument(f"safetensors file {os.fspath(path)!r}: {why}")
-
     if _KEY not in metadata:
-        raise bad(f"its metadata have no {_KEY!r}: it holds no 4-bit weights of this package")
+        raise bad_file(path, f"its metadata have no {_KEY!r}: it holds no 4-bit weights of this package")
     tensors = read_safetensors(path, ALL)
     where = f"safetensors file {os.fspath(path)!r}: its metadata are damaged"
     entries = Fields(where, json_of(f"{where}: {_KEY}", metadata[_KEY]), f"{_KEY}.").fields
@@ -302,7 +298,7 @@ def load_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, s
             parts = [tensors.pop(f"{name}.{part}") for part in ("codes", "scales", "tensor_scale")]
             weights[name] = W4Weight(format, *parts, in_features)
         except KeyError as error:
-            raise bad(f"it lacks the tensor {error}") from None
+            raise bad_file(path, f"it lacks the tensor {error}") from None
         except BadArgument as error:
-            raise bad(f"weight {quoted(name)}: {error}") from None
+            raise bad_file(path, f"weight {quoted(name)}: {error}") from None
     return weights | tensors, {key: text for key, text in metadata.items() if key not in (_KEY, "crc32")}

@@ -3,7 +3,6 @@ packed sequences. A Form can be called many times, also in compiled code."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,7 +175,3 @@ def prefix(lengths: torch.Tensor, rows: int) -> Prefix:
     cu = [torch.nn.functional.pad(n.cumsum(0), (1, 0)).int() for n in (lengths, rows - lengths)]
     everything = torch.arange(lengths.shape[0] + 1, device=lengths.device, dtype=torch.int32) * rows
     return Prefix(*places, back, *cu, everything, int(lengths.max()), rows - int(lengths.min()))
-
-
-def is_finite(*numbers: float) -> bool:
-    return all(map(math.isfinite, numbers))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
 import torch
 
-from ._form import is_finite
 from ._found import Call, Found, refuse
 from ._linear import PAIR, difference_of, linear_of, number_of
 from ._live import Step
@@ -86,7 +86,7 @@ def _scaled(x: Any) -> tuple[float, float]:
         factor, softcap = inside * outer, inside
         if softcap <= 0:
             refuse(whole, f"a softcap of {softcap}: expected one above 0")
-    if not is_finite(factor, softcap):
+    if not (math.isfinite(factor) and math.isfinite(softcap)):
         refuse(whole, f"a factor of {factor} and a softcap of {softcap}")
     return factor, softcap
 
