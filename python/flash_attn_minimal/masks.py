@@ -114,12 +114,12 @@ def tree(lengths: Sequence[int], parents: Sequence[int], like: Any = None) -> Ro
     >>> tree([2, 1, 1, 1], [-1, 0, 1, 0])["startend_row_indices"].ravel()  # turns 1 and 2 end where turn 3 begins
     array([5, 5, 4, 4, 5], dtype=int32)
     """
-    _, ends = _ranges("lengths", lengths)
+    sizes = _lengths("lengths", lengths)
     parents = [integer(f"parents[{i}]", x, -1, i - 1) for i, x in enumerate(parents)]
     if len(parents) != len(lengths):
         raise BadArgument(f"parents has {len(parents)} entries, but lengths has {len(lengths)}")
     path: list[int] = []  # from a first turn to the turn before this one
-    starts = np.concatenate([[0], np.cumsum([*map(int, lengths)])]).astype(int)
+    starts = np.cumsum([0, *sizes])
     last = np.full(len(parents), starts[-1])  # the row after the last one that goes on from the turn
     for i, parent in enumerate(parents):
         if parent >= 0 and parent not in path:
@@ -130,7 +130,7 @@ def tree(lengths: Sequence[int], parents: Sequence[int], like: Any = None) -> Ro
         while path and path[-1] != parent:
             last[path.pop()] = starts[i]
         path.append(i)
-    return _mask([np.repeat(last, np.diff(starts)) if len(ends) else ends], like, True)
+    return _mask([np.repeat(last, np.diff(starts))], like, True)
 
 
 def window(seqlen: int, left: int, right: int = 0, like: Any = None) -> RowMask:

@@ -517,9 +517,16 @@ def _attend(q, k, v, mask: Mask, bias, dropout: float, options: dict) -> torch.T
         _, cu_seqlens, longest = mask.document_packing
         return _packed(q, k, v, (cu_seqlens, cu_seqlens, longest, longest), options)
     if mask.pack_rows and bias is None:
-        return _unpadded_rows(q, k, v, mask.packing, options)
+        rows, cu_seqlens, longest = mask.packing
+        if k.shape[1] != q.shape[1]:  # q is the start of a cache: from numbers in the flattened cache to those in q
+            rows = rows // k.shape[1] * q.shape[1] + rows % k.shape[1]
+            k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
+        return _packed(q, k, v, (cu_seqlens, cu_seqlens, longest, longest), options, rows, rows)
     if mask.valid is not None and bias is None and not mask.positional:
-        return _unpadded_keys(q, k, v, mask.packing, options)
+        keys, cu_seqlens, longest = mask.packing
+        batch, seqlen = q.shape[:2]
+        cu_q = torch.arange(0, (batch + 1) * seqlen, seqlen, device=q.device, dtype=torch.int32)
+        return _packed(q, k, v, (cu_q, cu_seqlens, seqlen, longest), options, keys=keys)
     if not mask.full or mask.starts is not None or mask.documents is not None:
         sees = mask.array(q.device)
         if mask.documents is not None:
@@ -530,35 +537,16 @@ def _attend(q, k, v, mask: Mask, bias, dropout: float, options: dict) -> torch.T
     return attend(q, k, v, bias=_aligned(bias, k), **options)
 
 
-def _packed(q, k, v, lengths, options: dict) -> torch.Tensor:
+def _packed(q, k, v, lengths, options: dict, rows=None, keys=None) -> torch.Tensor:
     """Attention of sequences that follow each other in the flattened batch. lengths: cu_seqlens_q, cu_seqlens_k and the
-    longest of each."""
+    longest of each. rows, keys: the numbers of those that count, None: all of them. The result of other rows is 0."""
     cu_q, cu_k, longest_q, longest_k = lengths
-    q_, k_, v_ = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
+    flat = zip((q, k, v), (rows, keys, keys), strict=True)
+    q_, k_, v_ = (x.flatten(0, 1) if at is None else x.flatten(0, 1).index_select(0, at) for x, at in flat)
     out = attend(q_, k_, v_, (cu_q.int(), cu_k.int(), int(longest_q), int(longest_k)), **options)
-    return out.view(*q.shape[:2], *out.shape[1:])
-
-
-def _unpadded_rows(q, k, v, packing: Packing, options: dict) -> torch.Tensor:
-    """Attention of the rows of a padded batch that count, packed. If k is longer than q, q is the start of a cache."""
-    batch, seqlen = q.shape[:2]
-    rows, cu_seqlens, longest = packing
-    if k.shape[1] != seqlen:  # from numbers in the flattened cache to numbers in the flattened queries
-        rows = rows // k.shape[1] * seqlen + rows % k.shape[1]
-        k, v = k[:, :seqlen], v[:, :seqlen]
-    packed = (x.reshape(-1, *x.shape[2:]).index_select(0, rows) for x in (q, k, v))
-    out = attend(*packed, (cu_seqlens, cu_seqlens, longest, longest), **options)
-    return out.new_zeros(batch * seqlen, *out.shape[1:]).index_copy(0, rows, out).unflatten(0, (batch, seqlen))
-
-
-def _unpadded_keys(q, k, v, packing: Packing, options: dict) -> torch.Tensor:
-    """Attention of all rows over the keys that count."""
-    batch, seqlen = q.shape[:2]
-    rows, cu_seqlens, longest = packing
-    k, v = (x.reshape(-1, *x.shape[2:]).index_select(0, rows) for x in (k, v))
-    cu_seqlens_q = torch.arange(0, (batch + 1) * seqlen, seqlen, device=q.device, dtype=torch.int32)
-    out = attend(q.flatten(0, 1), k, v, (cu_seqlens_q, cu_seqlens, seqlen, longest), **options)
-    return out.unflatten(0, (batch, seqlen))
+    if rows is not None:
+        out = out.new_zeros(q.shape[0] * q.shape[1], *out.shape[1:]).index_copy(0, rows, out)
+    return out.unflatten(0, q.shape[:2])
 
 
 def _over_cache(q, k, v, mask: Mask, options: dict) -> torch.Tensor:

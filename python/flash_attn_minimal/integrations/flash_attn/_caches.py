@@ -304,18 +304,14 @@ def _rotate_and_append(s: SimpleNamespace) -> tuple[torch.Tensor, torch.Tensor |
     fits = ~idle & (after <= room)
     if cu_seqlens_k_new is None:
         owner = torch.arange(batch, device=q.device).repeat_interleave(k.shape[1])
-        number = torch.arange(k.shape[1], device=q.device)
-        row = (before[:, None] + number).flatten()
-        position = row if first is before else (first[:, None] + number).flatten()
-        k, v = k.flatten(0, 1), v.flatten(0, 1)
-        counts = fits[:, None].expand(batch, number.shape[0]).flatten()
+        number = torch.arange(k.shape[1], device=q.device).repeat(batch)
+        k, v, counts = k.flatten(0, 1), v.flatten(0, 1), fits[owner]
     else:
         owner, number = owners(cu_seqlens_k_new, k.shape[0])
-        row = before[owner] + number
-        position = row if first is before else first[owner] + number
         counts = inside(cu_seqlens_k_new, k.shape[0]) & fits[owner]
+    row = before[owner] + number
     if rotates:
-        k = rotate(k, s.rotary_cos, s.rotary_sin, position, s.rotary_interleaved, counts)
+        k = rotate(k, s.rotary_cos, s.rotary_sin, first[owner] + number, s.rotary_interleaved, counts)
     if k.shape[0] and batch and room and s.k_cache.shape[0]:
         row = row.clamp(0, room - 1)  # inside the entry, also for keys that do not count
         places = Places(s.k_cache, owner, row, counts, s.cache_batch_idx, s.page_table)
