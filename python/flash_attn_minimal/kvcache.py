@@ -482,8 +482,7 @@ def _put_rotary(call: KVCacheArgs, views: list[View], cos: Any, sin: Any, interl
     dtypes = ("float32", views[0].dtype)
     cv, sv = _option(views, "rotary_cos", cos, dtypes), _option(views, "rotary_sin", sin, dtypes)
     for name, view in (("rotary_cos", cv), ("rotary_sin", sv)):
-        if len(view.shape) != 2:
-            raise BadArgument(f"{name} has shape {tuple(view.shape)}: expected (positions, rotary_dim / 2)")
+        checks.shape(name, view, len(view.shape) == 2, "(positions, rotary_dim / 2)")
         checks.contiguous(name, view)
     if tuple(sv.shape) != tuple(cv.shape) or sv.dtype != cv.dtype:
         raise BadArgument(f"rotary_sin is {sv.dtype} {tuple(sv.shape)}, but rotary_cos is {cv.dtype} {tuple(cv.shape)}")
@@ -499,16 +498,14 @@ def _put_tree(call: KVCacheArgs, args: AttentionArgs, views: list[View], step: _
             raise BadArgument(f"tree_keys={keys} without a tree_mask")
         return
     view = _option(views, "tree_mask", step.tree_mask, ("uint64", "int64"))
-    shape, strides = tuple(view.shape), tuple(view.strides)
-    rows = (args.seqlen_q,)
-    if shape not in (rows, (args.batch, *rows)):
-        raise BadArgument(f"tree_mask has shape {shape}: expected {(args.batch, *rows)} or {rows}")
+    each, alike = (args.batch, args.seqlen_q), (args.seqlen_q,)
+    checks.shape("tree_mask", view, tuple(view.shape) in (each, alike), f"{each} or {alike}")
     if keys == 0:
         keys = args.seqlen_q
         if not 1 <= keys <= 64:
             raise BadArgument(f"tree_keys=0 means seqlen_q={keys}, which is outside 1 .. 64: name tree_keys")
     call.tree_mask, call.tree_keys = view.pointer, keys
-    call.tree_batch_stride, call.tree_row_stride = (0, *strides)[-2:]
+    call.tree_batch_stride, call.tree_row_stride = (0, *view.strides)[-2:]
 
 
 def _put_scale(call: KVCacheArgs, views: list[View], name: str, scale: Any, full: tuple[int, int, int]) -> None:

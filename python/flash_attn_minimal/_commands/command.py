@@ -205,9 +205,8 @@ def run(name: str, body: Callable[[], int]) -> int:
         return 1
     except OSError as error:
         print(f"{name}: {error}", file=sys.stderr)
-        return (
-            2 if isinstance(error, (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)) else 1
-        )
+        usage = FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError
+        return 2 if isinstance(error, usage) else 1
 
 
 def drop_output() -> None:

@@ -42,6 +42,12 @@ def dtype(name: str, view: View) -> None:
         )
 
 
+def shape(name: str, array: Any, fits: bool, expected: Any) -> None:
+    """Raises unless the shape of an array fits."""
+    if not fits:
+        raise BadArgument(f"{name} has shape {tuple(array.shape)}: expected {expected}")
+
+
 def last_axis(name: str, view: View) -> None:
     if view.shape[-1] > 1 and view.strides[-1] != 1 and 0 not in view.shape:
         advice, stride = words.advice(view.door.name, "contiguous", name), view.strides[-1]

@@ -60,14 +60,16 @@ def given_arrays(
     return given, tuple([named[name] for name in given])
 
 
-def find(q, k, v, varlen: tuple | None, out, return_lse, options: Options) -> tuple[Any, tuple | None]:
-    """Repeats an earlier call of the same signature, if there is one: see Repeats.find."""
-    numbers = options.numbers()
-    if numbers is None:
-        return None, None
-    sizes = () if varlen is None else varlen[2:]
-    values = (return_lse, *sizes, *numbers)
-    return repeats.find(*given_arrays(q, k, v, varlen, out, options), values, options.window_size, None, True)
+def call(q, k, v, varlen: tuple | None, out, return_lse, options: Options):
+    """Repeats an earlier call of the same signature, if there is one (see Repeats.find), or goes the long way."""
+    sign = None
+    if (numbers := options.numbers()) is not None:
+        values = (return_lse, *(() if varlen is None else varlen[2:]), *numbers)
+        given = given_arrays(q, k, v, varlen, out, options)
+        results, sign = repeats.find(*given, values, options.window_size, None, True)
+        if results is not None:
+            return results
+    return attend(q, k, v, varlen, out, return_lse, options, sign)
 
 
 def attend(

@@ -12,7 +12,7 @@ from typing import Any
 from .. import errors
 from ..errors import FlashAttnError, LibraryNotFound
 from .error_texts import explained
-from .structs import AttentionArgs, AttentionBackwardArgs, AttentionPlan, Call, KVCacheArgs, MergeArgs, QuantizeArgs
+from .structs import LAUNCHES, AttentionPlan, Call
 
 LIBRARY_NAME = "libflash_attn_minimal.so"
 
@@ -34,14 +34,6 @@ KERNEL_TABLES = {
     "linear": "fa_dense_linear_kernel",
     "w4_linear": "fa_linear_kernel",
     "w4_linear_chain": "fa_chain_kernel",
-}
-
-LAUNCHES = {
-    "attention_forward": AttentionArgs,
-    "attention_backward": AttentionBackwardArgs,
-    "kvcache_attention": KVCacheArgs,
-    "attention_merge": MergeArgs,
-    "quantize_fp8": QuantizeArgs,
 }
 
 

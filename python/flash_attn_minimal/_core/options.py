@@ -362,8 +362,7 @@ def _sequences(args: AttentionArgs, views: list[View], cu_q, cu_k, max_q, max_k)
     cu_q = _option(views, "cu_seqlens_q", cu_q, ("int32",))
     cu_k = _option(views, "cu_seqlens_k", cu_k, ("int32",))
     for name, view in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
-        if len(view.shape) != 1 or view.shape[0] < 1:
-            raise BadArgument(f"{name} has shape {tuple(view.shape)}: expected (batch + 1,)")
+        checks.shape(name, view, len(view.shape) == 1 and view.shape[0] > 0, "(batch + 1,)")
         checks.last_axis(name, view)
     if cu_k.shape[0] != cu_q.shape[0]:
         raise BadArgument(

@@ -191,3 +191,6 @@ OPERATIONS = (
     *("w4_quantize", "w4_dequantize", "w4_pack", "w4_linear", "w4_linear_chain"),
     *("distributed_forward", "distributed_backward", "distributed_decode", "distributed_merge"),
 )
+# The structs of the first of these, those of attention.
+_ARGS = AttentionArgs, AttentionBackwardArgs, KVCacheArgs, MergeArgs, QuantizeArgs
+LAUNCHES = dict(zip(OPERATIONS, _ARGS, strict=False))

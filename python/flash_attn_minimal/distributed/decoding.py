@@ -115,8 +115,7 @@ def merge(group: Group, out: Array, lse: Array) -> tuple[Array, Array]:
     def prepare() -> tuple[RankCall, list[View]]:
         views = [_arrays.view(out, "out"), _arrays.view(lse, "lse")]
         ov, lv = views
-        if len(ov.shape) not in (3, 4):
-            raise BadArgument(f"out has shape {tuple(ov.shape)}: expected (rows, nheads, headdim_v)")
+        checks.shape("out", ov, len(ov.shape) in (3, 4), "(rows, nheads, headdim_v)")
         checks.floats("out", ov)
         checks.last_axis("out", ov)
         checks.same_place("lse", lv, "out", ov)

@@ -21,8 +21,7 @@ from .._core.options import Options, _prepare
 from .._core.structs import PART_FIELDS, AttentionBackwardArgs, new
 from ..backward import _put_dbias
 from ..errors import BadArgument, Unsupported
-from ._axes import vary
-from ._custom_call import as_array, custom_call, place, workspace_bytes
+from ._custom_call import as_array, custom_call, place, vary, workspace_bytes
 from ._cuts import head_axes, own_axes
 from ._gradients import nothing
 from ._partition import Rule, is_manual, laid_like, partitioned
@@ -140,11 +139,10 @@ def scaled(q, options: Options) -> tuple[Any, Options]:
 def _serve_all_dtypes(given: dict, longest) -> None:
     """Converts half-precision sinks and slopes to float32, and a bias of the other half-precision dtype too. Expands a
     bias or mask with one column to all columns."""
-    for name in ("sinks", "alibi_slopes"):
-        if name in given and str(given[name].dtype) in _HALVES:
+    for name in [x for x in ("sinks", "alibi_slopes", "bias") if x in given]:
+        kind = given[name].dtype
+        if str(kind) in _HALVES and (name != "bias" or kind != given["q"].dtype):
             given[name] = jnp.asarray(given[name]).astype(jnp.float32)
-    if "bias" in given and str(given["bias"].dtype) in _HALVES and given["bias"].dtype != given["q"].dtype:
-        given["bias"] = jnp.asarray(given["bias"]).astype(jnp.float32)
     seqlen_k = longest[1] if longest else given["k"].shape[1] if given["k"].ndim == 4 else None
     for name in ("bias", "mask"):
         if name in given and given[name].ndim and given[name].shape[-1] == 1 != seqlen_k is not None:

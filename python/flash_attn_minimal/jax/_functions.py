@@ -12,8 +12,7 @@ import numpy as np
 
 from ..errors import Unsupported
 from . import _cuts, _gradients
-from ._axes import vary
-from ._custom_call import PlaceDoor, as_array, custom_call, place, workspace_bytes
+from ._custom_call import PlaceDoor, as_array, custom_call, place, vary, workspace_bytes
 from ._partition import Rule, is_manual, laid_like, partitioned
 
 

@@ -26,8 +26,7 @@ from .._core.checks import flag, one_of, window
 from .._core.options import AttentionOptions, Options, Unpack, _options_of, with_signature
 from ..errors import BadArgument, Unsupported
 from ._attention import ARRAYS, RESULT, check_served, scaled, traced
-from ._axes import vary
-from ._custom_call import as_array
+from ._custom_call import as_array, vary
 
 LAYOUTS = {"contiguous": 1, "zigzag": 2}  # -> chunks of a sequence that a device holds
 MODES = ("auto", "gather", "ulysses")

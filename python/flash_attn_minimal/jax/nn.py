@@ -1,8 +1,5 @@
 """Attention under JAX's names, and attention over a cache as a function that writes to none of its arguments.
 
-    dot_product_attention      the arguments and meaning of jax.nn.dot_product_attention
-    flash_attn_with_kvcache    the package's own, except that the new caches are results
-
 Both can be part of a JAX program: under jit, vmap and jax.shard_map, on CPU and GPU, with arrays that are spread over
 the devices of a mesh. The package's other functions can be too, under their own names: flash_attn_func and
 flash_attn_varlen_func with gradients, merge and rope with gradients, rms_norm, swiglu, linear and sample.

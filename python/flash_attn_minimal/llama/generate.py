@@ -144,13 +144,7 @@ def add_options(parser: Parser) -> None:
     add("--page-size", metavar="N", type=integer(), help=help_text)
 
 
-def report(
-    args: argparse.Namespace,
-    checkpoint: Checkpoint,
-    engine: Engine,
-    requests: list[Request],
-    seed: int,
-) -> str:
+def report(args: argparse.Namespace, checkpoint: Checkpoint, engine: Engine, requests: list[Request], seed: int) -> str:
     """The lines that are printed after the text."""
     model, device, cache, t = engine.model, engine.device, engine.cache, engine.timing
     steps_per_second = t.decode_steps / t.decode_seconds if t.decode_seconds else 0.0

@@ -282,8 +282,7 @@ def _varlen(cum_seq_q, cum_seq_k, max_q: int, max_k: int) -> tuple | None:
 
 
 def _window(left: int | None, right: int | None) -> tuple[int, int]:
-    left, right = (-1 if edge is None or edge < 0 else edge for edge in (left, right))
-    return left, right
+    return tuple(-1 if edge is None or edge < 0 else edge for edge in (left, right))  # type: ignore[return-value]
 
 
 _OPERATORS: dict[str, dict[str, Callable]] = {

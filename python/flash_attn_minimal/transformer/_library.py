@@ -74,26 +74,14 @@ LinearArgs = struct(
     "text kernel",
 )
 
-W4QuantizeArgs = struct(
-    "fa_w4_quantize_args",
-    "int32 device dtype search num_threads",
-    "matrix w",
-    *_weight("out"),
-)
+W4QuantizeArgs = struct("fa_w4_quantize_args", "int32 device dtype search num_threads", "matrix w", *_weight("out"))
 
 W4DequantizeArgs = struct(
-    "fa_w4_dequantize_args",
-    "int32 device out_dtype num_threads reserved",
-    *_weight("weight"),
-    "matrix out",
+    "fa_w4_dequantize_args", "int32 device out_dtype num_threads reserved", *_weight("weight"), "matrix out"
 )
 
 W4PackArgs = struct(
-    "fa_w4_pack_args",
-    "int32 device dtype pair num_threads",
-    *_weight("weight"),
-    "pointer packed",
-    "int64 packed_bytes",
+    "fa_w4_pack_args", "int32 device dtype pair num_threads", *_weight("weight"), "pointer packed", "int64 packed_bytes"
 )
 
 W4LinearArgs = struct(

@@ -109,10 +109,8 @@ class W4Weight:
         format = checks.one_of("format", format, W4_FORMATS)
         view = _arrays.view(w, "w")
         checks.floats("w", view, cast=True)
-        if len(view.shape) != 2 or 0 in view.shape:
-            raise BadArgument(
-                f"w has shape {tuple(view.shape)}: expected (out_features, in_features), neither of them 0"
-            )
+        fits = len(view.shape) == 2 and 0 not in view.shape
+        checks.shape("w", view, fits, "(out_features, in_features), neither of them 0")
         checks.last_axis("w", view)
         rows, columns = view.shape
         args = new(W4QuantizeArgs)
@@ -156,8 +154,7 @@ class W4Weight:
         _put_weight(args, "weight", self.format, *self.shape, views)
         size = ct.c_int64()
         load().fa_w4_packed_bytes(args.weight_format, *self.shape, args.pair, size)
-        packed = PackedW4(self.format, dtype, bool(pair), self.shape, size.value)
-        packed._allocate(views[0])
+        packed = PackedW4(self.format, dtype, bool(pair), self.shape, size.value, views[0])
         args.packed, args.packed_bytes = packed._view.pointer, size.value
         load().fa_w4_pack(args, views[0].door.stream(views))
         recordings.wrote([*views, packed._view])
@@ -165,9 +162,7 @@ class W4Weight:
 
     def to(self, convert: Callable[[Any], Any]) -> W4Weight:
         """The weight with each array converted: `weight.to(cupy.asarray)` copies a NumPy weight to the GPU."""
-        return W4Weight(
-            self.format, convert(self.codes), convert(self.scales), convert(self.tensor_scale), self.in_features
-        )
+        return W4Weight(self.format, *map(convert, (self.codes, self.scales, self.tensor_scale)), self.in_features)
 
     def save(self, path: str | os.PathLike[str], name: str = "weight") -> None:
         """Writes a safetensors file; see save()."""
@@ -231,23 +226,19 @@ class PackedW4:
     `data` is its memory, uint8. The order is the library's own and may change with a release, so files do not hold it.
     """
 
-    def __init__(self, format: str, dtype: str, pair: bool, shape: tuple[int, int], size: int):
-        self.format, self.dtype, self.pair, self.shape, self.bytes = format, dtype, pair, shape, size
-        self.data: Any = None
-        self._view: View
-
-    def __repr__(self) -> str:
-        pair = ", pair=True" if self.pair else ""
-        return f"PackedW4({self.format!r}, {self.shape[0]} x {self.shape[1]}, dtype={self.dtype!r}{pair})"
-
-    def _allocate(self, like: View) -> None:
+    def __init__(self, format: str, dtype: str, pair: bool, shape: tuple[int, int], size: int, like: View):
         """Allocates aligned memory of the framework and on the device of `like`."""
+        self.format, self.dtype, self.pair, self.shape, self.bytes = format, dtype, pair, shape, size
         view = like.door.empty(like, (self.bytes + (_ALIGNMENT if like.device == CPU else 0),), "uint8")
         if like.device == CPU:  # frameworks align to 64 bytes or less there
             owner = view.owner[0] if isinstance(view.owner, tuple) else view.owner  # for JAX a NumPy array
             start = -view.pointer % _ALIGNMENT
             view = _arrays.view(owner[start : start + self.bytes], "packed")
         self.data, self._view = view.door.result(view), view
+
+    def __repr__(self) -> str:
+        pair = ", pair=True" if self.pair else ""
+        return f"PackedW4({self.format!r}, {self.shape[0]} x {self.shape[1]}, dtype={self.dtype!r}{pair})"
 
 
 def _put_weight(args: ct.Structure, name: str, format: str, rows: int, columns: int, views: list[View]) -> None:
