@@ -76,35 +76,37 @@ PART_DTYPE = [(name, "<i4") for name in PART_FIELDS]
 # A fresh one is all zero, and zero always means the default.
 AttentionArgs = struct(
     "fa_attention_args",
-    "int32 device dtype out_dtype batch nheads nheads_k headdim headdim_v",
-    "int64 seqlen_q seqlen_k total_q total_k",
-    "tensor q k v",
-    "factors q_descale k_descale v_descale",
-    "pointer cu_seqlens_q cu_seqlens_k parts",
-    "float softmax_scale",
-    "int32 has_softmax_scale",
-    "float softcap",
-    "int32 bias_dtype",
-    "pointer alibi_slopes",
-    "int64 alibi_batch_stride",
-    "scores bias",
-    "pointer sinks",
-    "scores mask",
-    "indices startend_row_indices",
-    "int32 startend_row_indices_heads startend_row_indices_numbers",
-    "scores block_mask",
-    "int32 block_mask_heads block_mask_row_block block_mask_key_block block_mask_reserved",
-    "int32 causal top_left attention_chunk has_window",
-    "int64 window_left window_right",
-    "float dropout_p",
-    "int32 first_head",
-    "uint64 dropout_seed dropout_offset",
-    "tensor out",
-    "pointer lse max_score key_sums",
-    "int32 allow_tf32 fast_accum deterministic num_threads",
-    "text kernel",
-    "pointer workspace",
-    "size workspace_bytes",
+    *"""
+    int32 device dtype out_dtype batch nheads nheads_k headdim headdim_v
+    int64 seqlen_q seqlen_k total_q total_k
+    tensor q k v
+    factors q_descale k_descale v_descale
+    pointer cu_seqlens_q cu_seqlens_k parts
+    float softmax_scale
+    int32 has_softmax_scale
+    float softcap
+    int32 bias_dtype
+    pointer alibi_slopes
+    int64 alibi_batch_stride
+    scores bias
+    pointer sinks
+    scores mask
+    indices startend_row_indices
+    int32 startend_row_indices_heads startend_row_indices_numbers
+    scores block_mask
+    int32 block_mask_heads block_mask_row_block block_mask_key_block block_mask_reserved
+    int32 causal top_left attention_chunk has_window
+    int64 window_left window_right
+    float dropout_p
+    int32 first_head
+    uint64 dropout_seed dropout_offset
+    tensor out
+    pointer lse max_score key_sums
+    int32 allow_tf32 fast_accum deterministic num_threads
+    text kernel
+    pointer workspace
+    size workspace_bytes
+    """.strip().splitlines(),
 )
 
 AttentionBackwardArgs = struct(
@@ -125,12 +127,10 @@ KVCacheArgs = struct(
     "pointer cache_seqlens cache_batch_idx cache_leftpad block_table",
     "int64 block_table_stride",
     "tensor k_scale v_scale",
-    "int32 page_size seqlen_new",
-    "tensor k_new v_new",
+    *("int32 page_size seqlen_new", "tensor k_new v_new"),
     "pointer rotary_cos rotary_sin",
     "int32 rotary_dtype rotary_rows rotary_dim rotary_interleaved",
-    "pointer tree_mask",
-    "int64 tree_batch_stride tree_row_stride",
+    *("pointer tree_mask", "int64 tree_batch_stride tree_row_stride"),
     "int32 tree_keys batch_invariant num_splits programmatic shared_prefix reserved",
 )
 

@@ -183,9 +183,7 @@ def _with_kvcache(s: SimpleNamespace) -> tuple[torch.Tensor, torch.Tensor]:
                 setattr(s, name, x.to(s.q.dtype))
         ones = torch.ones(s.k_cache.shape[-2], device=s.q.device)
         s.options = s.options | {"k_scale": ones, "v_scale": ones}
-    where = {
-        "cache_batch_idx": s.cache_batch_idx, "cache_leftpad": s.cache_leftpad, "block_table": s.page_table,
-    }  # fmt: skip
+    where = {"cache_batch_idx": s.cache_batch_idx, "cache_leftpad": s.cache_leftpad, "block_table": s.page_table}
     if s.cu_seqlens_q is None:
         out, lse = flash_attn_with_kvcache(
             s.q, s.k_cache, s.v_cache, s.k, s.v, s.rotary_cos, s.rotary_sin, s.cache_seqlens, return_lse=True,
@@ -193,9 +191,7 @@ def _with_kvcache(s: SimpleNamespace) -> tuple[torch.Tensor, torch.Tensor]:
         )  # fmt: skip
     else:
         lengths = _room(s) if s.cache_seqlens is None else s.cache_seqlens
-        out, lse = attend_packed(
-            s.q, s.k_cache, s.v_cache, s.cu_seqlens_q, s.max_seqlen_q, lengths, where, s.options
-        )  # fmt: skip
+        out, lse = attend_packed(s.q, s.k_cache, s.v_cache, s.cu_seqlens_q, s.max_seqlen_q, lengths, where, s.options)
     return scaled(out, per_head(s.v_descale, group), s.cu_seqlens_q), lse
 
 

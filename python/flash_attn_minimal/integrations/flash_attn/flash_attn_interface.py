@@ -243,8 +243,9 @@ def _flash_attn_backward(
     """Writes those of dq, dk and dv that are not None; returns the sums of dout * out over the head dim, laid out like
     softmax_lse."""
     return _flash_attn_varlen_backward(
-        dout, q, k, v, out, softmax_lse, dq, dk, dv, None, None, None, None, dropout_p, softmax_scale, causal,
-        window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state,
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, *(None,) * 4, dropout_p=dropout_p, softmax_scale=softmax_scale,
+        causal=causal, window_size_left=window_size_left, window_size_right=window_size_right, softcap=softcap,
+        alibi_slopes=alibi_slopes, deterministic=deterministic, rng_state=rng_state,
     )  # fmt: skip
 
 
