@@ -242,28 +242,6 @@ def _cuda_backward(
     return tuple(_rows(*grads))
 
 
-# ---- a GPU ----
-
-
-def _cuda_forward(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
-    longest, out = (query.shape[2], key.shape[2]), torch.empty_like(query)
-    options = {"scale": scale, "out": out.transpose(1, 2)}
-    arrays = _rows(query, key, value)
-    _, *rest = _attend(*arrays, None, None, *longest, dropout_p, is_causal, return_debug_mask, **options)
-    return out, rest[0], None, None, *longest, *rest[1:]
-
-
-def _cuda_backward(
-    grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
-    philox_seed, philox_offset, *, scale=None,
-):  # fmt: skip
-    arrays = _rows(grad_out, query, key, value, out)
-    grads = _attend_backward(
-        *arrays, logsumexp, None, None, max_q, max_k, dropout_p, is_causal, None, None, scale=scale
-    )
-    return tuple(_rows(*grads))
-
-
 def _attend(
     query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *, scale=None,
     window_size_left=None, window_size_right=None, seqused_k=None, alibi_slopes=None, block_table=None,
