@@ -41,7 +41,16 @@ ROW_TYPES |= dict.fromkeys(
 ROW_TYPES |= dict.fromkeys("ratio before_us price other_us ratio_min ratio_max ratio_error".split(), float)
 
 
-OTHERS = ("overhead", "ops", "linear", "transformers", "sweep", "prices", "ledger")  # rows of a kind of their own
+OTHERS = (
+    "overhead",
+    "ops",
+    "linear",
+    "transformers",
+    "sweep",
+    "dispatch",
+    "prices",
+    "ledger",
+)  # rows of a kind of their own
 
 
 def run(tmp_path, *argv, code=0):

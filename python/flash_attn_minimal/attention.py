@@ -214,16 +214,16 @@ def flash_attn_func(
         return_lse = checks.wants_lse(return_lse, return_softmax_lse)
     results = sign = None
     if return_max_score is return_key_sums is False:
-        given, arrays = QKV, (q, k, v)
+        given, arrays, numbers = QKV, (q, k, v), ()
         values = return_lse, dropout_p, softmax_scale, causal, window_size, softcap, deterministic
         if alibi_slopes is not None:
             given, arrays = (*given, "alibi_slopes"), (*arrays, alibi_slopes)
         if options:
-            given, arrays, values = joined(given, arrays, values, options)
+            given, arrays, values, numbers = joined(given, arrays, values, options)
         if out is not None:
             given, arrays = (*given, "out"), (*arrays, out)
         if values is not None:
-            results, sign = repeats.find(given, arrays, values, window_size, None, True)
+            results, sign = repeats.find(given, arrays, values, window_size, numbers, True)
             if results is not None:
                 return results
     chosen = _options_of(
@@ -375,7 +375,7 @@ def flash_attn_varlen_func(
         return_lse = checks.wants_lse(return_lse, return_softmax_lse)
     results = sign = None
     if return_max_score is return_key_sums is False:
-        given, arrays = QKV_VARLEN, (q, k, v, cu_seqlens_q, cu_seqlens_k)
+        given, arrays, numbers = QKV_VARLEN, (q, k, v, cu_seqlens_q, cu_seqlens_k), ()
         values = (
             return_lse, dropout_p, softmax_scale, causal, window_size, softcap, deterministic, max_seqlen_q,
             max_seqlen_k,
@@ -383,11 +383,11 @@ def flash_attn_varlen_func(
         if alibi_slopes is not None:
             given, arrays = (*given, "alibi_slopes"), (*arrays, alibi_slopes)
         if options:
-            given, arrays, values = joined(given, arrays, values, options)
+            given, arrays, values, numbers = joined(given, arrays, values, options)
         if out is not None:
             given, arrays = (*given, "out"), (*arrays, out)
         if values is not None:
-            results, sign = repeats.find(given, arrays, values, window_size, None, True)
+            results, sign = repeats.find(given, arrays, values, window_size, numbers, True)
             if results is not None:
                 return results
     chosen = _options_of(

@@ -7,6 +7,7 @@ The probabilities are computed again from q, k and lse, tile by tile, instead of
 from __future__ import annotations
 
 import ctypes as ct
+from collections.abc import Callable
 from typing import Any
 
 from . import _arrays
@@ -22,6 +23,8 @@ from ._core.queries import Plan, kernel_table, plan_from
 from ._core.repeats import Made, Repeats
 from ._core.structs import AttentionArgs, AttentionBackwardArgs, new
 from .errors import BadArgument, Unsupported
+
+DQKV = ("dq", "dk", "dv")
 
 
 def backward(
@@ -86,13 +89,13 @@ def backward(
     True
     """
     sign, arrays = None, ()
-    if dq is dk is dv is None and accumulate is return_dbias is return_dsinks is False:
+    if return_dbias is return_dsinks is False:
         others = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-        others |= {"out": out, "lse": lse, "dlse": dlse, "dout": dout}
-        values = "backward", max_seqlen_q, max_seqlen_k, torch_modes.deterministic(q)
-        given, arrays, values = joined(QKV, (q, k, v), values, others | options, (*ARRAYS, *others))
+        others |= {"out": out, "lse": lse, "dlse": dlse, "dout": dout, "dq": dq, "dk": dk, "dv": dv}
+        values = "backward", max_seqlen_q, max_seqlen_k, accumulate, torch_modes.deterministic(q)
+        given, arrays, values, numbers = joined(QKV, (q, k, v), values, others | options, (*ARRAYS, *others))
         if values is not None:
-            results, sign = _repeats.find(given, arrays, values, options.get("window_size", OPEN))
+            results, sign = _repeats.find(given, arrays, values, options.get("window_size", OPEN), numbers)
             if results is not None:
                 return results
     lengths = _lengths("call", cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -146,11 +149,12 @@ def _differentiate(
             "one has returned"
         )
     inputs = {"q": qv, "k": kv, "v": vv, "out": out_view, "dout": dout_view}
-    results, made, fill, dbias = [], {}, None if lengths is None else 0, None
-    for name, array, like in zip(("dq", "dk", "dv"), given, (qv, kv, vv), strict=True):
+    results, made, fill, dbias, destinations = [], {}, None if lengths is None else 0, None, []
+    for name, array, like in zip(DQKV, given, (qv, kv, vv), strict=True):
         shape = tuple(like.shape)
         if array is not None:
             view = _destination(name, array, inputs, shape, qv.dtype)
+            destinations.append(view)
         elif accumulate:
             raise BadArgument(f"accumulate=True, but {name} is None: there is nothing to add to")
         elif lengths is not None:  # the library writes no rows outside of the sequences
@@ -158,7 +162,9 @@ def _differentiate(
         else:
             view = qv.door.empty(qv, shape, qv.dtype)
         _put_tensor(call, name, view)
-        inputs[name], made[name] = view, Made(view, fill)
+        inputs[name] = view
+        if array is None:
+            made[name] = Made(view, fill)
         results.append(array if array is not None else view)
     check_wanted(options, return_dbias, return_dsinks)
     if return_dbias:
@@ -170,10 +176,13 @@ def _differentiate(
         call.dsinks = view.pointer
         results.append(view)
         made["dsinks"] = Made(view, 0)
-    written = [*inputs.values(), *[one.view for one in made.values()]]
+    written = [*inputs.values(), *[one.view for name, one in made.items() if name not in inputs]]
     if workspace := launch_with_workspace("attention_backward", call, args, views, written):
         made["workspace"] = Made(workspace)
-    _repeats.remember(sign, call, arrays, (qv, kv, vv), made)
+    seeds, fits, finish = options.dropout_seed is not None, None, None
+    if sign and destinations:
+        fits, finish = _given(sign[0][0])
+    _repeats.remember(sign, call, arrays, (qv, kv, vv), made, None, fits, finish, destinations, seeds)
     return tuple(
         _summed(x, options.bias) if x is dbias else x.door.result(x) if isinstance(x, View) else x for x in results
     )
@@ -189,11 +198,32 @@ _repeats = Repeats(
 )
 
 
-def find_gradients(given: tuple[str, ...], arrays: tuple, values: tuple, window_size) -> tuple[Any, tuple | None]:
+def _given(names: tuple[str, ...]) -> tuple[Callable[[list[int]], bool], Callable[..., tuple]]:
+    """What a repeat needs whose caller gives arrays for gradients: see Repeats.remember. names: those of its arrays."""
+    inputs = [names.index(x) for x in ("q", "k", "v", "out", "dout")]
+    places = [names.index(x) if x in names else None for x in DQKV]
+    outputs = [place for place in places if place is not None]
+
+    def fits(addresses: list[int]) -> bool:  # no gradient begins where another array does, which _destination refuses
+        starts = {addresses[i] for i in inputs}
+        count = len(starts)
+        starts.update([addresses[i] for i in outputs])
+        return len(starts) == count + len(outputs)
+
+    def finish(results: tuple, arrays: tuple, _) -> tuple:  # the new arrays come in order
+        new = iter(results)
+        return tuple([next(new) if place is None else arrays[place] for place in places])
+
+    return fits, finish
+
+
+def find_gradients(
+    given: tuple[str, ...], arrays: tuple, values: tuple, window_size, seeds: tuple | None
+) -> tuple[Any, tuple | None]:
     """Repeats an earlier call of the same signature, if there is one: see Repeats.find. Returns the gradients or None,
     and the signature or None. given: the names of the arrays, q, k and v first; values: all else that the call depends
-    on."""
-    return _repeats.find(given, arrays, values, window_size, None, True)
+    on, except for the dropout's seeds."""
+    return _repeats.find(given, arrays, values, window_size, seeds or (), True)
 
 
 def backward_query(

@@ -235,12 +235,12 @@ def flash_attn_with_kvcache(
     if options:
         named: dict[str, Any] = dict(options)
         out = named.pop("out", None)
-        given, arrays, values = joined(given, arrays, values, named, _ARRAYS)
+        given, arrays, values, _ = joined(given, arrays, values, named, _ARRAYS)
         if out is not None:
             given, arrays = (*given, "out"), (*arrays, out)
     sign = None
     if values is not None:
-        results, sign = _repeats.find(given, arrays, values, window_size, cache_seqlens)
+        results, sign = _repeats.find(given, arrays, values, window_size, (cache_seqlens,) if at_once else ())
         if results is not None:
             return results
     positional = dict(zip(_POSITIONAL, (*every[:-1], cache_seqlens), strict=True))

@@ -108,6 +108,33 @@ def test_same_bits(device, name, through_lse, shortcuts, guarded):
             close(x, y, 1e-3)
 
 
+def test_dropout_takes_another_seed_in_each_step(device, shortcuts, guarded):
+    """The gradients of a step that repeats another one use the step's own seed, on the shortcut and past it."""
+
+    def options(seed):
+        return {"dropout_p": 0.25, "dropout_seed": seed, "dropout_offset": seed // 2, "deterministic": True}
+
+    seeds, want = (2**63, 2, 3, 2**64 - 1, 5), {}
+    for seed in seeds:
+        forget()
+        want[seed] = step(inputs_of(device), options(seed), True)
+    assert len({each[1].sum().item() for each in want.values()}) == len(seeds)
+    forget()
+    for _ in range(3):
+        step(inputs_of(device), options(1), True)
+    shortcuts.clear()
+    for seed in seeds:
+        equal(step(inputs_of(device), options(seed), True), want[seed])
+    assert shortcuts == BOTH * len(seeds)
+    # The forward pass of several steps before the backward pass of the first.
+    inputs = inputs_of(device)
+    outs = [fa.flash_attn_func(*inputs, return_lse=True, **options(seed)) for seed in seeds]
+    backward_repeats.clear()  # so that the backward pass takes the long way
+    for seed, (out, lse) in zip(seeds, outs, strict=True):
+        loss = (out * out.detach().sin()).sum() + lse.sin().sum()
+        equal([out.detach(), *torch.autograd.grad(loss, inputs)], want[seed])
+
+
 def of_standard(*inputs, return_lse, **options):
     return standard(*inputs, **options)
 

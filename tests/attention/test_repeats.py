@@ -120,6 +120,45 @@ def test_same_bits(kind, shortcuts):
 
 
 @every_kind
+@pytest.mark.parametrize("mixed", [False, True])
+def test_dropout_takes_another_seed_in_each_call(kind, mixed, shortcuts):
+    """A step of a training has a seed of its own: it repeats the step before, with its seed."""
+    seeds = [(3, 0), (4, 0), (2**64 - 1, 0), (4, 2**64 - 1), (0, 7), (3, 0)]
+    mask = {"mask": make(kind, np.random.default_rng(3).random((5, 7)) < 0.9)} if mixed else {}
+    options = [
+        {"dropout_p": 0.25, "dropout_seed": s, "dropout_offset": o, "return_lse": True, **mask} for s, o in seeds
+    ]
+    wanted = [host(long_way(*arrays(kind, i), **each)) for i, each in enumerate(options)]
+    repeats.clear()
+    warm(*arrays(kind), **options[0])
+    shortcuts.clear()
+    got = [host(fa.flash_attn_func(*arrays(kind, i), **each)) for i, each in enumerate(options)]
+    assert len(shortcuts) == len(seeds)
+    np.testing.assert_equal(got, wanted)
+    assert len({each[0].tobytes() for each in got}) == len(seeds)
+    same = {name: x for name, x in options[0].items() if "dropout" not in name}
+    np.testing.assert_equal(host(fa.flash_attn_func(*arrays(kind), **same)), host(long_way(*arrays(kind), **same)))
+
+
+@pytest.mark.parametrize("wrong", [
+    {"dropout_seed": -1}, {"dropout_seed": 2**64}, {"dropout_seed": 1.0}, {"dropout_seed": True},
+    {"dropout_seed": None}, {"dropout_offset": -1}, {"dropout_offset": 2**64}, {"dropout_offset": 0.0},
+])  # fmt: skip
+def test_seeds_are_checked_in_every_call(wrong):
+    options = {"dropout_p": 0.25, "dropout_seed": 3, "dropout_offset": 4}
+    q, k, v = arrays("numpy")
+    expected = outcome(long_way, q, k, v, **options | wrong)
+    repeats.clear()
+    warm(q, k, v, **options)
+    assert outcome(fa.flash_attn_func, q, k, v, **options | wrong) == expected
+    assert isinstance(expected, tuple) and "dropout" in expected[1]
+    seed = np.int64(3)  # a seed of another type is as good
+    np.testing.assert_array_equal(
+        fa.flash_attn_func(q, k, v, **options | {"dropout_seed": seed}), long_way(q, k, v, **options)
+    )
+
+
+@every_kind
 def test_given_out(kind, shortcuts):
     q, k, v = arrays(kind)
     expected = host(long_way(q, k, v))
@@ -513,4 +552,5 @@ def test_every_address_is_filled_in(table, kinds, constant):
         for name, of in kind._fields_
         if of in pointers and not constant.search(name) or name == "workspace_bytes"
     }
-    assert wanted == set(table.fields.values()) - {(structs.AttentionArgs, "seqlen_k")}
+    numbers = {(structs.AttentionArgs, name) for name in ("seqlen_k", *_repeat.SEEDS)}
+    assert wanted == set(table.fields.values()) - numbers

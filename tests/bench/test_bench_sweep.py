@@ -1,4 +1,4 @@
-"""The suites over calls with options, sweep and prices: what a line says, what is drawn, what is judged, the tables."""
+"""The suites over calls with options: what a line says, what is drawn and judged, the tables."""
 
 import json
 import math
@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 from bench_run import FAST, run
 
+import flash_attn_minimal as fa
 from flash_attn_lab import bench
+from flash_attn_lab.bench import dispatch, prices, sweep, sweep_worker
 from flash_attn_lab.bench import machine as machine_module
-from flash_attn_lab.bench import prices, sweep, sweep_worker
 from flash_attn_lab.bench.calls import call as lines
 from flash_attn_lab.bench.calls import make
 from flash_attn_lab.bench.calls.call import BadCall, Call
@@ -270,6 +271,50 @@ def test_a_call_that_hangs_is_asked_for_again_without_peers(tmp_path, monkeypatc
     [item] = data["left_out"]
     assert item["shape"] == hung[0][0] and item["reason"].startswith("no answer after 0 s")
     assert item["system"] == ("peers", "ours")[times - 1]
+
+
+def test_dispatch_suite(tmp_path):
+    """Each call stands beside the library's other kernels, forced by name, which give the same answer."""
+    data = run(tmp_path, "--suite", "dispatch", "--device", "cpu", "--calls", "6", "--seed", "11", *FAST)
+    names = {kernel["name"] for kernel in fa.kernels() if kernel["device"] == "cpu"} - {"cpu_naive"}
+    assert len(data["rows"]) == 6
+    for row in data["rows"]:
+        assert row["suite"] == "dispatch" and {*row["peers"]} <= names - {row["kernel"]} and "peers_wrong" not in row
+    assert any(row["peers"] for row in data["rows"])
+    assert "The library chose a slower kernel in" in (tmp_path / "dispatch.md").read_text()
+
+
+def test_dispatch_names_the_kernels_that_were_faster():
+    def row(line, us, peers):
+        found = sweep_worker._timed(
+            Call.parse(line), ["ours", *peers], [Timing([x]) for x in (us, *peers.values())], []
+        )
+        return found | {"call": line, "kernel": "a", "pass": "fwd"}
+
+    rows = [row(f"bf16 fwd b1 q{n} k64 h1 d64", 10.0, {"b": us, "c": 20.0}) for n, us in ((1, 5.0), (8, 8.0), (9, 9.9))]
+    rows.append(row("bf16 fwd b1 q7 k64 h1 d64", 10.0, {}))
+    text = "\n".join(dispatch.table({}, rows))
+    assert "4 calls, 3 of them with more than one kernel. The library chose a slower kernel in 2 (50%" in text
+    assert f"would take {(0.5 * 0.8 * 0.99) ** 0.25:.3f} of their time" in text
+    assert f"| fwd | a | b | 2 | {0.4**0.5:.2f} | 0.50 | 1 .. 8 |" in text
+    assert "* 0.50 `bf16 fwd b1 q1 k64 h1 d64` a: 10 us; b 5, c 20" in text and "q9" not in text
+    assert dispatch.table({}, []) == ["No call was timed."]
+
+
+def test_dispatch_leaves_out_what_is_far_slower(monkeypatch):
+    machine = Numpy()
+    by_name = sweep_worker.ByName(machine)
+    assert "cpu_naive" not in by_name.names["fwd"] and "cpu_portable" in by_name.names["bwd"]
+    arrays = Arrays.of(machine, Call.parse(f"fp32 fwd {SMALL}"))
+    chosen = make.ours(arrays).kernel
+    seconds = {chosen: 1.0, "cpu_portable": 4.0}
+    monkeypatch.setattr(by_name, "_seconds", lambda made: seconds[made.kernel])
+    with pytest.raises(Refused, match="far longer"):
+        by_name.peer("cpu_portable", arrays)
+    with pytest.raises(Refused, match="choice"):
+        by_name.peer(chosen, arrays)
+    seconds["cpu_portable"] = 2.0
+    assert by_name.peer("cpu_portable", arrays).name == "cpu_portable"
 
 
 def test_ctrl_c_ends_the_sweep_with_what_there_is(tmp_path):

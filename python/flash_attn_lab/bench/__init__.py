@@ -17,6 +17,7 @@ from . import (
     attention,
     block,
     decode,
+    dispatch,
     figure,
     languages,
     ledger,
@@ -41,7 +42,7 @@ from .timing import QUICK, Protocol
 
 MODULES = (  # the modules that register suites
     attention, shapes, prices, languages, profile, prefill, decode, queries, llama, block, overhead, linear, small_ops,
-    transformers, sweep, ledger,
+    transformers, sweep, dispatch, ledger,
 )  # fmt: skip
 
 
@@ -96,9 +97,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--threads", type=integer(most=4096), metavar="N", help="CPU threads; default: all cores")
     add("--rounds", type=positive, metavar="N", help="bursts of each system on each shape")
     add("--minutes", type=positive, metavar="N", help="languages: report what there is after so long; default: 20")
-    add("--seconds", type=positive, metavar="N", help="sweep: how long; default: 300, or until --calls are done")
-    add("--calls", type=positive, metavar="N", help="sweep: how many")
-    add("--call", metavar="LINE", help="sweep: this call alone, as a line of its table has it")
+    add(
+        "--seconds",
+        type=positive,
+        metavar="N",
+        help="sweep, dispatch: how long; default: 300, or until all --calls",
+    )
+    add("--calls", type=positive, metavar="N", help="sweep, dispatch: how many")
+    add("--call", metavar="LINE", help="sweep, dispatch: this call alone, as a line of its table has it")
     add(
         "--before",
         type=Path,

@@ -20,6 +20,7 @@ from flash_attn_minimal.llama.checkpoint import STACKED, Checkpoint
 from flash_attn_minimal.llama.host import Host
 from flash_attn_minimal.llama.model import Llama, Rows, blocks, load_layer
 from flash_attn_minimal.llama.w4 import FORMATS, quantize
+from flash_attn_minimal.transformer import ops
 from flash_attn_minimal.transformer.quantized import PackedW4
 
 from ..models.held import HeldEngine
@@ -134,7 +135,8 @@ def _blocks(machine, name: str, batches, seed: int, protocol: Protocol, outcome:
 
             run = partial(through, mine)
             with device.scope():
-                run()
+                if kernels := _chain_kernels(run):
+                    row["kernel"] = kernels
                 launches[weights] = _in_scope(device, device.once(run))
         timings = times(device, launches, protocol, seed)
         for weights, row in found.items():
@@ -146,6 +148,22 @@ def _blocks(machine, name: str, batches, seed: int, protocol: Protocol, outcome:
         spent = {row["dtype"]: row["us"] for row in outcome.rows[-len(found) :]}
         lines.append(f"{name}, batch {batch}: " + ", ".join(f"{key} {us:.1f} us" for key, us in spent.items()))
     return lines
+
+
+def _chain_kernels(run) -> str:
+    """Runs something; returns the names of the kernels that its chains of products took."""
+    chain, found = ops.linear_chain, {}
+
+    def watched(products, *rest, **options):
+        found[ops.linear_chain_query(products, kernel=options.get("kernel")).kernel] = True
+        return chain(products, *rest, **options)
+
+    ops.linear_chain = watched
+    try:
+        run()
+    finally:
+        ops.linear_chain = chain
+    return ", ".join(found)
 
 
 def _in_scope(device, run):

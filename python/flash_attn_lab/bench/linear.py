@@ -14,6 +14,7 @@ from flash_attn_minimal.transformer import ops
 from flash_attn_minimal.transformer._library import W4_FORMATS
 from flash_attn_minimal.transformer.quantized import W4Weight
 
+from .. import reference_ops
 from ..report import table as markdown_table
 from .figure import MINE, figure_of, legend, set_title
 from .machine import BenchError, load_average, open_machine
@@ -27,6 +28,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 FORMATS = tuple(W4_FORMATS)
 QUICK = {"cuda": (((8192, 8192),), (1, 16, 128, 1024)), "cpu": (((1024, 1024),), (1, 16))}
 CPU = ((2048, 2048), (1024, 4096)), (1, 4, 16, 64)
+NORMED = 8  # rows of x up to which the first format is timed with a norm in the product, too, as in a decode step
 CHECKED = 64  # rows of x and of weight, at each end
 PASS = "w4"
 
@@ -57,11 +59,11 @@ def sets(machine, size: int) -> int:
 
 
 class Product:
-    """This library's product with one format and kernel."""
+    """This library's product with one format and kernel. norm: the weight of a norm that x goes through first."""
 
-    def __init__(self, machine, x, packed: list, kernel: str | None, programmatic: bool):
-        self.x, self.packed, self.kernel, self.programmatic = x, packed, kernel, programmatic
-        plan = ops.linear_query(x, packed[0], programmatic=programmatic, kernel=kernel)
+    def __init__(self, machine, x, packed: list, kernel: str | None, programmatic: bool, norm=None):
+        self.x, self.packed, self.kernel, self.programmatic, self.norm = x, packed, kernel, programmatic, norm
+        plan = ops.linear_query(x, packed[0], norm_weight=norm, programmatic=programmatic, kernel=kernel)
         self.plan = plan
         if plan.status == "FA_OK":
             self.workspace = machine.nans((plan.workspace_bytes // 4 + 1,), "float32").view(machine.xp.uint8)
@@ -69,7 +71,7 @@ class Product:
 
     def __call__(self, i: int):
         return ops.linear(
-            self.x, self.packed[i % len(self.packed)],
+            self.x, self.packed[i % len(self.packed)], norm_weight=self.norm,
             out=self.out, kernel=self.kernel, workspace=self.workspace, programmatic=self.programmatic,
         )  # fmt: skip
 
@@ -81,6 +83,8 @@ def judge(machine, product: Product, exact: np.ndarray, n: int) -> tuple[float, 
     got = product(0)
     got = np.stack([machine.host(got[int(row)]) for row in rows]).astype(np.float64)[:, columns]
     x = np.stack([machine.host(product.x[int(row)]) for row in rows]).astype(np.float64)
+    if product.norm is not None:
+        x = reference_ops.rms_norm(x, machine.host(product.norm).astype(np.float64))
     answer = x @ exact.T
     epsilon = 2.0**-7 if product.packed[0].dtype == "bfloat16" else 2.0**-10
     spread = float(np.sqrt((x * x).sum(-1).max() * (exact * exact).sum(-1).max() / x.shape[1]))
@@ -115,12 +119,19 @@ def _one(machine, weights: Weights, shape, dtype: str, options, protocol, meter,
     base = {"suite": "linear", "pass": PASS, "dtype": dtype, "m": m, "n": n, "k": k}
     timed, notes = [], []
     for format in FORMATS:
-        # (kernel, whether the launch is programmatic, the mode): as in a model, and as a plain call.
+        # (kernel, whether the launch is programmatic, the mode): as in a model, as a plain call, after a norm.
         ways = [(kernel, gpu, "programmatic") for kernel in options.kernel or ["best"]]
         if ("best", True, "programmatic") in ways:
             ways.append(("best", False, "plain"))
+            if format == FORMATS[0] and m <= NORMED:
+                ways.append(("best", True, "norm"))
         for kernel, programmatic, mode in ways:
-            product = Product(machine, x, weights.packed[format], None if kernel == "best" else kernel, programmatic)
+            forced = None if kernel == "best" else kernel
+            if mode == "norm":
+                residual, norm = machine.random((m, k), "float32", 1000 + m), machine.random((k,), "float32", 999)
+                product = Product(machine, residual, weights.packed[format], None, programmatic, norm)
+            else:
+                product = Product(machine, x, weights.packed[format], forced, programmatic)
             if product.plan.status != "FA_OK":
                 reason = product.plan.error
                 outcome.left_out.append({"system": kernel, "shape": f"{n} x {k}, {plural(m, 'row')}", "reason": reason})
@@ -154,7 +165,7 @@ def _one(machine, weights: Weights, shape, dtype: str, options, protocol, meter,
     parts += [
         f"{row['weights']} {row['kernel']} {row['us']:.1f} ({peer_us / row['us']:.2f})"
         for row in found[:-1]
-        if row.get("mode") != "plain"
+        if row.get("mode") not in ("plain", "norm")
     ]
     return "; ".join(parts + notes)
 
@@ -200,7 +211,7 @@ def picture(data: dict, rows: list[dict]):
     figure, axes = figure_of(math.ceil(len(panels) / 2), min(2, len(panels)), 9, 1.2 + 2.9 * math.ceil(len(panels) / 2))
     for axis, ((n, k), counts) in zip(axes.flat, panels.items(), strict=False):
         names = dict.fromkeys(name for found in counts.values() for name in found if name != "peer")
-        for i, name in enumerate(name for name in names if not name.endswith("plain launch")):
+        for i, name in enumerate(name for name in names if "," not in name):
             line = [(m, found["peer"]["us"] / found[name]["us"]) for m, found in counts.items() if name in found]
             axis.plot(*zip(*line, strict=True), color=MINE[i % len(MINE)], marker="oDP*X"[i % 5], label=name)
         axis.axhline(1, color="0.5", linewidth=1, linestyle="--")

@@ -103,6 +103,11 @@ def shapes(gpu: bool, quick: bool, sixteen_bit: str) -> list[dict[str, Any]]:
         for dtype in (("float16", "float32") if gpu else ("float32",))
         for n, k in STORY
     ]
+    if gpu:
+        found += [
+            {"n": n, "k": k, "m": m, "dtype": "float16", "fused": n != 768, "swiglu": n == 4096}
+            for n, k in STORY for m in (4, 8)
+        ]  # fmt: skip
     if gpu and not quick:
         found += [
             {"n": n, "k": k, "m": m, "dtype": sixteen_bit, "fused": False} for n, k in LARGE for m in (1, 2, 4, 16)

@@ -148,7 +148,8 @@ def _work(share: Share, about: dict[str, Any], gpu: str | None, machines: dict[s
             worker.end()
 
 
-def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
+def run(options, protocol: Protocol, *, by_name: bool = False) -> tuple[Any, Outcome]:
+    """by_name: beside the library's kernels instead of peers, as the suite dispatch does."""
     earlier = _earlier(options.before) if options.before else {}
     calls = None
     try:
@@ -176,16 +177,17 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
         "device": device, "framework": options.framework, "threads": options.threads, "seed": options.seed,
         "rounds": options.rounds or (3 if options.quick or device == "cuda" else 5),
         "burst_s": 0.002 if options.quick else BURST_S[device],
-        "workers": len(named) * per_device,
+        "workers": len(named) * per_device, "by_name": by_name,
     }  # fmt: skip
     seconds = options.seconds or SECONDS
     total = min(len(calls), options.calls or len(calls)) if calls else options.calls or 0
     all_calls = bool(options.call or (options.calls and not options.seconds))
     what = f"{total} calls" if all_calls else f"{seconds} s" + (f" of at most {total} calls" if total else "")
     what += f", seed {options.seed}" if not calls else ""
+    title = "dispatch" if by_name else "sweep"
     print(f"{plural(len(named) * per_device, 'worker')}, {what}", flush=True)
     with (
-        Progress(total, "sweep", every=0.0 if options.call else 5.0) as progress,
+        Progress(total, title, every=0.0 if options.call else 5.0) as progress,
         tempfile.TemporaryDirectory() as turns,
         interruptible(),
     ):

@@ -19,6 +19,8 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
+from flash_attn_minimal import backward_kernels, kernels
+
 from .calls.call import Call
 from .calls.judge import Judge
 from .calls.make import USUAL, Arrays, Made, dtypes_of, ours, peer, prepared, rehearse
@@ -60,6 +62,45 @@ class Compiled:
                 self.known.add(kind)
 
 
+class ByName:
+    """In the place of peers: the library's own kernels, each forced by its name. Those that take far longer than the
+    library's choice are left out."""
+
+    FAR = 3
+
+    def __init__(self, machine):
+        self.machine = machine
+        of_device = {way: table() for way, table in (("fwd", kernels), ("bwd", backward_kernels))}
+        self.names = {
+            way: [one["name"] for one in table if one["device"] == machine.device and "naive" not in one["name"]]
+            for way, table in of_device.items()
+        }
+        self.chosen: tuple[Arrays, str | None, float] | None = None
+
+    def peer(self, name: str, arrays: Arrays) -> Made:
+        if self.chosen is None or self.chosen[0] is not arrays:
+            mine = ours(arrays)
+            self.chosen = arrays, mine.kernel, self._seconds(mine)
+        _, kernel, seconds = self.chosen
+        if name == kernel:
+            raise Refused(f"{name} is the library's choice")
+        made = replace(ours(arrays, name), name=name)
+        if self._seconds(made) > self.FAR * seconds + 2e-5:
+            raise Refused(f"{name} takes far longer than {kernel}")
+        return made
+
+    def _seconds(self, made: Made) -> float:
+        """Of one launch, the least of a few, with the host's work."""
+        found = []
+        for i in range(4):
+            self.machine.synchronize()
+            before = time.perf_counter()
+            made.launch(i)
+            self.machine.synchronize()
+            found.append(time.perf_counter() - before)
+        return min(found[1:])
+
+
 class Turn:
     """Held while the device works: workers that share a GPU take turns. What the host does alone needs no turn."""
 
@@ -77,7 +118,7 @@ class Turn:
 
 def measured(
     machine, call: Call, check: bool, protocol: Protocol, seed: int, peers: list[str],
-    compiled: Compiled | None = None, turn: Turn | None = None,
+    compiled: Compiled | ByName | None = None, turn: Turn | None = None,
 ) -> dict:  # fmt: skip
     """Makes, checks and times one call; returns its outcome."""
     turn = turn or Turn(None)
@@ -87,7 +128,8 @@ def measured(
             mine = ours(arrays)
         except Refused as refusal:
             return {"refused": str(refusal)}
-        rehearsed = [name for name in peers if turn.file and prepared(name, arrays)]
+        packages = turn.file and not isinstance(compiled, ByName)
+        rehearsed = [name for name in peers if packages and prepared(name, arrays)]
         machine.synchronize()
     for name in rehearsed:
         rehearse(name, arrays)
@@ -97,7 +139,7 @@ def measured(
 
 def _measured(
     machine, arrays: Arrays, mine: Made, check: bool, protocol: Protocol, seed: int, peers: list[str],
-    compiled: Compiled,
+    compiled: Compiled | ByName,
 ) -> dict:  # fmt: skip
     call, systems = arrays.call, [mine]
     for name in peers:
@@ -105,7 +147,8 @@ def _measured(
             systems.append(compiled.peer(name, arrays))
         except Refused:
             continue
-    row: dict[str, Any] = {"suite": "sweep", "system": "ours", "kernel": mine.kernel, "call": str(call)}
+    suite = "dispatch" if isinstance(compiled, ByName) else "sweep"
+    row: dict[str, Any] = {"suite": suite, "system": "ours", "kernel": mine.kernel, "call": str(call)}
     row |= {"pass": "bwd" if call.backward else "fwd", "dtype": call.dtype}  # the rest is in the line
     comparable = "dropout" not in call.options  # whose bits are each library's own
     before = time.perf_counter()
@@ -217,7 +260,8 @@ def main() -> int:
     if machine.framework != "torch":
         peers = []
     protocol = Protocol(rounds=about["rounds"], burst_s=about["burst_s"], max_launches=200)
-    compiled, turn = Compiled(), Turn(about.get("turn"))
+    compiled: Compiled | ByName = ByName(machine) if about.get("by_name") else Compiled()
+    turn = Turn(about.get("turn"))
     described = machine.describe() | ({"driver": Meter(machine).driver} if machine.device == "cuda" else {})
     ready = {"device": machine.device, "framework": machine.framework, "dtypes": dtypes_of(machine), "peers": peers}
     print(json.dumps({"ready": ready | {"machine": described, "title": machine.title}}), file=out, flush=True)
@@ -229,6 +273,8 @@ def main() -> int:
         broken = True
         try:
             call = Call.parse(order["call"])
+            if isinstance(compiled, ByName) and order.get("peers", True):
+                asked = compiled.names["bwd" if call.backward else "fwd"]
             found = measured(machine, call, order["check"], protocol, about["seed"], asked, compiled, turn)
             broken = "not_captured" in found.get("row", {})
         except Exception as error:  # a call that breaks must not end the sweep: it is reported

@@ -14,7 +14,7 @@ from .checks import dtype_name, flag
 from .fields import _results
 from .launch import launch_with_workspace
 from .options import ARRAYS, Options, _output, _prepare
-from .repeats import Made, Repeats
+from .repeats import SEEDS, Made, Repeats
 from .structs import CPU, DTYPES, AttentionArgs
 
 # The fields of AttentionArgs that vary between repeats of a call, for the backward pass too: see Repeats.
@@ -22,7 +22,7 @@ FIELDS = {
     **{f"{name}_data": name for name in ("q", "k", "v", "bias", "mask", "startend_row_indices", "block_mask", "out")},
     **{f"{name}_data": name for name in ("q_descale", "k_descale", "v_descale")},
     **{name: name for name in ("cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "sinks")},
-    **{name: name for name in ("lse", "workspace", "workspace_bytes")},
+    **{name: name for name in ("lse", "workspace", "workspace_bytes", *SEEDS)},
 }
 repeats = Repeats("attention_forward", (AttentionArgs, FIELDS))
 QKV = ("q", "k", "v")
@@ -33,20 +33,34 @@ def joined(
     given: tuple[str, ...], arrays: tuple, values: tuple, options: Mapping[str, Any], are_arrays: Sequence[str] = ARRAYS
 ) -> tuple:
     """Adds options to what decides whether a call repeats an earlier one: the names of its arrays, the arrays, and its
-    other arguments. The last are None for a call with a dropout seed or offset, which is never repeated. are_arrays:
-    the options that are arrays."""
+    other arguments, None where these are not legal. The fourth result are the values of SEEDS, if they are given.
+    are_arrays: the options that are arrays."""
+    seed, offset = None, 0
     for name, x in options.items():
         if name in are_arrays:
             if x is not None:
                 given += (name,)
                 arrays += (x,)
             continue
-        if name == "dropout_seed" and x is not None or name == "dropout_offset" and (type(x) is not int or x):
-            return given, arrays, None
+        if name in SEEDS:
+            seed, offset = (x, offset) if name == SEEDS[0] else (seed, x)
+            continue
         if name == "out_dtype" and x is not None and type(x) is not str:
             x = dtype_name("out_dtype", x, DTYPES)  # a name can be part of a repeat
         values += name, x
-    return given, arrays, values
+    numbers = seeds(seed, offset)
+    if numbers is None:
+        return given, arrays, None, ()
+    return given, arrays, (*values, SEEDS) if numbers else values, numbers
+
+
+def seeds(seed, offset) -> tuple | None:
+    """The values of SEEDS for a repeat: () without a seed, None where they are not legal or come as another type."""
+    if type(offset) is not int or not 0 <= offset < 2**64:
+        return None
+    if seed is None:
+        return None if offset else ()
+    return (seed, offset) if type(seed) is int and 0 <= seed < 2**64 else None
 
 
 def given_arrays(
@@ -62,11 +76,11 @@ def given_arrays(
 
 def call(q, k, v, varlen: tuple | None, out, return_lse, options: Options):
     """Repeats an earlier call of the same signature, if there is one (see Repeats.find), or goes the long way."""
-    sign = None
-    if (numbers := options.numbers()) is not None:
-        values = (return_lse, *(() if varlen is None else varlen[2:]), *numbers)
+    sign, numbers = None, seeds(options.dropout_seed, options.dropout_offset)
+    if numbers is not None:
+        values = (return_lse, *(() if varlen is None else varlen[2:]), *options.numbers())
         given = given_arrays(q, k, v, varlen, out, options)
-        results, sign = repeats.find(*given, values, options.window_size, None, True)
+        results, sign = repeats.find(*given, values, options.window_size, numbers, True)
         if results is not None:
             return results
     return attend(q, k, v, varlen, out, return_lse, options, sign)
@@ -98,7 +112,10 @@ def attend(
         made["workspace"] = Made(workspace)
     if sign:
         arrays = given_arrays(q, k, v, varlen, out, options, sign)[1]
-        repeats.remember(sign, args, arrays, views[:3], made, fits=fits, finish=finish, views=[out_view])
+        repeats.remember(
+            sign, args, arrays, views[:3], made, fits=fits, finish=finish, views=[out_view],
+            seeds=options.dropout_seed is not None, gradients=True,
+        )  # fmt: skip
     return _results(out, out_view, lse_view)
 
 

@@ -137,12 +137,10 @@ class Options(namedtuple("_Options", _HINTS, defaults=map(default_of, _HINTS.val
 
     __slots__ = ()
 
-    def numbers(self) -> tuple | None:
-        """The options that are not arrays, for the signature of a call. None for a call with a dropout seed or offset,
-        which is never repeated."""
-        if self.dropout_seed is not None or type(self.dropout_offset) is not int or self.dropout_offset:
-            return None
-        return tuple([getattr(self, name) for name in _NUMBERS])
+    def numbers(self) -> tuple:
+        """The options that are not arrays, for the signature of a call; of the dropout's seed and offset, which vary
+        between repeats, only whether they are given."""
+        return (*[getattr(self, name) for name in _NUMBERS], self.dropout_seed is not None)
 
     def put(self, args: AttentionArgs, views: list[View]) -> None:
         """Checks the options and writes them into a struct with sizes and dtype; their arrays are added to views."""
@@ -268,7 +266,7 @@ def _per_head(views: list[View], name: str, array: Any, *shapes: tuple[int, ...]
 
 
 _FLAGS = tuple(name for name, hint in _HINTS.items() if hint == "bool")
-_NUMBERS = tuple(name for name in Options._fields if name not in ARRAYS)
+_NUMBERS = tuple(name for name in Options._fields if name not in (*ARRAYS, "dropout_seed", "dropout_offset"))
 
 
 def _options_of(function: str, given: Mapping[str, Any], **named: Any) -> Options:

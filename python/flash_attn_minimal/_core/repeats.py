@@ -32,6 +32,7 @@ from .prepared import Prepared, runner
 from .structs import CPU
 
 _MOST_REPEATS = 1024  # signatures kept, about 2 KB each; then the tables are cleared
+SEEDS = ("dropout_seed", "dropout_offset")  # of another value in each step of a training
 _PLAIN = frozenset({bool, int, float, str, bytes, tuple, type(None)})  # tuples: names, and window_size
 
 
@@ -83,7 +84,7 @@ class Repeats:
 
     def __init__(self, name: str, *structs: tuple[type[ct.Structure], dict[str, str]]):
         """The function is fa_<name>. Each struct comes with its fields that vary, all of 8 bytes, by what they hold:
-        the name of an array, for its address; `workspace_bytes`, a size; or `keys`, a number."""
+        the name of an array, for its address; `workspace_bytes`, a size; or a number's name: `keys`, one of SEEDS."""
         self.name = name
         self.known: dict[tuple, Repeat | None] = {}  # None: the signature was seen once
         self.latest: dict[tuple, Repeat] = {}
@@ -99,13 +100,14 @@ class Repeats:
         arrays: tuple,
         values: tuple,
         window_size: Any,
-        length: Any = None,
+        numbers: tuple = (),
         gradients=False,
     ) -> tuple[Any, tuple | None]:
         """Repeats an earlier call of the same signature, if there is one. Returns (results, signature). Results are
         None where the call must take the long way; the signature is for `remember`, and None where the call has none.
-        arrays: those that are given, q first; given: their names in the structs; length: the one length of all
-        sequences, if there is one. For the other arguments see `signature`."""
+        arrays: those that are given, q first; given: their names in the structs; numbers: what may vary besides
+        the arrays, the one length of all sequences or the values of SEEDS, of which `values` tells which it is. For the
+        other arguments see `signature`."""
         if torch_modes.compiling() or recordings.current() is not None:  # a recording must see every call
             return None, None
         types = tuple(map(type, values))
@@ -115,7 +117,7 @@ class Repeats:
         except TypeError:  # a list or an array among the values
             return None, None
         if latest is not None and (window_size is OPEN or _is_plain_window(window_size)) and latest.same(arrays):
-            results = latest.call(arrays, length)
+            results = latest.call(arrays, numbers)
             if results is not None:
                 return results, None
         if not _are_plain(types, window_size):
@@ -126,7 +128,7 @@ class Repeats:
             return None, None
         sign = kind, door, about
         repeat = self.known.get(sign)
-        results = repeat and repeat.call(arrays, length)
+        results = repeat and repeat.call(arrays, numbers)
         if results is not None:
             if repeat is latest:  # its `same` was made in another mode (inference, autocast, ...), which it tests, too
                 self.known[sign] = repeat = repeat._replace(same=door.same(arrays, about, gradients))
@@ -142,16 +144,18 @@ class Repeats:
         made: Mapping[str, Made],
         keys: tuple[int, int, int] | None = None,
         fits: Callable[[list[int]], bool] | None = None,
-        finish: Callable[[Any, tuple], Any] | None = None,
+        finish: Callable[[Any, tuple, tuple], Any] | None = None,
         views: Sequence[View] = (),
+        seeds: bool = False,
+        gradients: bool = False,
     ) -> None:
         """Prepares a repeat of a call that was launched with this struct on these arrays.
 
         likes: the views of the first arrays, on which new arrays can be modelled. made: the arrays that the call
         allocated, by name, `workspace` last. keys: for a call with one length, the number of keys, how many of them are
         new, and the most that fit. fits: a further test, of the addresses of the arrays. finish: makes the results from
-        the allocated arrays and the given ones. views: views of the arrays that the call writes to, perhaps among
-        others.
+        the allocated arrays, the given ones and the numbers. views: views of the arrays that the call writes to,
+        perhaps among others. seeds: whether the numbers are the values of SEEDS. gradients: as `find` got it.
 
         This costs about 30 us, so it waits for a signature's second call: a decoder whose cache grows has a new
         signature at every step.
@@ -165,17 +169,18 @@ class Repeats:
             return
         (given, *_), door, about = sign
         results = [name for name in made if name != "workspace"]
-        names = [*given, *results, *["keys"] * bool(keys), "workspace", "workspace_bytes"]
+        numbers = ("keys",) if keys else SEEDS if seeds else ()
+        names = [*given, *results, *numbers, "workspace", "workspace_bytes"]
         prepared = Prepared(self.name, filled, [self.fields[name] for name in names])
         if not prepared.holds([*map(door.address, arrays)]):
             return  # an array was copied, and a copy has to be made again at every call
         written = [view.owner for view in views if view.written] if door.wrote else []
         places = tuple([i for i, array in enumerate(arrays) if any(array is owner for owner in written)])
         call = self._repeat(prepared, given, likes, made, keys, fits, finish, places)
-        self.known[sign] = Repeat(door.same(arrays, about, finish is not None), call)
+        self.known[sign] = Repeat(door.same(arrays, about, gradients), call)
 
     def _repeat(self, prepared, given, likes, made, keys, fits, finish, written) -> Callable[[tuple, Any], Any]:
-        """The function call(arrays, length) that makes the call on other arrays. It returns what the call returns, or
+        """The function call(arrays, numbers) that makes the call on other arrays. It returns what the call returns, or
         None where the call must take the long way. written: positions of the arrays whose writes the framework counts.
         The function holds no array, and nothing that it holds ever changes, so threads use it at the same time."""
         first = likes[0]
@@ -185,13 +190,13 @@ class Repeats:
         makers = [_maker(door, likes, one) for name, one in made.items() if name != "workspace"]
         workspace_bytes = made["workspace"].view.shape[0] if "workspace" in made else 0
         make_workspace, like_workspace = _maker(door, likes, made["workspace"]) if workspace_bytes else (None, 0)
-        make_out, like_out = makers.pop(0) if not given_out else (None, 0)
+        make_out, like_out = makers.pop(0) if makers and not given_out else (None, 0)
         alone, checked = not makers and not finish, given_out or fits
         run, call_address, pack, pick = runner(), prepared.address, prepared.pack, _picker(written)
         new_keys, most_keys = keys[1:] if keys else (0, 0)
 
-        def call(arrays, length):
-            stream = None
+        def call(arrays, numbers):
+            stream, out = None, None
             try:
                 values = [*map(address, arrays)]
                 if checked:
@@ -208,10 +213,12 @@ class Repeats:
                         more.append(array := make(arrays[i]))
                         values.append(address(array))
                 if keys:
-                    total = length + new_keys
+                    total = numbers[0] + new_keys
                     if not new_keys <= total <= most_keys:
                         return None
                     values.append(total)
+                elif numbers:
+                    values += numbers
                 if on_cpu:
                     held, workspace, size = _scratch.place  # held: see launch_with_workspace
                 else:
@@ -233,7 +240,7 @@ class Repeats:
             if alone:
                 return out
             results = (out, *more) if makers else (out,)
-            return finish(results, arrays) if finish else results
+            return finish(results, arrays, numbers) if finish else results
 
         return call
 

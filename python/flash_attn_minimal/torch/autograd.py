@@ -16,12 +16,12 @@ import torch
 from .._arrays import torch_modes
 from .._core import statistics as _statistics
 from .._core.checks import flag, integer, shape
-from .._core.forward import attend, call, given_arrays
+from .._core.forward import attend, call, given_arrays, seeds
 from .._core.options import Options
 from ..backward import _differentiate, find_gradients
 from ..errors import Unsupported
 from . import _operators as operators
-from ._operators import ARRAYS, FLOAT8, OPTION_ARRAYS, Operators, Transformed, check_arrays, packed, unpacked
+from ._operators import ARRAYS, FLOAT8, NUMBERS, OPTION_ARRAYS, Operators, Transformed, check_arrays, packed, unpacked
 
 torch_modes.active()  # fetches PyTorch's functions, in case PyTorch was imported after this library
 
@@ -70,11 +70,11 @@ def differentiable(
             operators.refuse_tangents(tensors)
             with torch.no_grad(), torch_modes.unwatched():
                 out, lse, *statistics = _statistics.attend(q, k, v, varlen, None, more._replace(lse=True), options)
-            out, lse = recorder((out, lse), arrays)
+            out, lse = recorder((out, lse), arrays, recorder.seeds)
             return (out, lse, *statistics) if more.lse else (out, *statistics)
         with torch.no_grad():
             results = attend(q, k, v, varlen, None, True, options, sign, recorder)
-        return recorder(results, arrays)
+        return recorder(results, arrays, recorder.seeds)
     return tuple(results) if return_lse else results[0]
 
 
@@ -164,25 +164,31 @@ class _Recorder:
         self.given, self.return_lse, self.rest = given, return_lse, rest
         self.names = (*given, "out", "lse", "dout"), (*given, "out", "lse", "dout", "dlse")
         self.window_size = options.window_size
+        self.seeds = seeds(options.dropout_seed, options.dropout_offset)
         numbers = options._replace(kernel=None).numbers()  # kernel=None, as in `backward`
-        self.values = None if numbers is None else (*(varlen or ())[2:], *numbers)
+        self.values = None if self.seeds is None else (*(varlen or ())[2:], *numbers)
         # Positions among the arguments of _Attention; 0, an argument that never needs a gradient, where there is none.
         self.bias, self.sinks = (_BEFORE + given.index(x) if x in given else 0 for x in ("bias", "sinks"))
 
-    def __call__(self, results, arrays: tuple):
-        """results: out, lse, and perhaps more."""
-        return _record(self, results, *arrays)
+    def __call__(self, results, arrays: tuple, seeds: tuple | None):
+        """results: out, lse, and perhaps more; seeds: those of this call."""
+        return _record(self, results, seeds, *arrays)
 
-    def _gradients(self, needs: tuple[bool, ...], arrays: list, out, lse, dout, dlse) -> list:
+    def _gradients(self, needs: tuple[bool, ...], arrays: list, seeds: tuple | None, out, lse, dout, dlse) -> list:
         """The gradients of the arguments of _Attention. needs: which arguments need one."""
         want_dbias, want_dsinks = needs[self.bias], needs[self.sinks]
         given, found, sign = (*arrays, out, lse, dout, *(() if dlse is None else (dlse,))), None, None
         if self.values is not None and not torch.is_grad_enabled():
             values = *self.values, want_dbias, want_dsinks, torch.are_deterministic_algorithms_enabled()
-            found, sign = find_gradients(self.names[dlse is not None], given, values, self.window_size)
+            found, sign = find_gradients(self.names[dlse is not None], given, values, self.window_size, seeds)
         if found is None:
             of = dict(zip(self.given, arrays, strict=True))
-            arguments = (dout, dlse, out, lse, want_dbias, want_dsinks, *[of.get(x) for x in ARRAYS], *self.rest)
+            rest = self.rest
+            if seeds:
+                rest = list(rest)
+                for place, seed in zip(_SEEDS, seeds, strict=True):
+                    rest[place] = operators._signed("dropout_seed", seed)
+            arguments = (dout, dlse, out, lse, want_dbias, want_dsinks, *[of.get(x) for x in ARRAYS], *rest)
             run = _backward_for(dout, dlse, out)
             found = run(*arguments, sign=sign, given=given) if run is backward else run(*arguments)
             found = *found[:3], *found[3:4] * want_dbias, *found[4:] * want_dsinks
@@ -200,10 +206,10 @@ class _Attention(torch.autograd.Function):
     the rest."""
 
     @staticmethod
-    def forward(ctx, recorder: _Recorder, results, *arrays):
+    def forward(ctx, recorder: _Recorder, results, seeds, *arrays):
         out, lse = results[0], results[1]
         ctx.save_for_backward(*arrays, out, lse)
-        ctx.recorder = recorder
+        ctx.recorder, ctx.seeds = recorder, seeds
         ctx.set_materialize_grads(False)
         return (out, lse) if recorder.return_lse else out
 
@@ -215,11 +221,12 @@ class _Attention(torch.autograd.Function):
             if dlse is None:
                 return (None,) * len(needs)
             dout = torch.zeros_like(out)
-        return tuple(ctx.recorder._gradients(needs, arrays, out, lse, dout, dlse))
+        return tuple(ctx.recorder._gradients(needs, arrays, ctx.seeds, out, lse, dout, dlse))
 
 
 torch_modes.uncompiled(_Attention.backward)
-_BEFORE = 2  # the number of arguments before the arrays
+_BEFORE = 3  # the number of arguments before the arrays
+_SEEDS = [2 + [*NUMBERS].index(name) for name in ("dropout_seed", "dropout_offset")]  # in _Recorder.rest
 # Function.apply would also look for wrappers of finished transforms, which takes 2 us; see _unwrapped.
 _record = super(torch.autograd.Function, _Attention).apply
 
