@@ -58,7 +58,8 @@ def _find_door(array: Any, name: str, first: tuple[str, View] | None, dtype: str
     if _is_a(array, "torch", "Tensor"):
         from .torch import TorchDoor, TorchSubclassDoor
 
-        if torch_modes.unreadable(kind):
+        own, tensors = (getattr(x, "__torch_dispatch__", None) for x in (kind, torch_modes.Tensor))
+        if own is not tensors:  # such as FakeTensor, which answers operators itself
             return TorchSubclassDoor(sys.modules["torch"])
         return _framework_door("torch", TorchDoor)
     if _is_a(array, "cupy", "ndarray"):

@@ -69,8 +69,7 @@ class DLPackDoor(ForeignDoor):
                 f"{name} is on DLPack device type {kind}: only host memory (1, 3) and CUDA (2, 13) are served"
             )
         device = self._devices[kind]
-        legacy_default_stream = 1
-        stream = legacy_default_stream if device == CUDA else None
+        stream = 1 if device == CUDA else None  # the legacy default stream
         try:
             capsule = array.__dlpack__(stream=stream, max_version=(1, 0))
         except TypeError:  # a producer from before DLPack 1.0

@@ -148,11 +148,6 @@ def must_see(*arrays: Any) -> bool:
     return any(graded and x.requires_grad or not is_plain(x) for x in tensors)
 
 
-def unreadable(kind: type) -> bool:
-    """Whether this subclass has its own __torch_dispatch__, as FakeTensor does, and so answers operators itself."""
-    return getattr(kind, "__torch_dispatch__", None) is not getattr(Tensor, "__torch_dispatch__", None)
-
-
 def watcher() -> str | None:
     """The name of the mode or transform under which only an operator may be called, or None. Modes that only observe do
     not count: they miss a call that is not an operator, but its results are right."""

@@ -101,8 +101,7 @@ def integer(least: int = 1, most: int = LARGEST) -> Callable[[str], int]:
     return parsed
 
 
-def any_seed(text: str) -> int:
-    return integer(0, LARGEST_SEED)(text)
+any_seed = integer(0, LARGEST_SEED)
 
 
 def real(least: float = 0.0, most: float = math.inf, above: bool = False) -> Callable[[str], float]:

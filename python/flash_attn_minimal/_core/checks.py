@@ -55,18 +55,12 @@ def last_axis(name: str, view: View) -> None:
 
 
 def contiguous(name: str, view: View) -> None:
-    if not is_contiguous(view):
-        advice = words.advice(view.door.name, "contiguous", name)
-        raise BadArgument(f"{name} has strides {tuple(view.strides)}: it must be contiguous{advice}")
-
-
-def is_contiguous(view: View) -> bool:
     expected = 1
     for size, stride in zip(reversed(view.shape), reversed(view.strides), strict=True):
-        if size > 1 and stride != expected:
-            return 0 in view.shape
+        if size > 1 and stride != expected and 0 not in view.shape:
+            advice = words.advice(view.door.name, "contiguous", name)
+            raise BadArgument(f"{name} has strides {tuple(view.strides)}: it must be contiguous{advice}")
         expected *= size
-    return True
 
 
 def pair(first: str, a: Any, second: str, b: Any, why: str = "") -> None:

@@ -60,12 +60,6 @@ def _pass_instead(name: str, view: View, dtypes: tuple[str, ...], dtype: str) ->
     return pass_cast(view.door.name, name, dtype, view.dtype)
 
 
-def _small_option(views: list[View], name: str, array: Any) -> View:
-    """One more input array with an entry for each head, as float32: 16-bit arrays are converted."""
-    view = _option(views, name, array, checks.FLOATS)
-    return view if view.dtype == "float32" else _copied(views, name, view, tuple(view.shape), "float32")
-
-
 def _columns(views: list[View], name: str, view: View, seqlen_k: int) -> View:
     """A copy of a bias or mask whose columns are not contiguous, or of which one stands for all keys. It has all
     seqlen_k columns, and one entry along every other axis that is broadcast."""

@@ -18,7 +18,7 @@ from .._arrays import View
 from .._arrays.words import pass_cast
 from ..errors import BadArgument
 from . import checks
-from .fields import _broadcast, _columns, _destination, _empty, _option, _put_strides, _put_tensor, _small_option
+from .fields import _broadcast, _columns, _copied, _destination, _empty, _option, _put_strides, _put_tensor
 from .structs import DTYPES, AttentionArgs, new
 
 if TYPE_CHECKING:
@@ -257,7 +257,9 @@ def _put_block_mask(args: AttentionArgs, views: list[View], array: Any) -> None:
 
 def _per_head(views: list[View], name: str, array: Any, *shapes: tuple[int, ...]) -> View:
     """An array with an entry for each head, as float32, of one of these shapes; the first is (heads,)."""
-    view, heads = _small_option(views, name, array), shapes[0][0]
+    view, heads = _option(views, name, array, checks.FLOATS), shapes[0][0]
+    if view.dtype != "float32":
+        view = _copied(views, name, view, tuple(view.shape), "float32")
     if tuple(view.shape) not in shapes:
         advice = f"; pass {name}.reshape({heads})" if math.prod(view.shape) == heads else ""
         raise BadArgument(f"{name} has shape {tuple(view.shape)}: expected {' or '.join(map(str, shapes))}{advice}")

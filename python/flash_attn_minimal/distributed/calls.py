@@ -450,18 +450,13 @@ def plan(
     where, chosen = split_options("plan", options)
     args, call, views, lengths = _prepare(q, k, v, _Whole(**where), chosen, rank, size)
     qv, kv, vv = views[:3]
-    heads, dim, dim_v = args.nheads, args.headdim, args.headdim_v
+    heads, heads_k, dim, dim_v = args.nheads, args.nheads_k, args.headdim, args.headdim_v
     _put_strides(args, "out", None, (0, heads * dim_v, dim_v), ("batch", "row", "head"))
     name, outer = "forward", call
     if checks.flag("backward", backward):
         gradients, name, outer = new(AttentionBackwardArgs), "backward", new(DistributedBackwardArgs)
         outer.forward, outer.gradients = ct.pointer(call), ct.pointer(gradients)
-        for x, n, d in (
-            ("dout", heads, dim_v),
-            ("dq", heads, dim),
-            ("dk", args.nheads_k, dim),
-            ("dv", args.nheads_k, dim_v),
-        ):
+        for x, n, d in (("dout", heads, dim_v), ("dq", heads, dim), ("dk", heads_k, dim), ("dv", heads_k, dim_v)):
             _put_strides(gradients, x, None, (0, n * d, d), ("batch", "row", "head"))
     lib = load()
     found = RankCall(name, outer, args, qv, lengths).ask(kind, rank, size)

@@ -510,7 +510,12 @@ def _attend(q, k, v, mask: Mask, bias, dropout: float, options: dict) -> torch.T
     if bias is None and not dropout and not graded and mask.documents is None and not mask.pack_rows:
         if not mask.full or mask.starts is not None or q.shape[1] <= FEW_ROWS:
             if mask.valid is None or mask.starts is not None:
-                return _over_cache(q, k, v, mask, options)
+                call = kvcache_operator if torch.compiler.is_compiling() else flash_attn_with_kvcache
+                return call(  # where the keys lie in the cache: nothing is copied
+                    q, k, v, cache_seqlens=mask.ends, cache_leftpad=mask.starts, sinks=options["sinks"],
+                    softmax_scale=options["softmax_scale"], softcap=options["softcap"], causal=mask.causal,
+                    window_size=mask.window, attention_chunk=mask.chunk,
+                )  # fmt: skip
     options = options | {"causal": mask.causal, "window_size": mask.window, "attention_chunk": mask.chunk}
     options["dropout_p"] = dropout
     if mask.documents is not None and bias is None:
@@ -547,17 +552,6 @@ def _packed(q, k, v, lengths, options: dict, rows=None, keys=None) -> torch.Tens
     if rows is not None:
         out = out.new_zeros(q.shape[0] * q.shape[1], *out.shape[1:]).index_copy(0, rows, out)
     return out.unflatten(0, q.shape[:2])
-
-
-def _over_cache(q, k, v, mask: Mask, options: dict) -> torch.Tensor:
-    """Attention over keys where they lie in the cache, some of which may not count. No gradient; nothing is copied."""
-    call = kvcache_operator if torch.compiler.is_compiling() else flash_attn_with_kvcache
-    return call(
-        q, k, v,
-        cache_seqlens=mask.ends, cache_leftpad=mask.starts, sinks=options["sinks"],
-        softmax_scale=options["softmax_scale"], softcap=options["softcap"], causal=mask.causal, window_size=mask.window,
-        attention_chunk=mask.chunk,
-    )  # fmt: skip
 
 
 def _paged(module, query, key, value, cache, window: tuple[int, int], options: dict, kwargs: dict) -> torch.Tensor:

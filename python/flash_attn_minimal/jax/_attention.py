@@ -16,6 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from .._core.checks import flag
 from .._core.fields import _put_tensor
+from .._core.frameworks import is_traced
 from .._core.library import load
 from .._core.options import Options, _prepare
 from .._core.structs import PART_FIELDS, AttentionBackwardArgs, new
@@ -23,7 +24,7 @@ from ..backward import _put_dbias
 from ..errors import BadArgument, Unsupported
 from ._custom_call import as_array, custom_call, place, vary, workspace_bytes
 from ._cuts import head_axes, own_axes
-from ._gradients import nothing
+from ._functions import nothing
 from ._partition import Rule, is_manual, laid_like, partitioned
 
 ARRAYS = ("bias", "mask", "alibi_slopes", "sinks", "startend_row_indices", "block_mask")
@@ -107,28 +108,24 @@ def check_served(out, return_lse, options: Options, longest) -> None:
     if out is not None:
         raise Unsupported("out is given, but a traced call has no memory to write to: pass out=None")
     plain = options._asdict()
-    if is_tracer(plain["softmax_scale"]):
+    if is_traced(plain["softmax_scale"]):
         del plain["softmax_scale"]
-    if not is_tracer(options.fast_accum) and not flag("fast_accum", options.fast_accum):
+    if not is_traced(options.fast_accum) and not flag("fast_accum", options.fast_accum):
         plain["fast_accum"] = None
     for name in ("q_descale", "k_descale", "v_descale", "out_dtype", "fast_accum"):
         if plain.pop(name) is not None:
             raise Unsupported(f"{name} is given, but float8 is not served in a traced call")
     lengths = dict(zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=False))
     for name, value in {**plain, **lengths, "return_lse": return_lse}.items():
-        if any(map(is_tracer, value if isinstance(value, (tuple, list)) else (value,))):
+        if is_traced(*(value if isinstance(value, (tuple, list)) else (value,))):
             raise Unsupported(f"{name} is a traced value: pass a Python one")
-
-
-def is_tracer(value) -> bool:
-    return isinstance(value, jax.core.Tracer)
 
 
 def scaled(q, options: Options) -> tuple[Any, Options]:
     """q and options without a traced softmax_scale. q is multiplied by the scale relative to the default scale, by
     which a call without softmax_scale multiplies. So q keeps its magnitude, and with the default scale its bits."""
     scale = options.softmax_scale
-    if not is_tracer(scale):
+    if not is_traced(scale):
         return q, options
     if scale.shape != () or not jnp.issubdtype(scale.dtype, jnp.floating):
         raise BadArgument(f"softmax_scale is {scale.dtype} {scale.shape}: expected one floating-point number")

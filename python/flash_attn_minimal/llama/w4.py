@@ -212,13 +212,6 @@ def save(
     return None
 
 
-def _tokenizer_of(fields: Fields) -> dict[str, str] | None:
-    if fields.fields.get("tokenizer") is None:
-        return None
-    tokenizer = Fields(fields.where, fields.get("tokenizer", dict), f"{fields.prefix}tokenizer.")
-    return {name: tokenizer.get(name, str) for name in ("file", "sha256")}
-
-
 def load(path: str | os.PathLike[str]) -> W4Checkpoint:
     """Maps a file that `save` wrote. Raises BadArgument for any other or damaged file, with the name of the tensor."""
 
@@ -240,7 +233,10 @@ def load(path: str | os.PathLike[str]) -> W4Checkpoint:
         raise bad(f"its metadata are damaged: config: {error}") from None
     version, weights, dtype = fields.get("version", int), fields.get("weights", str), fields.get("dtype", str)
     tied, biases, source = fields.get("tied", bool), fields.get("biases", bool), fields.get("source", str)
-    stops, tokenizer = frozenset(fields.ints("stops", -MAX_DIMENSION, MAX_DIMENSION)), _tokenizer_of(fields)
+    stops, tokenizer = frozenset(fields.ints("stops", -MAX_DIMENSION, MAX_DIMENSION)), None
+    if fields.fields.get("tokenizer") is not None:
+        about = Fields(fields.where, fields.get("tokenizer", dict), f"{fields.prefix}tokenizer.")
+        tokenizer = {name: about.get(name, str) for name in ("file", "sha256")}
     places = fields.get("kept", list)
     if not all(isinstance(place, str) and re.fullmatch(PLACE, place) for place in places):
         raise fields.refuse("kept", "is not a list of matrices, such as '3.wqkv'")

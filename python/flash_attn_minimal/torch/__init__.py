@@ -18,7 +18,7 @@ Importing this package also tells torch.utils.flop_counter the cost of the libra
 torch.compile meets the first call.
 """
 
-from . import _flops
+from . import _flops as _flops  # registers formulas
 from ._backend import activate
 from ._kvcache import flash_attn_with_kvcache
 from ._sdpa import sdpa
@@ -45,5 +45,3 @@ __all__ = [
     "sdpa",
     "sdpa_across_ranks",
 ]
-
-del _flops

@@ -103,17 +103,13 @@ def read_safetensors(path: str | os.PathLike[str], dtypes: Mapping[str, str] = F
         native = numpy_dtype(dtypes[dtype])
         wanted = math.prod(shape) * native.itemsize
         if not 0 <= begin <= end <= len(data) or end - begin != wanted:
-            raise bad_file(
-                path,
-                f"tensor {quoted(name)} of {dtype} {shape} needs {wanted} bytes, but lies at {begin} .. {end} "
-                f"of {len(data)}: truncated or damaged",
-            )
+            lies = f"but lies at {begin} .. {end} of {len(data)}: truncated or damaged"
+            raise bad_file(path, f"tensor {quoted(name)} of {dtype} {shape} needs {wanted} bytes, {lies}")
         raw = data[begin:end]
         wanted_sum = checksums.get(name)
         if wanted_sum is not None and wanted_sum != _checksum(raw):
-            raise bad_file(
-                path, f"tensor {quoted(name)} is damaged: its CRC-32 is {_checksum(raw)}, not {quoted(wanted_sum)}"
-            )
+            why = f"is damaged: its CRC-32 is {_checksum(raw)}, not {quoted(wanted_sum)}"
+            raise bad_file(path, f"tensor {quoted(name)} {why}")
         native = native if dtype == "BF16" else native.newbyteorder("<")
         if raw.ctypes.data % native.itemsize:  # the format's own library never writes such a file
             raw = raw.copy()

@@ -17,10 +17,9 @@ import torch
 import torch.nn.functional as F
 
 from ...errors import BadArgument, Unsupported
-from ._form import Form
+from ._form import Form, form_of
 from ._found import ARGUMENTS, Call, Found
 from ._masks import read_mask
-from ._options import form_of
 from ._scores import read_score
 from ._terms import Term, evaluate, reads, trace
 
