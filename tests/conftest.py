@@ -121,7 +121,7 @@ class Kernel:
                 options[name] = self.device.array(options[name])
         if "bias" in options:
             bias = options["bias"]
-            exact = np.array_equal(accuracy.round_to(bias, dtype), bias)
+            exact = np.array_equal(accuracy.round_to(bias, dtype), bias, equal_nan=True)
             options["bias"] = self.device.array(bias, dtype if exact else "float32")
         if cu_seqlens is not None:
             for name, cu, longest in zip(("q", "k"), cu_seqlens[:2], cu_seqlens[2:], strict=True):

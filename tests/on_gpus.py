@@ -1,4 +1,4 @@
-"""What a changed GPU kernel must pass (CONTRIBUTING.md), on all GPUs of this machine at once and within a time limit.
+"""Runs what a changed GPU kernel must pass (CONTRIBUTING.md), on all GPUs of this machine and within a time limit.
 
     python tests/on_gpus.py [--seconds N] [--output DIR] [--kernel NAME ...] STEP ...
 

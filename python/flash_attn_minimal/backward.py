@@ -199,7 +199,7 @@ _repeats = Repeats(
 
 
 def _given(names: tuple[str, ...]) -> tuple[Callable[[list[int]], bool], Callable[..., tuple]]:
-    """What a repeat needs whose caller gives arrays for gradients: see Repeats.remember. names: those of its arrays."""
+    """Makes what a repeat needs whose caller gives arrays for gradients: see Repeats.remember. names: of its arrays."""
     inputs = [names.index(x) for x in ("q", "k", "v", "out", "dout")]
     places = [names.index(x) if x in names else None for x in DQKV]
     outputs = [place for place in places if place is not None]

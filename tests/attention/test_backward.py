@@ -241,6 +241,23 @@ def test_masked_values_do_not_leak(backward_kernel, bad, dtype):
         assert not got[1][:, keys].any() and not got[2][:, keys].any()
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("headdim", [64, 128])
+@pytest.mark.parametrize("rows", [True, False], ids=["bias of pairs", "bias of keys"])
+def test_bias_of_keys_that_no_row_sees(backward_kernel, rows, headdim, dtype, bad):
+    """The bias of hidden pairs is not read. A tile has rows past the end: to these, some of the keys are not hidden."""
+    case = Case(100, 304, headdim, dtype=dtype, nheads_k=2, bias=(True, True, rows), causal=True, top_left=True)
+    (dout, q, k, v, out, lse, options), exact, plain = accuracy.expected_backward(case)
+    bias = options["bias"].copy()
+    bias[..., 100:] = bad
+    got = backward_kernel(dout, q, k, v, out, lse, dtype, return_dbias=True, **options | {"bias": bias})
+    for name, x in zip(("dq", "dk", "dv", "dbias"), got, strict=True):
+        floor = accuracy.gradient_floor(case, getattr(exact, name))
+        of = "float32" if name == "dbias" else dtype
+        accuracy.check(name, x, getattr(exact, name), getattr(plain, name), of, floor=floor)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_visible_nan_arrives(backward_kernel, dtype):
     (dout, q, k, v, out, lse, _), *_ = accuracy.expected_backward(

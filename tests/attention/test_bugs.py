@@ -118,6 +118,14 @@ def test_argument_accepted_and_then_ignored(kernel, option):
         assert np.abs(changed - other).max() > 1e-3
 
 
+@pytest.mark.parametrize(("chance", "used"), [(5e-324, 1 / 256), (1e-50, 1 / 256), (1 - 2**-53, 255 / 256)])
+def test_a_chance_that_float32_rounds_to_0_or_1(kernel, chance, used):
+    """It is the least or the greatest chance, and not "no dropout" or an error."""
+    (q, k, v, _), *_ = accuracy.expected(Case(40, 300, 16))
+    got = kernel(q, k, v, dropout_p=chance, dropout_seed=3)[0]
+    np.testing.assert_array_equal(got, kernel(q, k, v, dropout_p=used, dropout_seed=3)[0])
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("headdim", [72, 88, 104, 120, 136])
 def test_headdim_72_silently_wrong(kernel, headdim, dtype):

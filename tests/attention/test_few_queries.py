@@ -135,7 +135,7 @@ def test_default(shape, dtype, option):
     options = {
         "mask": {"mask": torch.ones(batch, 1, 1, keys, device="cuda", dtype=torch.bool)},
         "bias": {"bias": torch.zeros(1, nheads, seqlen_q, keys, device="cuda", dtype=kind)},
-        "dropout": {"dropout_p": 0.1},
+        "dropout": {"dropout_p": 0.1, "dropout_seed": 1},
         "softcap": {"softcap": 30.0},
         "alibi": {"alibi_slopes": torch.ones(nheads, device="cuda")},
         "window": {"window_size": (keys // 2, 0)},

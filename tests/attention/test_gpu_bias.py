@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.skipif(CUDA.framework != "torch", reason="needs PyTorch with CUDA"),
 ]
 
-KERNEL = "wgmma_sm90"
+KERNEL, PAIR = "wgmma_sm90", "wgmma_pair_sm90"  # PAIR: gradients above head dim 128
 AXES = {
     "all": (True, True, True),
     "shared by heads": (True, False, True),
@@ -57,7 +57,7 @@ def forward(case, q, k, v, options):
     """out and lse, whose memory holds NaN before."""
     arrays = [torch.tensor(x, device="cuda", dtype=getattr(torch, case.dtype)) for x in (q, k, v)]
     options = {name: torch.tensor(x, device="cuda") if isinstance(x, np.ndarray) else x for name, x in options.items()}
-    if not case.bias_float32:
+    if case.bias is not None and not case.bias_float32:
         options["bias"] = options["bias"].to(arrays[0].dtype)
     if case.varlen:
         cu = [torch.tensor(x, device="cuda", dtype=torch.int32) for x in (case.cu_seqlens_q, case.cu_seqlens_k)]
@@ -101,6 +101,36 @@ def test_backward(headdim, axes, others, dtype):
     for rows, keys, top_left in ((270, 336, False), (333, 136, True)):
         shape = {"batch": 2, "nheads": 4, "nheads_k": 2, "dtype": dtype, "top_left": top_left}
         kernel.check(Case(rows, keys, headdim, bias=axes, **shape, **others))
+
+
+WIDE = [(136, "float16"), (192, "bfloat16"), (200, "bfloat16"), (256, "float16")]
+
+
+@pytest.mark.parametrize(("headdim", "dtype"), WIDE)
+@pytest.mark.parametrize("bias_float32", [False, True], ids=["16 bits", "float32"])
+@pytest.mark.parametrize(("axes", "others"), some(OTHERS, 2))
+def test_backward_above_head_dim_128(headdim, dtype, bias_float32, axes, others):
+    """The kernel is forced: by default its plans with a bias do not serve yet."""
+    kernel = BackwardKernel(CUDA, PAIR)
+    for rows, keys, top_left in ((270, 336, False), (333, 136, True)):
+        shape = {"batch": 2, "nheads": 4, "nheads_k": 2, "dtype": dtype, "top_left": top_left}
+        kernel.check(Case(rows, keys, headdim, bias=axes, bias_float32=bias_float32, **shape, **others))
+
+
+@pytest.mark.parametrize("bias_float32", [False, True], ids=["16 bits", "float32"])
+@pytest.mark.parametrize(("headdim", "headdim_v"), [(192, 128), (192, 256), (256, 256), (64, 136)])
+def test_backward_above_head_dim_128_of_every_kind(headdim, headdim_v, bias_float32):
+    kernel = BackwardKernel(CUDA, PAIR)
+    cu = {"cu_seqlens_q": (0, 5, 5, 300, 471), "cu_seqlens_k": (0, 7, 20, 20, 420)}
+    for axes in AXES.values():
+        shape = {"dtype": "bfloat16", "bias": axes, "bias_float32": bias_float32, "headdim_v": headdim_v}
+        kernel.check(Case(295, 400, headdim, batch=4, nheads=4, nheads_k=2, **cu, **shape))
+        kernel.check(Case(270, 336, headdim, batch=2, nheads=4, nheads_k=2, dlse=True, **shape), deterministic=True)
+    shape["bias"] = (True, True, True)
+    kernel.check(Case(513, 607, headdim, batch=2, nheads=4, nheads_k=2, mask=(True, False, True), **shape))  # copied
+    kernel.check(Case(300, 331, headdim, nheads=16, nheads_k=1, mask=(False, True, False), **shape))  # a group in parts
+    kernel.check(Case(63, 72, headdim, causal=True, **shape))
+    kernel.check(Case(1000, 1032, headdim, nheads_k=2, spread=30.0, **shape))
 
 
 BESIDE = {
@@ -198,7 +228,7 @@ def test_bias_that_hides(headdim, kind, low, spread):
 
 @pytest.mark.parametrize("bad", ["nan", "inf"])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("headdim", [32, 64, 80, 128])
+@pytest.mark.parametrize("headdim", [32, 64, 80, 128, 192, 256])
 def test_gradients_beside_hidden_keys(headdim, causal, bad):
     """Keys that a bias of -inf hides from all rows of their heads, alone or together with the diagonal, may hold
     anything. Their gradients are zero."""
@@ -211,7 +241,7 @@ def test_gradients_beside_hidden_keys(headdim, causal, bad):
     unseen[100:170] = True
     dout = torch.randn_like(q)
     results = []
-    for kernel, value in (("simple", 0.0), (KERNEL, float(bad))):
+    for kernel, value in (("simple", 0.0), (KERNEL if headdim <= 128 else PAIR, float(bad))):
         x, y = (t.masked_fill(unseen[None, :, None, None], value) for t in (k, v))
         options = {"bias": bias, "causal": causal}
         forward_kernel = "minimal" if value == 0 else KERNEL
@@ -223,7 +253,7 @@ def test_gradients_beside_hidden_keys(headdim, causal, bad):
     assert not results[1][2][:, unseen].any() and not results[1][3][:, unseen].any()
 
 
-@pytest.mark.parametrize("headdim", [64, 128])
+@pytest.mark.parametrize("headdim", [64, 128, 192, 256])
 def test_large_rows(headdim):
     """Rows whose bias is finfo.min, or far from zero: P of the backward pass comes from the row's own maximum."""
     torch.manual_seed(5)
@@ -235,7 +265,7 @@ def test_large_rows(headdim):
     out, lse = fa.flash_attn_func(q, k, v, return_lse=True, bias=bias, kernel=KERNEL)
     out_of_rest, lse_of_rest = fa.flash_attn_func(q, k, v, return_lse=True, bias=bias, kernel="minimal")
     assert (out.float() - out_of_rest.float()).norm() <= 1e-2 * out_of_rest.float().norm()
-    got = fa.backward(dout, q, k, v, out, lse, kernel=KERNEL, bias=bias)[:3]
+    got = fa.backward(dout, q, k, v, out, lse, kernel=KERNEL if headdim <= 128 else PAIR, bias=bias)[:3]
     want = fa.backward(dout, q, k, v, out_of_rest, lse_of_rest, kernel="simple", bias=bias)[:3]
     for name, x, y in zip(("dq", "dk", "dv"), got, want, strict=True):
         assert (x.float() - y.float()).norm() <= 1e-2 * y.float().norm(), name
@@ -256,7 +286,7 @@ def test_which_plan(headdim):
     assert served(x, x, x, bias=bias.float(), dropout_p=0.1, dropout_seed=1).endswith("_general")
     for other in (wide, shifted):
         assert served(x, x, x, bias=other).endswith("_bias")
-        assert served(x[:, :64], x, x, bias=other[:, :, :64]).endswith("_general")
+        assert served(x[:, :16], x, x, bias=other[:, :, :16]).endswith("_general")
     slopes = torch.ones(2, device="cuda")
     for options in ({"softcap": 30.0}, {"alibi_slopes": slopes}):
         assert served(x, x, x, bias=bias, **options).endswith("_bias_options")
@@ -294,6 +324,36 @@ def test_copies_of_float32(headdim, others, dtype):
     (q, k, v, options), exact, plain = accuracy.expected(case)
     check(case, forward(case, q, k, v, options), exact, plain)
     BackwardKernel(CUDA, KERNEL).check(case)
+
+
+MASKS = {
+    "scale below zero": {"mask": (True, False, True), "softmax_scale": -0.1},
+    "softcap, forward": {"mask": (True, True, True), "softcap": 20.0},
+    "ALiBi and a window, forward": {"mask": (False, False, True), "alibi": 1, "window_size": (300, 50)},
+    "packed": {
+        "mask": (True, True, True),
+        "cu_seqlens_q": (0, 500, 1013),
+        "cu_seqlens_k": (0, 601, 1201),
+    },
+}
+
+
+@pytest.mark.parametrize(("headdim", "dtype"), [(64, "float16"), (96, "bfloat16"), (128, "bfloat16")])
+@pytest.mark.parametrize("others", MASKS.values(), ids=MASKS)
+def test_copies_of_masks_alone(headdim, others, dtype):
+    """A mask of pairs that the plans for masks do not take becomes a bias of zeros and -inf."""
+    case = Case(513, 607, headdim, batch=2, nheads=4, nheads_k=2, dtype=dtype, **others)
+    (q, k, v, options), exact, plain = accuracy.expected(case)
+    check(case, forward(case, q, k, v, options), exact, plain)
+    BackwardKernel(CUDA, KERNEL).check(case)
+
+
+@pytest.mark.parametrize("headdim", [64, 128])
+def test_gradients_beside_masks_of_heads(headdim):
+    """Query heads that share keys and hide different ones: the mask is copied, a row for each head."""
+    for nheads, nheads_k in ((4, 2), (16, 1)):
+        case = Case(300, 333, headdim, nheads=nheads, nheads_k=nheads_k, dtype="bfloat16", mask=(False, True, False))
+        BackwardKernel(CUDA, KERNEL).check(case)
 
 
 @pytest.mark.parametrize("headdim", [64, 128])

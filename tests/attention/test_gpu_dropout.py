@@ -72,6 +72,44 @@ def test_rates(headdim, rate, spread):
     check_both(Case(400, 700, headdim, nheads=2, dtype="bfloat16", dropout_p=rate, spread=spread))
 
 
+MASKS = {
+    "of pairs": {"mask": (False, False, True)},
+    "of all pairs, causal": {"mask": (True, True, True), "causal": True},
+    "of pairs, window and sinks": {"mask": (True, False, True), "window_size": (300, 40), "sinks": True},
+    "of pairs of heads, rows that see no key": {"mask": (False, True, True), "mask_rate": 0.003},
+    "of pairs, scale below zero": {"mask": (False, False, True), "softmax_scale": -0.1},
+}
+
+
+@pytest.mark.parametrize(("headdim", "dtype"), [(40, "float16"), (64, "bfloat16"), (96, "bfloat16"), (128, "float16")])
+@pytest.mark.parametrize("others", MASKS.values(), ids=MASKS)
+def test_beside_masks_of_pairs(headdim, others, dtype):
+    """A mask of pairs becomes a bias of zeros and -inf for the plans with bias and dropout."""
+    for rows, keys in ((270, 331), (333, 590), (129, 255)):
+        check_both(Case(rows, keys, headdim, batch=2, nheads=4, nheads_k=2, dtype=dtype, dropout_p=0.2, **others))
+
+
+@pytest.mark.parametrize("headdim", [160, 256])
+def test_beside_masks_of_pairs_above_head_dim_128(headdim):
+    shape = {"batch": 2, "nheads": 4, "nheads_k": 2, "dtype": "bfloat16", "mask": (True, False, True)}
+    case = Case(270, 331, headdim, dropout_p=0.2, **shape)
+    (q, k, v, options), exact, plain = accuracy.expected(case)
+    got = forward(case, q, k, v, options)
+    for i, name in enumerate(("out", "lse")):
+        accuracy.check(name, got[i], exact[i], plain[i], case.dtype)
+
+
+@pytest.mark.parametrize("mask", [(True, False, True), (True, True, False)])
+@pytest.mark.parametrize("headdim", [64, 128])
+def test_beside_masks_in_packed_sequences_in_order_and_of_few_heads(headdim, mask):
+    cu = {"cu_seqlens_q": (0, 5, 5, 300, 471), "cu_seqlens_k": (0, 7, 20, 20, 419)}
+    shape = {"dtype": "bfloat16", "mask": mask, "dropout_p": 0.3}
+    kernel = BackwardKernel(CUDA, KERNEL)
+    kernel.check(Case(295, 399, headdim, batch=4, nheads=8, nheads_k=2, **cu, **shape))
+    kernel.check(Case(270, 333, headdim, batch=2, nheads=4, nheads_k=2, dlse=True, **shape), deterministic=True)
+    kernel.check(Case(270, 333, headdim, nheads=16, nheads_k=1, **shape))  # a group in parts
+
+
 @pytest.mark.parametrize("headdim", [64, 128])
 def test_packed_in_order_and_added(headdim):
     cu = {"cu_seqlens_q": (0, 5, 5, 300, 471), "cu_seqlens_k": (0, 7, 20, 20, 419)}

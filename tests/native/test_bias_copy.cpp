@@ -1,5 +1,6 @@
-// test_bias_copy.cpp: the copy of a bias for Hopper's plans with a bias, element by element, for random shapes, strides and alignments; and
-// which calls get one. The kernel is written again here, but each chunk is that of attention/common/bias_copy.h, which is plain C++.
+// test_bias_copy.cpp: the copy of a bias, of a mask of pairs or of both for Hopper's plans with a bias, element by element, for random
+// shapes, strides and alignments; and which calls get one. The kernel is written again here, but each chunk is that of
+// attention/common/bias_copy.h, which is plain C++.
 #include <cstdio>
 #include <cstdlib>
 #include <vector>
@@ -46,8 +47,9 @@ void check_copy() {
     constexpr Element kPoison = 0x7FFF;
     const auto bias = make_source<Element>(p, kPoison, [] { return Element(below(1 << 14) * 0x10001); });
     const auto mask = make_source<uint8_t>(p, 1, [] { return uint8_t(below(2) << below(8)); });
-    p.bias = bias.view;
-    const bool masked = below(2);
+    const bool alone = below(3) == 0;  // the mask
+    if (!alone) p.bias = bias.view;
+    const bool masked = alone || below(2);
     if (masked) p.mask = mask.view;
     const BiasCopy copy = bias_copy(p, masked);
     std::vector<BiasChunk> to(size_t(copy.bytes()) / sizeof(BiasChunk));
@@ -58,19 +60,19 @@ void check_copy() {
                 for (int x = 0; x < copy.chunks(); ++x) to[index++] = bias_chunk(copy, b, h, i, x);
     EXPECT(index == to.size(), "%zu chunks for %zu", index, to.size());
     const AttentionParams after = with_bias_copy(p, copy, to.data());
-    EXPECT(!after.mask.data == !(p.mask.data && !masked) && after.bias_dtype == p.bias_dtype, "the mask is in the copy");
+    const bool wide = sizeof(Element) == 4 && !alone;  // a mask alone has the dtype of q
+    EXPECT(!after.mask.data && after.bias_dtype == (wide ? DType::kFloat32 : p.dtype), "the mask is in the copy");
     EXPECT(bias_has_tiles(with_bias_copy(p, copy)), "rows of %d keys", p.seqlen_k);
-    const Element hidden = sizeof(Element) == 4 ? Element(0xFF800000u) : p.dtype == DType::kFloat16 ? 0xFC00 : 0xFF80;
+    const uint32_t hidden = wide ? 0xFF800000u : p.dtype == DType::kFloat16 ? 0xFC00 : 0xFF80;
     for (int b = 0; b < p.batch; ++b)
         for (int h = 0; h < p.nheads; ++h)
             for (int i = 0; i < p.seqlen_q; ++i)
                 for (int j = 0; j < copy.chunks() * copy.elements; ++j) {
-                    Element wanted = 0;
-                    if (j < p.seqlen_k)
-                        wanted = masked && !element_of<uint8_t>(p.mask, b, h, i, j) ? hidden : element_of<Element>(p.bias, b, h, i, j);
-                    const Element got = element_of<Element>(after.bias, b, h, i, j);
-                    EXPECT(got == wanted, "element (%d, %d, %d, %d) of %d keys is %x, not %x", b, h, i, j, p.seqlen_k, unsigned(got),
-                           unsigned(wanted));
+                    uint32_t wanted = 0;
+                    if (j < p.seqlen_k && masked && !element_of<uint8_t>(p.mask, b, h, i, j)) wanted = hidden;
+                    else if (j < p.seqlen_k && !alone) wanted = element_of<Element>(p.bias, b, h, i, j);
+                    const uint32_t got = wide ? element_of<uint32_t>(after.bias, b, h, i, j) : element_of<uint16_t>(after.bias, b, h, i, j);
+                    EXPECT(got == wanted, "element (%d, %d, %d, %d) of %d keys is %x, not %x", b, h, i, j, p.seqlen_k, got, wanted);
                 }
 }
 
@@ -110,8 +112,13 @@ void check_choices() {
         p.bias.head = 1001 * 1001, p.bias.batch = 4 * 1001 * 1001;
         p.cu_seqlens_q = p.cu_seqlens_k = lengths, p.total_q = p.total_k = 1900;
     });
-    expect("a short call", false, [](AttentionParams& p) { p.seqlen_q = p.seqlen_k = p.bias.row = 301; });
-    expect("300 MiB", false, [](AttentionParams& p) { p.batch = 40, p.bias.head = 1001 * 1001, p.bias.batch = 4 * 1001 * 1001; });
+    expect("301 rows", true, [](AttentionParams& p) { p.seqlen_q = p.seqlen_k = p.bias.row = 301; });
+    expect("a short call", false, [](AttentionParams& p) { p.seqlen_q = p.seqlen_k = p.bias.row = 61; });
+    expect("300 MiB", true, [](AttentionParams& p) { p.batch = 40, p.bias.head = 1001 * 1001, p.bias.batch = 4 * 1001 * 1001; });
+    expect("300 MiB from a mask of sequences and a bias of heads", false,
+           [](AttentionParams& p) { p.batch = 40, p.bias.head = 1001 * 1001, p.mask = {mask, 1001 * 1001, 0, 1001}; });
+    expect("300 MiB from rows that overlap", false, [](AttentionParams& p) { p.batch = 300, p.bias.row = 1, p.bias.batch = 2001; });
+    expect("5 GiB", false, [](AttentionParams& p) { p.batch = 700, p.bias.head = 1001 * 1001, p.bias.batch = 4 * 1001 * 1001; });
     expect("float32, rows of 1001", true, [](AttentionParams& p) { p.bias_dtype = DType::kFloat32; });
     expect("float32, rows of 1004", false, [](AttentionParams& p) { p.bias_dtype = DType::kFloat32, p.bias.row = 1004; });
     expect("float32 and a mask of pairs", true,
@@ -120,7 +127,51 @@ void check_choices() {
     expect("dropout", true, [](AttentionParams& p) { p.dropout_threshold = 9; });
     expect("a scale below zero", true, [](AttentionParams& p) { p.scale = -1; });
     expect("softcap below zero scale", false, [](AttentionParams& p) { p.softcap = 50, p.scale = -1; });
+    const auto of_pairs = [](AttentionParams& p) { p.bias.data = nullptr, p.mask = {mask, 0, 0, 1001}; };
+    expect("a mask of pairs", false, of_pairs);  // the plans for masks serve it
+    expect("a mask of pairs and dropout", true, [&](AttentionParams& p) { of_pairs(p), p.dropout_threshold = 9; });
+    expect("the same, with a dtype for the bias that is not there", true,
+           [&](AttentionParams& p) { of_pairs(p), p.dropout_threshold = 9, p.bias_dtype = DType::kFloat32; });
+    expect("a mask of pairs, dropout and a window", true,
+           [&](AttentionParams& p) { of_pairs(p), p.dropout_threshold = 9, p.window_left = 700, p.window_right = 0; });
+    expect("a mask of pairs and dropout, own for every sequence", true,
+           [&](AttentionParams& p) { of_pairs(p), p.dropout_threshold = 9, p.mask.batch = 1001 * 1001; });
+    expect("a mask of pairs and more dropout than these plans take", false,
+           [&](AttentionParams& p) { of_pairs(p), p.dropout_threshold = 255; });
+    expect("a mask of pairs in packed sequences", true,
+           [&](AttentionParams& p) { of_pairs(p), p.cu_seqlens_q = p.cu_seqlens_k = lengths, p.total_q = p.total_k = 1900; });
+    expect("a mask of pairs and a scale below zero", true, [&](AttentionParams& p) { of_pairs(p), p.scale = -1; });
+    expect("a mask of keys and dropout", false,
+           [](AttentionParams& p) { p.bias.data = nullptr, p.mask = {mask, 1001, 0, 0}, p.dropout_threshold = 9; });
+    expect("dropout alone", false, [](AttentionParams& p) { p.bias.data = nullptr, p.dropout_threshold = 9; });
     expect("no keys", false, [](AttentionParams& p) { p.seqlen_k = 0; });
+}
+
+// Biases that the copy engine cannot load, and of which no copy is made, take the general plans.
+void check_limits_of_tiles() {
+    const auto expect = [](const char* what, bool wanted, const auto& change) {
+        for (const int headdim : {64, 128, 256}) {
+            AttentionParams p{};
+            p.batch = 2, p.nheads = p.nheads_k = 4, p.group = 1, p.headdim = p.headdim_v = headdim, p.seqlen_q = 64, p.seqlen_k = 1 << 30;
+            p.scale = 0.125f, p.window_left = p.window_right = -1, p.dtype = p.bias_dtype = DType::kBFloat16;
+            p.bias = {reinterpret_cast<const void*>(uintptr_t(4096)), 0, 0, 0};
+            change(p);
+            const bool forward = wgmma_plan(wgmma_choose(p, 132)).bias, backward = backward_plan(backward_choose(p)).bias();
+            EXPECT(forward == wanted && backward == (wanted && headdim <= 128), "head dim %d, %s: forward %d, backward %d", headdim, what,
+                   forward, backward);
+        }
+    };
+    expect("2^30 keys", true, [](AttentionParams&) {});
+    expect("2^30 + 8 keys", true, [](AttentionParams& p) { p.seqlen_k += 8; });
+    expect("float32, 2^30 keys", true, [](AttentionParams& p) { p.bias_dtype = DType::kFloat32; });
+    expect("float32, 2^30 + 8 keys", false, [](AttentionParams& p) { p.bias_dtype = DType::kFloat32, p.seqlen_k += 8; });
+    expect("a stride of 2^40 - 16 bytes", true, [](AttentionParams& p) { p.bias.batch = (int64_t(1) << 39) - 8; });
+    expect("a stride of 2^40 bytes: a copy", true, [](AttentionParams& p) { p.bias.batch = int64_t(1) << 39; });
+    expect("a stride of 2^40 bytes, more than 4 GiB to copy", false,
+           [](AttentionParams& p) { p.bias.batch = int64_t(1) << 39, p.seqlen_k += 8; });
+    expect("a stride of 2^63 bytes", false, [](AttentionParams& p) { p.bias.head = int64_t(1) << 62; });
+    expect("float32, a stride of 2^40 bytes", false,
+           [](AttentionParams& p) { p.bias_dtype = DType::kFloat32, p.bias.head = int64_t(1) << 38; });
 }
 
 }  // namespace
@@ -128,6 +179,7 @@ void check_choices() {
 int main() {
     for (int i = 0; i < 3000; ++i) check_copy<uint16_t>(), check_copy<uint32_t>();
     check_choices();
+    check_limits_of_tiles();
     if (failures) return std::printf("%d failures\n", failures), 1;
     std::printf("the copy of a bias is right\n");
     return 0;

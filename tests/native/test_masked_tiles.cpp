@@ -25,7 +25,7 @@ uint8_t random_bool(int style) { return style == 0 ? 1 : style == 1 ? 0 : below(
 void make(Call& c) {
     AttentionParams& p = c.p;
     const bool varlen = below(4) == 0, pairs = !varlen && below(2), by_blocks = !pairs || below(2);
-    p.batch = 1 + below(3), p.nheads_k = 1 + below(2), p.group = 1 + below(3), p.nheads = p.nheads_k * p.group;
+    p.batch = 1 + below(3), p.nheads_k = 1 + below(2), p.group = 1 + below(4), p.nheads = p.nheads_k * p.group;
     p.headdim = p.headdim_v = 64, p.scale = 1, p.top_left = below(2);
     p.window_left = below(3) ? -1 : below(300), p.window_right = below(2) ? 0 : below(3) ? -1 : below(200);
     p.seqlen_q = 2 + below(500), p.seqlen_k = below(2) ? p.seqlen_q : 1 + below(500);
@@ -65,6 +65,9 @@ void make(Call& c) {
         p.mask.data = c.mask.data();
         if (by_blocks && below(3) == 0) p.mask.row = 0;  // a mask of keys beside one by blocks
     }
+    // The call of parts of groups (group_parts.h): each part has a key head of its own.
+    const int parts = p.group % 2 == 0 && below(2) ? 2 : below(3) ? 1 : p.group;
+    p.nheads_k *= parts, p.group /= parts;
 }
 
 // What the masks show, causal and windows aside; and all together.
@@ -124,10 +127,9 @@ void fill_blocks(const AttentionParams& p, SeenBlocks& to, Memory& memory) {
 // As masked_tiles.cu.
 template <int kRows>
 TileSeen seen_of_walk(const MaskedTiles& to, const VisibleBand& band, int b, int head_k, int m, int block) {
-    const int heads = to.seen.shape.heads / to.heads_k;
-    const int64_t first = (to.seen.shape.batches == 1 ? 0 : int64_t(b) * to.seen.shape.heads) + head_k * heads;
+    const WalkEntries entries = entries_of_walk(to, b, head_k);
     TileSeen all{};
-    for (int x = 0; x < heads; ++x) add_seen<kRows>(all, to.seen, band, first + x, m, block);
+    for (int x = 0; x < entries.count; ++x) add_seen<kRows>(all, to.seen, band, entries.first + x, m, block);
     return all;
 }
 template <int kRows>
@@ -184,9 +186,10 @@ struct ThreadPairs {
 };
 
 template <int kRows>
-void check_tile(const AttentionParams& p, const Sequence& s, const VisibleBand& band, const MaskedTiles& all, int b, int head,
-                SeenTile tile, int block) {
-    const int64_t entry = all.seen.shape.entry(b, head);
+void check_tile(const AttentionParams& p, const Sequence& s, const VisibleBand& band, const MaskedTiles& all, int b, int head_k,
+                int of_group, SeenTile tile, int block) {
+    const int head = head_k * p.group + of_group;
+    const int64_t entry = all.seen.shape.entry(b, head_k * p.group) + of_group / all.seen.shape.heads_of_entry;  // masks.cuh
     for (int thread = 0; thread < 256; ++thread) {
         const ThreadPairs<kRows> pairs(all.seen, entry, tile.m, block, tile.cut, thread);
         for (int element = 0; element < 32 * kRows; ++element) {  // fragments.cuh
@@ -221,8 +224,7 @@ void check(const AttentionParams& p) {
                     require(tile.m > last && tile.m >= range.begin && tile.m < range.end, "tiles are out of order or outside the walk");
                     require(tile.before == visits[size_t(tile.m)]++, "a turn does not follow that of the block before");
                     last = tile.m, walked[size_t(tile.m)] = 1, ++visited, cut_tiles += tile.cut;
-                    for (int head = head_k * p.group; head < (head_k + 1) * p.group; ++head)
-                        check_tile<kRows>(p, s, band, all, b, head, tile, key0 / 128);
+                    for (int head = 0; head < p.group; ++head) check_tile<kRows>(p, s, band, all, b, head_k, head, tile, key0 / 128);
                 }
                 skipped += range.end - range.begin - all.walks[walk].count;
                 for (int j = key0; j < key0 + 128; ++j) {

@@ -406,6 +406,54 @@ void plans_give_max_score() {
                     }
 }
 
+// Few queries with a bias: a window beyond all keys chooses as a narrower one does that is still wider than the keys.
+void wide_windows() {
+    for (const Place& place : kPlaces)
+        for (const int32_t dtype : {FA_BFLOAT16, FA_FLOAT32})
+            for (const int64_t rows : {2, 16, 32, 64})
+                for (const int64_t keys : {4096, 16384, 65536}) {
+                    here = place.info;
+                    std::string kernel;
+                    for (const int64_t left : {int64_t(1) << 20, int64_t(INT32_MAX), int64_t(1) << 40}) {
+                        fa_attention_args a;
+                        std::memset(&a, 0, sizeof a);
+                        a.struct_size = sizeof a, a.device = place.device, a.dtype = dtype, a.num_threads = 1;
+                        a.batch = 1, a.nheads = a.nheads_k = 8, a.headdim = 128, a.seqlen_q = rows, a.seqlen_k = keys;
+                        const int64_t row = 8 * 128;
+                        a.q = a.out = {nullptr, rows * row, row, 128}, a.k = a.v = {nullptr, keys * row, row, 128};
+                        a.bias.data = reinterpret_cast<const void*>(uintptr_t(1) << 42), a.bias.row_stride = keys;
+                        a.has_window = 1, a.window_left = left, a.window_right = -1;
+                        fa_attention_plan plan;
+                        std::memset(&plan, 0, sizeof plan);
+                        plan.struct_size = sizeof plan;
+                        fa_attention_query(&a, &plan);
+                        if (kernel.empty()) kernel = plan.kernel;
+                        if (kernel != plan.kernel)
+                            complain("%s: %d queries, %d keys, window_left=%lld: %s, not %s", place.name, int(rows), int(keys),
+                                     static_cast<long long>(left), plan.kernel, kernel.c_str());
+                    }
+                }
+}
+
+// Tiles of mma_float32_sm80 may have 16 rows above head dim 256, however few columns V has: 17 rows of 2^31 - 65536 heads take too many.
+void blocks_of_wide_float32() {
+    here = kPlaces[4].info;
+    for (const int32_t headdim : {256, 512}) {
+        fa_attention_args a;
+        std::memset(&a, 0, sizeof a);
+        a.struct_size = sizeof a, a.device = FA_CUDA, a.dtype = FA_FLOAT32, a.num_threads = 1, a.kernel = "mma_float32_sm80";
+        a.batch = 65536, a.nheads = a.nheads_k = 32767, a.headdim = headdim, a.headdim_v = 4, a.seqlen_q = 17, a.seqlen_k = 8;
+        a.out = {nullptr, int64_t(17) * 32767 * 4, 32767 * 4, 4};
+        fa_attention_plan plan;
+        std::memset(&plan, 0, sizeof plan);
+        plan.struct_size = sizeof plan;
+        fa_attention_query(&a, &plan);
+        if (plan.status == FA_BAD_ARGUMENT) return;  // this build lacks the kernel
+        if ((plan.status == FA_OK) != (headdim == 256))
+            complain("mma_float32_sm80, headdim=%d: %s", headdim, plan.status == FA_OK ? "served" : fa_last_error());
+    }
+}
+
 // A left edge, softcap, ALiBi, masks of keys, dropout and 16-bit biases have plans of their own; bare calls and all other options do not
 // take them.
 void plans_by_options() {
@@ -446,7 +494,11 @@ void plans_by_options() {
         p.mask.row = 4096;
         expect(p, "mask of pairs", true, false);
         p.dropout_threshold = 1;
-        expect(p, "mask of pairs and dropout", false, true);
+        expect(p, "mask of pairs and dropout", true, false);
+        p.dropout_threshold = 0, p.softcap = 30, p.alibi_slopes = floats;
+        expect(p, "mask of pairs, softcap and ALiBi", true, false);
+        p.dropout_threshold = 1;
+        expect(p, "mask of pairs, softcap, ALiBi and dropout", false, true);
         p = bare, p.dtype = p.bias_dtype = fa::DType::kBFloat16, p.bias.data = reinterpret_cast<const void*>(uintptr_t(4096)),
         p.bias.row = 4096;
         expect(p, "bias", true, false);
@@ -457,7 +509,7 @@ void plans_by_options() {
         p.dropout_threshold = 0;
         p.bias.row = 4097;
         expect(p, "bias with rows that the copy engine cannot address", true, false);
-        p.seqlen_q = p.seqlen_k = 100;
+        p.seqlen_q = p.seqlen_k = 90;
         expect(p, "such a bias in a short call", false, true);
         p.seqlen_q = p.seqlen_k = 4096;
         p.bias.row = 4096, p.bias_dtype = fa::DType::kFloat32;
@@ -547,6 +599,8 @@ int main(int argc, char** argv) {
     plans_give_max_score();
     plans_by_options();
     plans_for_blocks();
+    wide_windows();
+    blocks_of_wide_float32();
     if (failures) std::printf("%d failures\n", failures);
     return failures ? 1 : 0;
 }

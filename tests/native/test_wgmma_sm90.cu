@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "attention/backward/wgmma_sm90/group_parts.h"
+#include "attention/backward/wgmma_sm90/hidden.cuh"
 #include "attention/backward/wgmma_sm90/work.cuh"
 #include "attention/common/mask.h"
 #include "attention/forward/common/work_list.h"
@@ -290,11 +291,16 @@ void test_choice() {
           [](P& p, auto*, auto* mask) { p.blocks.data = mask, p.cu_seqlens_q = p.cu_seqlens_k = ends; });
     general("mask of pairs, packed sequences",
             [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 0, 1}, p.cu_seqlens_q = p.cu_seqlens_k = ends; });
-    general("mask of pairs and scale below zero", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 0, 1}, p.scale = -1; });
+    const auto copied_mask = [&](const char* what, const auto& change) { narrow(Id::kD64Bias, Id::kD128Bias, what, change); };
+    copied_mask("mask of pairs and scale below zero", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 0, 1}, p.scale = -1; });
     general("mask of pairs and softcap", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 0, 1}, p.softcap = 50; });
     general("mask of pairs and alibi", [](P& p, auto* slopes, auto* mask) { p.mask = {mask, 7, 0, 1}, p.alibi_slopes = slopes; });
     general("mask of one row", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 0, 1}, p.seqlen_q = 1; });
-    general("mask of keys of query heads", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 9, 0}; });
+    copied_mask("mask of keys of query heads", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 9, 0}; });
+    narrow(Id::kD64BiasDropout, Id::kD128BiasDropout, "mask of pairs and dropout",
+           [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 0, 1}, p.dropout_threshold = 9; });
+    general("mask of pairs and dropout in a short call",
+            [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 0, 1}, p.dropout_threshold = 9, p.seqlen_q = p.seqlen_k = 60; });
     const auto with_bias = [&](const char* what, const auto& change) {
         narrow(Id::kD64Bias, Id::kD128Bias, what, [&](P& p, auto* slopes, auto* mask) {
             p.dtype = p.bias_dtype = DType::kFloat16, p.bias = {reinterpret_cast<const void*>(uintptr_t(4096)), 0, 64, 8};
@@ -314,14 +320,31 @@ void test_choice() {
         p.dtype = DType::kFloat16, p.bias_dtype = DType::kFloat32, p.bias = {reinterpret_cast<const void*>(uintptr_t(4096)), 0, 64, 8};
     });
     without_tiles("bias of float32 and dropout", [](P& p, auto*, auto*) { p.bias_dtype = DType::kFloat32, p.dropout_threshold = 9; });
-    without_tiles("bias with rows of 12 bytes", [](P& p, auto*, auto*) { p.bias.row = 6; });
-    without_tiles("bias that begins anywhere", [](P& p, auto*, auto*) { p.bias.data = reinterpret_cast<const void*>(uintptr_t(4098)); });
+    with_bias("bias with rows of 12 bytes", [](P& p, auto*, auto*) { p.bias.row = 6; });
+    with_bias("bias that begins anywhere", [](P& p, auto*, auto*) { p.bias.data = reinterpret_cast<const void*>(uintptr_t(4098)); });
+    without_tiles("bias with rows of 12 bytes in a short call", [](P& p, auto*, auto*) { p.bias.row = 6, p.seqlen_q = p.seqlen_k = 60; });
     without_tiles("bias and alibi", [](P& p, auto* slopes, auto*) { p.alibi_slopes = slopes; });
     narrow(Id::kD64BiasDropout, Id::kD128BiasDropout, "bias and dropout", [](P& p, auto*, auto*) {
         p.dtype = p.bias_dtype = DType::kFloat16, p.bias = {reinterpret_cast<const void*>(uintptr_t(4096)), 0, 64, 8};
         p.dropout_threshold = 9;
     });
-    without_tiles("bias and mask of pairs", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 0, 1}; });
+    // A caller who names the kernel gets plans with a bias above head dim 128, too.
+    const auto by_name = [&](Id d64, Id d128, Id d192, Id d256, const char* what, const auto& change) {
+        each(d64, d128, d192, d192, d256, what, [&](P& p, auto* slopes, auto* mask) {
+            p.dtype = p.bias_dtype = DType::kFloat16, p.bias = {reinterpret_cast<const void*>(uintptr_t(4096)), 0, 64, 8}, p.by_name = true;
+            change(p, slopes, mask);
+        });
+    };
+    by_name(Id::kD64Bias, Id::kD128Bias, Id::kD192Bias, Id::kD256Bias, "bias, by name", [](P&, auto*, auto*) {});
+    by_name(Id::kD64Bias, Id::kD128Bias, Id::kD192Bias, Id::kD256Bias, "bias with rows of 12 bytes and mask of pairs, by name",
+            [](P& p, auto*, auto* mask) { p.bias.row = 6, p.mask = {mask, 7, 0, 1}; });
+    by_name(Id::kD64BiasFloat32, Id::kD128BiasFloat32, Id::kD192BiasFloat32, Id::kD256BiasFloat32, "bias of float32, by name",
+            [](P& p, auto*, auto*) { p.bias_dtype = DType::kFloat32; });
+    narrow(Id::kD64BiasDropout, Id::kD128BiasDropout, "bias and dropout, by name", [](P& p, auto*, auto*) {
+        p.dtype = p.bias_dtype = DType::kFloat16, p.bias = {reinterpret_cast<const void*>(uintptr_t(4096)), 0, 64, 8};
+        p.dropout_threshold = 9, p.by_name = true;
+    });
+    with_bias("bias and mask of pairs", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 0, 1}; });
     const auto dropout = [&](const char* what, const auto& change) {
         each(Id::kD64Dropout, Id::kD128Dropout, Id::kD192Dropout, Id::kD192Dropout, Id::kD256Dropout, what,
              [&](P& p, auto* slopes, auto* mask) {
@@ -334,7 +357,6 @@ void test_choice() {
     dropout("dropout, causal and alibi", [](P& p, auto* slopes, auto*) { p.alibi_slopes = slopes, p.window_right = 0; });
     general("dropout of nearly everything", [](P& p, auto*, auto*) { p.dropout_threshold = kDropoutPairsThreshold + 1; });
     general("dropout and softcap", [](P& p, auto*, auto*) { p.dropout_threshold = 9, p.softcap = 50; });
-    general("dropout and mask of pairs", [](P& p, auto*, auto* mask) { p.dropout_threshold = 9, p.mask = {mask, 7, 0, 1}; });
     general("dropout and scale below zero", [](P& p, auto*, auto*) { p.dropout_threshold = 9, p.scale = -1; });
     const auto intervals = [&](const char* what, const auto& change) {
         each(Id::kD64Intervals, Id::kD128Intervals, Id::kD192V128Intervals, Id::kD192Intervals, Id::kD256Intervals, what,
@@ -380,6 +402,29 @@ void test_choice() {
     general("scale below zero", [](P& p, auto*, auto*) { p.scale = -1, p.window_left = 5; });
     general("scale of zero", [](P& p, auto* slopes, auto*) { p.scale = 0, p.alibi_slopes = slopes; });
     general("tiny scale and alibi", [](P& p, auto* slopes, auto*) { p.scale = 1e-7f, p.alibi_slopes = slopes; });
+}
+
+// ---- backward: in which tiles rows past the end have to be hidden, because what the copy engine brings for them is not zero ----
+
+void test_ragged_tiles() {
+    constexpr int kBlockM = 64;
+    const auto tile = [](int rows, bool packed, int64_t bias_row) {
+        static const int32_t ends[] = {0, 1};
+        AttentionParams p{};
+        p.bias = {ends, 0, 0, bias_row};
+        if (packed) p.cu_seqlens_q = p.cu_seqlens_k = ends;
+        BackwardWork w{};
+        w.seqlen_q = rows, w.width = 3;
+        const int place = ragged_place<true>(p, w, kBlockM);
+        EXPECT(packed == (ragged_place(p, w, kBlockM) != INT_MAX) || rows % kBlockM == 0, "plans without a bias, %d rows", rows);
+        return place == INT_MAX ? -1 : place / w.width;
+    };
+    for (const int rows : {1, 63, 64, 65, 128, 200}) {
+        const int last = rows % kBlockM ? rows / kBlockM : -1;
+        EXPECT(tile(rows, true, 8) == last && tile(rows, true, 0) == last, "%d rows of a packed sequence", rows);
+        EXPECT(tile(rows, false, 8) == -1, "%d rows: past the end the bias is zero", rows);
+        EXPECT(tile(rows, false, 0) == last, "%d rows that share a bias", rows);
+    }
 }
 
 // ---- one tile through the hardware: S = Q K^T, O = S V, and K read back through the swizzle formula ----
@@ -547,12 +592,22 @@ void test_group_parts() {
     EXPECT(parts_of(shared_heads(4, 269, 32, 2, true, 128)) >= 4, "24 blocks with walks of 16 heads stay whole");
     EXPECT(parts_of(shared_heads(4, 2048, 4, 1, true, 128)) >= 2, "64 blocks of uneven walks stay whole");
     EXPECT(parts_of(shared_heads(1, 64, 2, 1, true, 64)) == 1, "a short call is cut");
+    // The addition visits every key that there is, and few blocks more, whatever a packed call says about its longest sequence.
+    static const int32_t ends[] = {0, 900, 1000};
+    BackwardParams packed = shared_heads(2, 1000, 64, 32, true, 64);
+    packed.forward.cu_seqlens_q = packed.forward.cu_seqlens_k = ends, packed.forward.total_q = packed.forward.total_k = 1000;
+    EXPECT(addition_blocks(packed.forward) == 2 * 16 * 2 * 32, "%lld blocks", (long long)addition_blocks(packed.forward));
+    packed.forward.seqlen_q = packed.forward.seqlen_k = 900;
+    EXPECT(addition_blocks(packed.forward) == 2 * 15 * 2 * 32, "%lld blocks", (long long)addition_blocks(packed.forward));
+    packed.forward.seqlen_q = packed.forward.seqlen_k = INT_MAX - 4096;
+    EXPECT(addition_blocks(packed.forward) == 2 * 16 * 2 * 32, "%lld blocks", (long long)addition_blocks(packed.forward));
 }
 
 int main() {
     test_items();
     test_any_lengths();
     test_choice();
+    test_ragged_tiles();
     test_group_parts();
     std::printf("work items: %s\n", failures ? "FAILED" : "passed");
     int major = 0, minor = 0;

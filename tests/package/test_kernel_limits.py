@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import re
 
 import kernel_limits
 import pytest
@@ -18,6 +19,18 @@ def test_the_page_is_up_to_date():
     assert kernel_limits.PAGE.read_text() == kernel_limits.page_with(kernel_limits.tables(library.load())), (
         "python tests/kernel_limits.py writes the tables again"
     )
+
+
+@pytest.mark.skipif(not kernel_limits.PAGE.is_file(), reason="the pages are not beside the tests")
+def test_the_page_of_masks_names_the_kernels_that_take_them():
+    masks = {"startend_row_indices", "block_mask"}
+    takes = {"forward": set(), "backward": set()}
+    for table, name, _, device, *rest in LINES:
+        if table in takes and device != "CPU" and not masks & set(rest[2].split(", ")):
+            takes[table].add(name)
+    row = re.search(r"^\| GPU \|(.*)\|(.*)\|$", (ROOT / "docs/masks.md").read_text(), flags=re.MULTILINE)
+    named = [set(re.findall(r"`(\w+)`", cell)) for cell in row.groups()]
+    assert named == [takes["forward"], takes["backward"]]
 
 
 def test_every_kernel_of_the_build_has_a_line():

@@ -97,7 +97,7 @@ const char* wide_float32_refuses(const BackwardParams& b, const DeviceInfo&, cha
 }
 bool has_blocks_for_parts(const BackwardParams& b, const DeviceInfo&) {
     const AttentionParams& p = b.forward;
-    return 2 * p.batch * (ceil_div(p.seqlen_q + 128, 16) * p.nheads + ceil_div(p.seqlen_k + 128, 16) * p.nheads_k) <= kMostBlocks;
+    return int64_t(2) * p.batch * (ceil_div(p.seqlen_q + 128, 16) * p.nheads + ceil_div(p.seqlen_k + 128, 16) * p.nheads_k) <= kMostBlocks;
 }
 const char* float16_parts_yield(const BackwardParams& b, const DeviceInfo&, char* text, size_t size) {
     const AttentionParams& p = b.forward;

@@ -25,11 +25,11 @@ const char* lacks(const AttentionParams&, const DeviceInfo&, char*, size_t) {
     return cpu::isa_available(isa) ? nullptr : "this processor, or this build, lacks the instruction set";
 }
 template <cpu::Isa isa>
-constexpr Kernel cpu_kernel(const char* name, const char* summary) {
+constexpr Kernel cpu_kernel(const char* name, const char* summary, uint32_t dtypes = kAllButFloat8, uint32_t takes = kAllFeatures) {
     return {.name = name,
             .summary = summary,
             .device = FA_CPU,
-            .limits = {.dtypes = kAllButFloat8, .sums_keys = true},
+            .limits = {.dtypes = dtypes, .takes = takes, .sums_keys = true},
             .refuses = lacks<isa>,
             .workspace = [](const AttentionParams& p, const DeviceInfo&) { return cpu::forward_workspace(p, isa); },
             .run = [](const AttentionParams& p) { cpu::forward(p, isa); }};
@@ -56,9 +56,9 @@ bool has_blocks_for_all_of_S(const AttentionParams& p, const DeviceInfo&) {
 // ---- sm_80 ----
 
 #if FA_WITH_CUDA && FA_WITH_MMA_SM80
-// The smallest tile has 32 rows; above 192 columns it may cover half of them.
+// The smallest tile has 32 rows; above 192 columns it may cover half of them. In float32 it has 16 rows above head dim 256.
 bool has_blocks_for_tiles_of_32(const AttentionParams& p, const DeviceInfo&) {
-    return ceil_div(p.seqlen_q, 32) * p.nheads * p.batch * (p.headdim_v > 192 ? 2 : 1) <= kMostBlocks;
+    return ceil_div(p.seqlen_q, 32) * p.nheads * p.batch * (p.headdim_v > 192 || p.headdim > 256 ? 2 : 1) <= kMostBlocks;
 }
 size_t bounds_workspace(const AttentionParams& p, const DeviceInfo&) { return interval_bounds_bytes(p, kBoundsKeys); }
 const char* takes_no_padding_in_pages(const AttentionParams& p, const DeviceInfo&, char*, size_t) {
@@ -292,6 +292,8 @@ constexpr Kernel kKernels[] = {
      .fits = FA_SM90(has_items_for_tiles_of_64),
      .workspace = FA_SM90(fp8_workspace<false>),
      .launch = FA_SM90(fp8_launch<false>)},
+    cpu_kernel<cpu::Isa::kAmx>("cpu_amx", "tiled online softmax, 16 lanes, products of bfloat16 in tile registers (AMX)",
+                               one(DType::kBFloat16), kAllFeatures & ~k8BitCache),
     cpu_kernel<cpu::Isa::kAvx512>("cpu_avx512", "tiled online softmax, 16 lanes"),
     cpu_kernel<cpu::Isa::kAvx2>("cpu_avx2", "tiled online softmax, 8 lanes"),
     cpu_kernel<cpu::Isa::kNeon>("cpu_neon", "tiled online softmax, 4 lanes"),

@@ -426,7 +426,7 @@ cudaError_t launch(PartsParams& params, cudaStream_t stream) {
 template <int kD>
 cudaError_t launch(PartsParams& params, cudaStream_t stream) {
     const AttentionParams& p = params.backward.forward;
-    const int64_t blocks = 2 * p.batch * (int64_t(params.q.tiles) * p.nheads + int64_t(params.k.tiles) * p.nheads_k);
+    const int64_t blocks = int64_t(2) * p.batch * (int64_t(params.q.tiles) * p.nheads + int64_t(params.k.tiles) * p.nheads_k);
     if (blocks > 0)
         if (const cudaError_t error = launch_kernel(split_kernel<kD>, unsigned(blocks), kSplitThreads, 0, stream, params)) return error;
     if (const cudaError_t error = launch<kD, Own::kKeys>(params, stream)) return error;

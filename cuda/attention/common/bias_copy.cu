@@ -1,5 +1,5 @@
 // bias_copy.cu: the small kernel before those of Hopper that load a bias by the copy engine, where the engine cannot load it from where it
-// lies, or where a mask of pairs goes into it. A thread copies 16 bytes. Bound by memory.
+// lies, or where a mask of pairs goes into it or takes its place. A thread copies 16 bytes. Bound by memory.
 #include "attention/common/bias_copy.cuh"
 #include "device/launch.h"
 
@@ -13,7 +13,8 @@ struct CopyParams {
     Divisor chunks, rows, heads;
 };
 __global__ void __launch_bounds__(kThreads, kBlocksOfMultiprocessor) bias_copy_kernel(const __grid_constant__ CopyParams params) {
-    const int index = blockIdx.x * kThreads + threadIdx.x;  // at most 2^24 chunks
+    static_assert(kMostBiasCopy / kBiasChunkBytes <= 1 << 28, "the number of a chunk is an int");
+    const int index = blockIdx.x * kThreads + threadIdx.x;
     const int all_rows = params.chunks.divide(index), chunk = params.chunks.remainder(index, all_rows);
     const int entry = params.rows.divide(all_rows), row = params.rows.remainder(all_rows, entry);
     const int batch = params.heads.divide(entry), head = params.heads.remainder(entry, batch);

@@ -1,11 +1,13 @@
 // bias_copy.h: a copy of a bias, of 16 bits or float32, in the workspace, for Hopper's plans with a bias, which load it by the copy engine.
 // A call gets one where the copy engine cannot load the bias from where it lies (its rows are not whole 16 bytes, or do not begin at such
 // places), or where a mask of pairs stands beside the bias: the copy is -inf where the mask hides a pair, and a bias of -inf hides as a
-// mask does.
+// mask does. So a mask of pairs alone may become a bias, too: zeros and -inf. That serves its calls with dropout, which the plans for masks
+// do not take.
 //
 // An axis on which the bias (and the mask) is shared has one entry in the copy, too. Rows are padded to whole 16 bytes.
 #pragma once
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -20,7 +22,7 @@ namespace fa {
 constexpr int kBiasChunkBytes = 16;
 
 struct BiasCopy {
-    ScoreView bias, mask;  // mask.data = nullptr: no mask in the copy
+    ScoreView bias, mask;  // data = nullptr: not in the copy, which has one of the two at least
     uint32_t hidden;       // -inf, or two of it in 16 bits
     int32_t elements;      // of a chunk of 16 bytes
     int32_t batches, heads, rows, keys;
@@ -33,7 +35,7 @@ struct BiasCopy {
 // with_mask: the mask goes into the copy.
 inline BiasCopy bias_copy(const AttentionParams& p, bool with_mask) {
     BiasCopy copy{};
-    copy.bias = p.bias;
+    if (p.bias.data) copy.bias = p.bias;
     if (with_mask) copy.mask = p.mask;
     copy.elements = kBiasChunkBytes / bias_element_bytes(p);
     copy.hidden = bias_is_float32(p) ? 0xFF800000u : p.dtype == DType::kFloat16 ? 0xFC00FC00u : 0xFF80FF80u;
@@ -50,6 +52,7 @@ inline BiasCopy bias_copy(const AttentionParams& p, bool with_mask) {
 constexpr uintptr_t kBiasCopyAlignment = 128;
 inline AttentionParams with_bias_copy(AttentionParams p, const BiasCopy& copy, const void* place) {
     p.bias = {place, copy.batch, copy.head, copy.row};
+    if (!copy.bias.data) p.bias_dtype = p.dtype;
     if (copy.mask.data) p.mask = {};
     return p;
 }
@@ -73,20 +76,36 @@ inline double visible_pairs(const AttentionParams& p) {
     }
     return keys / kSamples * s.seqlen_q * p.nheads * p.batch;
 }
-// Whether the copy is worth its time and memory. It takes 1.3 ps an element of 16 bits and 3 us. A pair of a general plan takes 3 ps longer
-// forward, and 10 ps backward, than one of a plan with a bias (sweep of 2026-11-27, one H200). So at least half of the copy must be read.
-constexpr int64_t kMostBiasCopy = int64_t(256) << 20;  // bytes
-inline bool bias_copy_pays(const AttentionParams& p, const BiasCopy& copy) {
-    constexpr double kLeastPairs = 1 << 20;
-    if (double(copy.all_rows()) * copy.chunks() * kBiasChunkBytes > double(kMostBiasCopy)) return false;
-    const double pairs = visible_pairs(p), elements = double(copy.all_rows()) * copy.keys * bias_element_bytes(p) / 2;
-    return pairs >= kLeastPairs && 2 * pairs >= elements;
+// Whether the workspace may hold the copy. One of more than kSmallBiasCopy bytes has at most a quarter more elements than the memory that
+// its bias and its mask reach over. Padding stays below that from 29 keys on. A copy of a mask and a bias that differ on different axes
+// does not, nor does one of a bias whose rows overlap.
+constexpr int64_t kSmallBiasCopy = int64_t(256) << 20, kMostBiasCopy = int64_t(4) << 30;  // bytes
+inline bool bias_copy_fits(const AttentionParams& p, const BiasCopy& copy) {
+    const auto reach = [&](const ScoreView& x) {  // elements; in double, because strides may be anything
+        const auto axis = [](int64_t stride, int32_t size) { return std::abs(double(stride)) * (size - 1); };
+        return x.data ? axis(x.batch, p.batch) + axis(x.head, p.nheads) + axis(x.row, p.seqlen_q) + p.seqlen_k : 0.0;
+    };
+    const double elements = double(copy.all_rows()) * copy.chunks() * copy.elements;
+    const double bytes = elements * (kBiasChunkBytes / copy.elements);
+    return bytes <= double(kSmallBiasCopy) || (bytes <= double(kMostBiasCopy) && elements <= 1.25 * (reach(copy.bias) + reach(copy.mask)));
 }
-// Whether the bias of a call of dtype float16 or bfloat16 is to be copied, if the plans with a bias then serve it. with_mask: these plans
-// do not take the call's mask.
-inline bool wants_bias_copy(const AttentionParams& p, bool with_mask) {
-    if (!p.bias.data || !(p.bias_dtype == p.dtype || bias_is_float32(p)) || p.seqlen_q <= 0 || p.seqlen_k <= 0) return false;
-    return (with_mask || !bias_has_tiles(p)) && bias_copy_pays(p, bias_copy(p, with_mask));
+// Whether the copy is worth its time. It takes 1.3 ps an element of 16 bits and 3 us. A pair of a general plan takes 3 ps longer forward,
+// and 10 ps backward, than one of a plan with a bias (sweep of 2026-11-27, one H200). So at least half of the copy must be read. Those are
+// the times of a full GPU: a block of a general plan spends 5 us on a tile forward, and 10 us backward. So short calls gain, too: backward
+// from a few tiles on, forward from where blocks have two tiles (2 x 24 heads of 16 rows and 174 keys: 21 us; calls of this size whose
+// bias needs no copy: 11 to 14 us).
+constexpr double kLeastPairsForward = 1 << 17, kLeastPairsBackward = 1 << 15;
+inline bool bias_copy_pays(const AttentionParams& p, const BiasCopy& copy, double least_pairs) {
+    const double pairs = visible_pairs(p), halves = double(copy.all_rows()) * copy.keys * (kBiasChunkBytes / copy.elements) / 2;
+    return pairs >= least_pairs && 2 * pairs >= halves;
+}
+// Whether a call of dtype float16 or bfloat16 is to have a copy, of its bias or of its mask, if the plans with a bias then serve it.
+// with_mask: these plans do not take the call's mask.
+inline bool wants_bias_copy(const AttentionParams& p, bool with_mask, double least_pairs) {
+    if (!(p.bias.data || with_mask) || p.seqlen_q <= 0 || p.seqlen_k <= 0) return false;
+    if (p.bias.data && !(p.bias_dtype == p.dtype || bias_is_float32(p))) return false;
+    const BiasCopy copy = bias_copy(p, with_mask);
+    return (with_mask || !bias_has_tiles(p)) && bias_copy_fits(p, copy) && bias_copy_pays(p, copy, least_pairs);
 }
 
 // ---- one chunk of the copy ----
@@ -119,25 +138,30 @@ FA_HOST_DEVICE BiasChunk load_bias_chunk(const char* bytes) {
     }
     return chunk;
 }
-// Chunk `place` of row `row` of the copy, with zeros past the last key.
-FA_HOST_DEVICE BiasChunk bias_chunk(const BiasCopy& copy, int32_t batch, int32_t head, int32_t row, int32_t place) {
+// Chunk `place` of a row, from the bias alone, with zeros past the last key.
+FA_HOST_DEVICE BiasChunk chunk_of_bias(const BiasCopy& copy, int32_t batch, int32_t head, int32_t row, int32_t place) {
     const bool wide = copy.elements == 4;  // float32
     const int32_t key = place * copy.elements, left = copy.keys - key;
     const int64_t first = batch * copy.bias.batch + head * copy.bias.head + row * copy.bias.row + key;
     const char* const from = static_cast<const char*>(copy.bias.data) + first * (wide ? 4 : 2);
+    if (left >= copy.elements) return load_bias_chunk(from);
     BiasChunk chunk;
-    if (left >= copy.elements) {
-        chunk = load_bias_chunk(from);
-    } else {
-        for (int x = 0; x < 4; ++x) {
-            if (wide) {
-                chunk.pair[x] = x < left ? load_word<uint32_t>(from + 4 * x) : 0;
-                continue;
-            }
-            const uint32_t low = 2 * x < left ? load_word<uint16_t>(from + 4 * x) : 0;
-            chunk.pair[x] = low | (2 * x + 1 < left ? uint32_t(load_word<uint16_t>(from + 4 * x + 2)) << 16 : 0);
+    for (int x = 0; x < 4; ++x) {
+        if (wide) {
+            chunk.pair[x] = x < left ? load_word<uint32_t>(from + 4 * x) : 0;
+            continue;
         }
+        const uint32_t low = 2 * x < left ? load_word<uint16_t>(from + 4 * x) : 0;
+        chunk.pair[x] = low | (2 * x + 1 < left ? uint32_t(load_word<uint16_t>(from + 4 * x + 2)) << 16 : 0);
     }
+    return chunk;
+}
+// Chunk `place` of row `row` of the copy.
+FA_HOST_DEVICE BiasChunk bias_chunk(const BiasCopy& copy, int32_t batch, int32_t head, int32_t row, int32_t place) {
+    const bool wide = copy.elements == 4;  // float32
+    const int32_t key = place * copy.elements, left = copy.keys - key;
+    BiasChunk chunk{};
+    if (copy.bias.data) chunk = chunk_of_bias(copy, batch, head, row, place);
     if (!copy.mask.data) return chunk;
     const uint8_t* const attend =
         static_cast<const uint8_t*>(copy.mask.data) + batch * copy.mask.batch + head * copy.mask.head + row * copy.mask.row + key;

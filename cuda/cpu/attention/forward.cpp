@@ -20,6 +20,9 @@ namespace fa::cpu {
 namespace {
 
 const TileKernel& tile_kernel(Isa isa) {
+#if FA_WITH_AMX
+    if (isa == Isa::kAmx) return kTileAmx;
+#endif
 #if defined(__x86_64__)
     if (isa == Isa::kAvx512) return kTileAvx512;
     if (isa == Isa::kAvx2) return kTileAvx2;
@@ -39,7 +42,8 @@ int64_t packed_rows(const AttentionParams& p, int32_t seqlen_q) { return int64_t
 
 // Sizes of one thread's scratch, in floats; each part is a whole number of cache lines.
 constexpr int64_t kLine = 64 / sizeof(float);
-int64_t lines(int64_t floats) { return (floats + kLine - 1) / kLine * kLine; }
+int64_t whole(int64_t count, int64_t step) { return (count + step - 1) / step * step; }
+int64_t lines(int64_t floats) { return whole(floats, kLine); }
 
 // Rows per tile. With more rows, K and V are copied less often. Q^T and O^T should take at most half of a usual L2 cache, and every thread
 // should get several tiles. The result of a row does not depend on its tile, so the choice is free.
@@ -51,18 +55,36 @@ int64_t tile_rows(const AttentionParams& p) {
 
 struct Layout {
     int64_t ld_k, ld_v, q, out, s, k, v, total;
-    explicit Layout(const AttentionParams& p) {
+    int64_t q16 = 0, p16 = 0, k16 = 0, v16 = 0;  // for AMX
+    Layout(const AttentionParams& p, Isa isa) {
         const int64_t rows = std::min(tile_rows(p), lines(packed_rows(p, p.seqlen_q)));
         // Each row has one cache line more than it needs: with rows a power of two apart, a column of V would use only a few sets
         // of the cache.
         ld_k = lines(p.headdim) + kLine, ld_v = lines(p.headdim_v) + kLine;
         q = rows * p.headdim, out = rows * p.headdim_v, s = std::min<int64_t>(rows, kMaxGroupRows) * kTileKeys;
         k = ld_k * kTileKeys, v = ld_v * (kTileKeys + 1);
-        total = q + out + 2 * s + k + v;
+        if (isa == Isa::kAmx) {  // two elements for each float
+            const int64_t headdim = whole(p.headdim, 32) / 2, headdim_v = whole(p.headdim_v, 16);
+            out = rows * headdim_v;
+            q16 = rows * headdim, k16 = kTileKeys * headdim, v16 = headdim_v * kTileKeys / 2, p16 = s / 2;
+        }
+        total = q + out + 2 * s + k + v + q16 + p16 + k16 + v16;
     }
     Scratch at(float* base) const {
-        float *const o = base + q, *const score = o + out, *const seen = score + s, *const key = seen + s;
-        return {base, o, score, seen, key, key + k, ld_k, ld_v};
+        float *const o = base + q, *const score = o + out, *const seen = score + s, *const key = seen + s, *const value = key + k;
+        float *const pairs_q = value + v, *const pairs_p = pairs_q + q16, *const half_k = pairs_p + p16, *const half_v = half_k + k16;
+        return {base,
+                o,
+                score,
+                seen,
+                key,
+                value,
+                ld_k,
+                ld_v,
+                reinterpret_cast<uint32_t*>(pairs_q),
+                reinterpret_cast<uint32_t*>(pairs_p),
+                reinterpret_cast<uint16_t*>(half_k),
+                reinterpret_cast<uint16_t*>(half_v)};
     }
 };
 
@@ -276,9 +298,9 @@ void sum_keys(const AttentionParams& p, const TileKernel& kernel, const Interval
 
 }  // namespace
 
-size_t forward_workspace(const AttentionParams& p, Isa) {
+size_t forward_workspace(const AttentionParams& p, Isa isa) {
     const int64_t floats =
-        int64_t(p.num_threads) * (Layout(p).total + pieces_size(p)) + statistics_size(p) + IntervalTiles::size(p, kTileKeys);
+        int64_t(p.num_threads) * (Layout(p, isa).total + pieces_size(p)) + statistics_size(p) + IntervalTiles::size(p, kTileKeys);
     return size_t(floats) * sizeof(float) + 64;
 }
 
@@ -293,7 +315,7 @@ void clear_key_sums(const AttentionParams& p) {
 void forward(const AttentionParams& p, Isa isa) {
     if (p.max_score) clear_max_score(p);
     const TileKernel& kernel = tile_kernel(isa);
-    const Layout layout(p);
+    const Layout layout(p, isa);
     float* const workspace = static_cast<float*>(align_up(p.workspace, 64));
     float* const pieces = workspace + p.num_threads * layout.total;
     const int threads = useful_threads(p, kernel);

@@ -32,6 +32,9 @@ struct Scratch {
     float* k;     // (kTileKeys, ld_k)
     float* v;     // (kTileKeys + 1, ld_v)
     int64_t ld_k, ld_v;
+    // For AMX, the operands in bfloat16 (amx_kernel.h); p16 is of one group
+    uint32_t *q16, *p16;
+    uint16_t *k16, *v16;
 };
 
 struct QueryTile {
@@ -62,6 +65,6 @@ struct TileKernel {
     void (*sum_rows)(QueryTile& tile);
 };
 
-extern const TileKernel kTilePortable, kTileAvx2, kTileAvx512, kTileNeon;
+extern const TileKernel kTilePortable, kTileAvx2, kTileAvx512, kTileAmx, kTileNeon;
 
 }  // namespace fa::cpu

@@ -4,6 +4,7 @@
 //     FA_LANES    floats per vector
 //     FA_VECTORS  width of a register tile, here the query vectors of a group: 4 with 32 registers, 2 with 16
 //     FA_TILE     the TileKernel to define
+//     FA_AMX      1: the two products take bfloat16 and use tile registers (amx_kernel.h)
 //
 // Everything is transposed, so that the lanes are queries. S^T[key][query] and O^T[d][query] are sums of (an element of K or V, broadcast)
 // x (a vector of queries): matrix products without a horizontal operation. row_max, row_sum and the rescaling are plain vertical vectors.
@@ -138,6 +139,9 @@ FA_INLINE Seen seen_by(const QueryTile& t, int64_t key, int32_t first, int32_t l
 #include "cpu/attention/row_products.h"
 //
 #include "cpu/attention/narrow_kernel.h"
+#if FA_AMX
+#include "cpu/attention/amx_kernel.h"
+#endif
 
 // ---- a group: query vectors that go through the products together ----
 
@@ -147,6 +151,9 @@ struct Group {
     const int lane0, width;  // first lane in the tile, number of vectors
     float *const q, *const out, *const s;
     const Vec *row_max, *row_sum;
+#if FA_AMX
+    uint32_t* const q16;  // pairs of Q^T
+#endif
 
     // The row of a lane. Lanes past the end repeat the last row; their results are not stored.
     const QueryRow& row(int lane) const { return t.row[lane0 + lane < t.rows ? lane0 + lane : t.rows - 1]; }
@@ -167,6 +174,9 @@ struct Group {
                 transpose(x);
                 for (int i = 0; i < L && d + i < p.headdim; ++i) *(Vec*)(q + ((d + i) * width + n) * L) = x[i];
             }
+#if FA_AMX
+        pack_queries(q, width, p.headdim, q16);
+#endif
     }
 
     // Applies the options of a score to keys begin .. end - 1 of the key tile that starts at `key`, in the order of the contract.
@@ -396,8 +406,54 @@ struct Tile {
         if (kQueryVectors > 1 && vectors - n == 1) body(Width<1>(), n);
     }
     Group group(int n, int width) {
-        float *const q = scratch.q + int64_t(n) * L * p.headdim, *const out = scratch.out + int64_t(n) * L * p.headdim_v;
+        float *const q = scratch.q + int64_t(n) * L * p.headdim, *const out = scratch.out + int64_t(n) * L * out_rows();
+#if FA_AMX
+        uint32_t* const q16 = scratch.q16 + int64_t(n) * L * (whole(p.headdim, kSummed) / 2);
+        return {t, p, n * L, width, q, out, scratch.s, row_max + n, row_sum + n, q16};
+#else
         return {t, p, n * L, width, q, out, scratch.s, row_max + n, row_sum + n};
+#endif
+    }
+    int out_rows() const {  // rows of O^T in the scratch
+#if FA_AMX
+        return whole(p.headdim_v, 16);
+#else
+        return p.headdim_v;
+#endif
+    }
+
+    // What the products need of the keys and values in the scratch.
+    void prepare_keys([[maybe_unused]] int keys) const {
+#if FA_AMX
+        pack_keys(scratch.k, scratch.ld_k, keys, p.headdim, scratch.k16);
+#endif
+    }
+    void prepare_values([[maybe_unused]] int keys) const {
+#if FA_AMX
+        pack_values(scratch.v, scratch.ld_v, keys, p.headdim_v, scratch.v16);
+#endif
+    }
+    // S^T of a group for keys begin .. end - 1 of the tile.
+    template <int kWidth>
+    void multiply_keys(const Group& g, int begin, int end, Prefetch& prefetch) const {
+#if FA_AMX
+        FA_ISA::scores<kWidth>(scratch.k16, begin, end, g.q16, p.headdim, p.scale, g.s);
+        for (int j = begin; j < end; j += height(kWidth)) prefetch.advance();
+#else
+        FA_ISA::scores<kWidth>(scratch.k + begin * scratch.ld_k, scratch.ld_k, end - begin, g.q, p.headdim, p.scale,
+                               g.s + int64_t(begin) * kWidth * L, prefetch);
+#endif
+    }
+    // O^T of a group, by P^T of keys begin .. end - 1 of the tile.
+    template <int kWidth>
+    void multiply_values(const Group& g, int begin, int end, const Vec* correction) const {
+#if FA_AMX
+        pack_probabilities<kWidth>(g.s, begin, end, scratch.p16);
+        FA_ISA::output<kWidth>(scratch.v16, begin, end, p.headdim_v, scratch.p16, correction, g.out);
+#else
+        FA_ISA::output<kWidth>(scratch.v + begin * scratch.ld_v, scratch.ld_v, end - begin, p.headdim_v, g.s + int64_t(begin) * kWidth * L,
+                               correction, g.out);
+#endif
     }
 
     void start_rows() {
@@ -410,7 +466,7 @@ struct Tile {
                 row_sum[n][l] = sink == -kInfinity ? 0 : sink == sink ? 1 : sink;
             }
         }
-        for (int64_t i = 0; i < int64_t(p.headdim_v) * vectors; ++i) *(Vec*)(scratch.out + i * L) = Vec{};
+        for (int64_t i = 0; i < int64_t(out_rows()) * vectors; ++i) *(Vec*)(scratch.out + i * L) = Vec{};
     }
 
     // Rows of V that hold an infinity or a NaN are left out of the product, because 0 x NaN would reach queries that cannot see them. They
@@ -572,6 +628,7 @@ struct Tile {
             const bool finite = copy_values(key, keys, scratch.v);
             bool special[kTileKeys];
             if (!finite) take_out_special_values(keys, special);
+            prepare_keys(keys), prepare_values(keys);
 
             Prefetch prefetch = prefetch_tile(next);
             for_groups([&](auto width, int n) {
@@ -580,15 +637,14 @@ struct Tile {
                 const auto [begin, end, cut] = g.keys_of(key, keys);
                 if (begin >= end) return;
                 const int64_t s0 = int64_t(begin) * kWidth * L;
-                const float *const k = scratch.k + begin * scratch.ld_k, *const v = scratch.v + begin * scratch.ld_v;
-                scores<kWidth>(k, scratch.ld_k, end - begin, g.q, p.headdim, p.scale, g.s + s0, prefetch);
+                multiply_keys<kWidth>(g, begin, end, prefetch);
                 g.transform(key, begin, end);
                 if (cut) g.hide(key, begin, end);
                 if (!finite) __builtin_memcpy(scratch.seen + s0, g.s + s0, size_t(end - begin) * kWidth * L * sizeof(float));
                 Vec correction[kWidth];
                 softmax<kWidth>(g.s, begin, end, row_max + n, row_sum + n, greatest + n, correction);
                 if (p.dropout_threshold) g.dropout(key, begin, end);
-                output<kWidth>(v, scratch.ld_v, end - begin, p.headdim_v, g.s + s0, correction, g.out);
+                multiply_values<kWidth>(g, begin, end, correction);
                 if (!finite) add_special_values(g, key, begin, end, special);
             });
         }
@@ -604,14 +660,14 @@ struct Tile {
         for (int64_t first = seen_from(t.key_begin); first < t.key_end; first = seen_from(end_of_tile(first))) {
             const int key = int(first), keys = int(end_of_tile(first) - first);
             copy_keys(key, keys);
+            prepare_keys(keys);
             Prefetch prefetch = {};
             for_groups([&](auto width, int n) {
                 constexpr int kWidth = decltype(width)::value;
                 const Group g = group(n, kWidth);
                 const auto [begin, end, cut] = g.keys_of(key, keys);
                 if (begin >= end) return;
-                scores<kWidth>(scratch.k + begin * scratch.ld_k, scratch.ld_k, end - begin, g.q, p.headdim, p.scale,
-                               g.s + int64_t(begin) * kWidth * L, prefetch);
+                multiply_keys<kWidth>(g, begin, end, prefetch);
                 g.transform(key, begin, end);
                 if (cut) g.hide(key, begin, end);
                 body(width, n, g, key, begin, end);
@@ -656,9 +712,23 @@ struct Tile {
     }
 };
 
-void run_tile(QueryTile& tile) { Tile(tile).run(); }
-void sum_keys_of_tile(QueryTile& tile) { Tile(tile, false).sum_keys(); }
-void sum_rows_of_tile(QueryTile& tile) { Tile(tile, false).sum_rows(); }
+#if !FA_AMX
+struct TileRegisters {
+    TileRegisters() {}
+};
+#endif
+void run_tile(QueryTile& tile) {
+    const TileRegisters registers;
+    Tile(tile).run();
+}
+void sum_keys_of_tile(QueryTile& tile) {
+    const TileRegisters registers;
+    Tile(tile, false).sum_keys();
+}
+void sum_rows_of_tile(QueryTile& tile) {
+    const TileRegisters registers;
+    Tile(tile, false).sum_rows();
+}
 
 }  // namespace
 }  // namespace fa::cpu::FA_ISA

@@ -90,7 +90,7 @@ class ByName:
         return made
 
     def _seconds(self, made: Made) -> float:
-        """Of one launch, the least of a few, with the host's work."""
+        """Times one launch, with the host's work: the least of a few."""
         found = []
         for i in range(4):
             self.machine.synchronize()

@@ -147,7 +147,7 @@ class Options(namedtuple("_Options", _HINTS, defaults=map(default_of, _HINTS.val
         batch, nheads, nheads_k, dtype = args.batch, args.nheads, args.nheads_k, views[0].dtype
         self._put_scores(args, views, (batch, nheads, args.seqlen_q, args.seqlen_k), dtype)
         if chance := checks.number("dropout_p", self.dropout_p):
-            args.dropout_p = chance
+            args.dropout_p = min(max(chance, 1e-6), 1 - 1e-6) if 0 < chance < 1 else chance  # float32 might be 0 or 1
             if self.dropout_seed is None:
                 raise BadArgument(
                     f"dropout_p={chance} without dropout_seed: "

@@ -12,19 +12,25 @@
 namespace fa {
 
 constexpr uint32_t kKeysBlock = 0, kValuesBlock = 1;  // ranks in the cluster
-constexpr int kQStages = 4;                           // the tile whose dK is due, the tile whose S is due, and two in flight
 
 template <typename T, BackwardPlanId kId>
 struct alignas(1024) BackwardPairSmem {
     static constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
     static constexpr int kBlockM = kPlan.block_m, kBlockN = kPlan.block_n, kColumns = kPlan.columns(), kColumnsV = kPlan.columns_v();
+    static constexpr int kQStages = kPlan.pair_q_stages();
     static constexpr int kKeepRows = kPlan.general || kPlan.dropout ? kBlockN / 8 : 1, kPSlots = kPlan.general ? 1 : 2;
     static constexpr uint32_t kDsBytes = kBlockN * kBlockM * 2, kWarpBytes = kDsBytes / 8;  // a warp's share of P, or of dS
     static constexpr uint64_t kColumnStep = descriptor_step(2 * kBlockM * kChunkRowBytes);  // to the next 128 columns of Q or dout
-    struct Keys {
+    struct KeyTiles {
         T k[kBlockN * kColumns];
         T q[kQStages][kBlockM * kColumns];
         T ds[2][kBlockN * kBlockM];  // a row per key
+    };
+    // Plans with a bias.
+    struct BiasTiles : KeyTiles {
+        T bias[kPlan.bias() ? kPlan.bias_stages : 1][kBlockM * kBlockN * (kPlan.bias_float32 ? 2 : 1)];  // a row per query
+    };
+    struct Keys : std::conditional_t<kPlan.bias(), BiasTiles, KeyTiles> {
         alignas(16) float lse[kQStages][kBlockM];
         alignas(16) uint8_t keep[kKeepRows][kBlockM];  // dropout: 8 rows for each warpgroup, kept_bits.h
         uint64_t k_full, q_full[kQStages], q_empty[kQStages], p_empty[2][2], ds_full[2][2];
@@ -47,13 +53,16 @@ struct alignas(1024) BackwardPairSmem {
             options;
         int left_place;  // left_place_of
     };
+    struct BiasKeys : OptionKeys {
+        BiasBarriers<kPlan.bias() ? kPlan.bias_stages : 1> bias_barriers;
+    };
     struct OptionValues : Values {
         uint32_t hidden[kMainWarps];                            // as in OptionsSmem
         alignas(16) float lse[kPlan.softcap ? 2 : 1][kBlockM];  // softcap: of the tile of dout in the slot
         int place[2];                                           // intervals and masks: the same
     };
     union {
-        std::conditional_t<kPlan.options, OptionKeys, Keys> keys;
+        std::conditional_t<kPlan.bias(), BiasKeys, std::conditional_t<kPlan.options, OptionKeys, Keys>> keys;
         std::conditional_t<kPlan.options, OptionValues, Values> values;
     };
     DqTurns turns;
@@ -80,6 +89,7 @@ __device__ __forceinline__ void init_barriers(const PairMaps& maps, BackwardPair
         init(keys.q_full, 1), init(keys.q_empty, kMainWarps * kWarpArrivals);
         init(keys.p_empty[0], kWarpgroupWarps * kWarpArrivals), init(keys.p_empty[1], kWarpgroupWarps * kWarpArrivals);
         init(keys.ds_full[0], kWarpgroupWarps), init(keys.ds_full[1], kWarpgroupWarps);
+        if constexpr (Smem::kPlan.bias()) init(keys.bias_barriers.full, 1), init(keys.bias_barriers.empty, kMainWarps * kWarpArrivals);
     } else {
         auto& values = smem.values;
         prefetch_tensormap(&maps.v), prefetch_tensormap(&maps.dout), prefetch_tensormap(&maps.k);

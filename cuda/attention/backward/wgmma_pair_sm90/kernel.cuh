@@ -20,9 +20,9 @@
 //     full: the data is there. empty: every reading warp has arrived once. All scores are transposed, as in wgmma_sm90/kernel.cuh. A block
 //     arrives at a barrier of the other block only if that block will still wait for it: otherwise the other block may have ended.
 //
-// Plans with options share this code (wgmma_sm90/options.cuh). Block 0 changes S before the exponential; softcap's derivative is found by
-// block 1, from P and lse. Block 1 also draws dropout's bits, before P comes, and drops P after dS. Keys that no query sees are zeroed in K
-// and V, have P = 0, and get no gradient.
+// Plans with options share this code (wgmma_sm90/options.cuh). Block 0 changes S before the exponential, and loads the tiles of a bias,
+// with warp 3; softcap's derivative is found by block 1, from P and lse. Block 1 also draws dropout's bits, before P comes, and drops P
+// after dS. Keys that no query sees are zeroed in K and V, have P = 0, and get no gradient.
 //
 // Bound by sending P to the other block and dS back. On an H200 (seqlen 4096), tensor cores, shared memory and L2 are each busy between 50
 // and 65 % of the time. Beyond head dim 128, single blocks of 64 keys kept L2 busy 90 % of the time.
@@ -44,6 +44,7 @@ __device__ __forceinline__ void describe_query_tile(const AttentionParams& p, co
                                                     BackwardPairSmem<T, kId>& smem, uint32_t it, const At& at) {
     constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
     if constexpr (kPlan.options) {
+        constexpr int kQStages = kPlan.pair_q_stages();
         auto& keys = smem.keys;
         const uint32_t slot = it % kQStages;
         const auto put = [&](auto& place, const auto& tile) {
@@ -53,7 +54,7 @@ __device__ __forceinline__ void describe_query_tile(const AttentionParams& p, co
         if constexpr (kPlan.intervals) put(keys.options.tile[slot], describe_tile<kPlan.block_m>(p, smem.work, at));
         else if constexpr (kPlan.masks)
             put(keys.options.tile[slot], describe_tile<kPlan.block_m, kPlan.block_n>(schedule.masks, smem.work, at));
-        else if (!kPlan.softcap && p.alibi_slopes)
+        else if (!kPlan.softcap && !kPlan.bias() && p.alibi_slopes)
             put(keys.options.alibi[slot], alibi_tile<kPlan.block_m>(p, schedule.tiles, smem.work, at));
     }
 }
@@ -104,6 +105,18 @@ __device__ __forceinline__ void load_values_block(const PairMaps& maps, const At
                      [&](uint32_t it, const auto& at, uint32_t tile) { describe_dout_tile(schedule, smem, it, at, tile); });
 }
 
+// Plans with a bias. Warp 3 of block 0: the tiles of bias of the walk.
+template <typename T, BackwardPlanId kId>
+__device__ __forceinline__ void load_bias_tiles(const CUtensorMap& map, const AttentionParams& p, const BackwardSchedule& schedule,
+                                                BackwardPairSmem<T, kId>& smem) {
+    auto& keys = smem.keys;
+    const auto& w = smem.work;
+    for_each_query_tile(p, schedule.tiles, w, [&](uint32_t it, const auto& at, uint32_t) {
+        load_bias<kId>(map, p, keys.bias, keys.bias_barriers, it, at.m * kBackwardPlan<kId>.block_m, w.key0, w.head_k * p.group + at.head,
+                       w.batch);
+    });
+}
+
 // Warps 1 and 2: the turns at the query tiles.
 template <typename T, BackwardPlanId kId>
 __device__ __forceinline__ void keep_turns(const BackwardParams& b, const BackwardSchedule& schedule, BackwardPairSmem<T, kId>& smem,
@@ -143,11 +156,10 @@ __device__ __forceinline__ void multiply_dq(const BackwardParams& b, const Backw
 
 // ---- the kernel ----
 
+// map_bias: of plans with a bias.
 template <typename T, BackwardPlanId kId>
-__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kBackwardThreads, 1)
-    backward_wgmma_pair_kernel(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k,
-                               const __grid_constant__ CUtensorMap map_v, const __grid_constant__ CUtensorMap map_dout,
-                               const __grid_constant__ BackwardParams b, const __grid_constant__ BackwardSchedule schedule) {
+__device__ __forceinline__ void run_pair(const PairMaps& maps, [[maybe_unused]] const CUtensorMap* map_bias, const BackwardParams& b,
+                                         const BackwardSchedule& schedule) {
     using Smem = BackwardPairSmem<T, kId>;
     constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
     constexpr bool kHalf = std::is_same_v<T, __half>;
@@ -160,7 +172,6 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kBackwardThreads, 1)
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the shuffle tells the compiler that it is uniform
     const int lane = threadIdx.x % 32;
     const BackwardWork& w = smem.work;
-    const PairMaps maps{map_q, map_k, map_v, map_dout};
     begin_pair(maps, b, schedule, smem, rank);
     if (!w.valid) return;
 
@@ -168,6 +179,12 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kBackwardThreads, 1)
         setmaxnreg_dec<kBackwardLoaderRegisters>();
         const int tiles = count_tiles(w);
         if (lane != 0 || tiles == 0) return;
+        if constexpr (kPlan.bias()) {
+            if (threadIdx.x == 96) {
+                if (rank == kKeysBlock) load_bias_tiles(*map_bias, b.forward, schedule, smem);
+                return;
+            }
+        }
         if (threadIdx.x > 0) {
             keep_turns(b, schedule, smem, rank, tiles);
             return;
@@ -192,8 +209,34 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kBackwardThreads, 1)
 }
 
 template <typename T, BackwardPlanId kId>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kBackwardThreads, 1)
+    backward_wgmma_pair_kernel(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k,
+                               const __grid_constant__ CUtensorMap map_v, const __grid_constant__ CUtensorMap map_dout,
+                               const __grid_constant__ BackwardParams b, const __grid_constant__ BackwardSchedule schedule) {
+    run_pair<T, kId>({map_q, map_k, map_v, map_dout}, nullptr, b, schedule);
+}
+
+// The same for plans with a bias.
+template <typename T, BackwardPlanId kId>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kBackwardThreads, 1)
+    backward_wgmma_pair_bias_kernel(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k,
+                                    const __grid_constant__ CUtensorMap map_v, const __grid_constant__ CUtensorMap map_dout,
+                                    const __grid_constant__ CUtensorMap map_bias, const __grid_constant__ BackwardParams b,
+                                    const __grid_constant__ BackwardSchedule schedule) {
+    run_pair<T, kId>({map_q, map_k, map_v, map_dout}, &map_bias, b, schedule);
+}
+
+template <typename T, BackwardPlanId kId>
 cudaError_t launch_backward_wgmma(const BackwardParams& b, int multiprocessors, cudaStream_t stream) {
-    return launch_backward_block<T, kId>(backward_wgmma_pair_kernel<T, kId>, sizeof(BackwardPairSmem<T, kId>), b, multiprocessors, stream);
+    constexpr int kBytes = sizeof(BackwardPairSmem<T, kId>);
+    if constexpr (kBackwardPlan<kId>.bias()) {
+        BackwardParams call;
+        CUtensorMap map_bias;
+        if (cudaError_t error = prepare_bias<kId>(b, &call, &map_bias, stream)) return error;
+        return launch_backward_block<T, kId>(backward_wgmma_pair_bias_kernel<T, kId>, kBytes, call, multiprocessors, stream, map_bias);
+    } else {
+        return launch_backward_block<T, kId>(backward_wgmma_pair_kernel<T, kId>, kBytes, b, multiprocessors, stream);
+    }
 }
 template <BackwardPlanId kId>
 cudaError_t launch_backward_wgmma(const BackwardParams& b, int multiprocessors, cudaStream_t stream) {

@@ -16,10 +16,10 @@ struct PairKeysMain {
     using Smem = BackwardPairSmem<T, kId>;
     static constexpr int kD = Smem::kColumns, kBlockM = Smem::kBlockM, kBlockN = Smem::kBlockN;
     static constexpr bool kGeneral = Smem::kPlan.general, kOptions = Smem::kPlan.options, kSoftcap = Smem::kPlan.softcap,
-                          kIntervals = Smem::kPlan.intervals, kMasks = Smem::kPlan.masks;
+                          kIntervals = Smem::kPlan.intervals, kMasks = Smem::kPlan.masks, kBias = Smem::kPlan.bias();
     static constexpr bool kSkips = kIntervals || kMasks;   // tiles without a visible pair
     static constexpr bool kScarce = kGeneral || kOptions;  // registers: what shared memory holds is read again
-    static constexpr int kPSlots = Smem::kPSlots;
+    static constexpr int kPSlots = Smem::kPSlots, kQStages = Smem::kQStages;
     static constexpr uint32_t kQBytes = kBlockM * kD * 2;
     static constexpr uint32_t kQ = kBlockN * kD * 2 >> 4, kDs = kQ + (kQStages * kQBytes >> 4);  // from K, in units of descriptors
 
@@ -191,7 +191,7 @@ struct PairKeysMain {
         const int ln = opaque(step.lane);
         mask_fragment(s, w, first_key(step, ln), place / w.width * kBlockM + ln % 4 * 2);
         if (kSoftcap || !some_large(schedule.tiles)) return;
-        if constexpr (kOptions && !kSkips)
+        if constexpr (kOptions && !kSkips && !kBias)
             if (p.alibi_slopes) add_large_alibi(s, keys.options.alibi[step.slot], first_key(step, ln), ln % 4 * 2);
         adjust_products(s, keys.lse[step.slot], large_rows_of<kBlockM>(p, schedule.tiles, w, visited_at(step)), ln % 4);
     }
@@ -208,10 +208,21 @@ struct PairKeysMain {
             }
         } else if constexpr (kMasks) {
             hide_pairs(s, seen);
-        } else if (!kSoftcap && p.alibi_slopes) {
+        } else if (!kSoftcap && !kBias && p.alibi_slopes) {
             const int ln = opaque(step.lane);
             add_alibi(s, keys.options.alibi[step.slot], first_key(step, ln), ln % 4 * 2);
         }
+    }
+    // S becomes scores in natural units.
+    __device__ __forceinline__ void add_tile_of_bias(Scores& s, const Step& step, int place) {
+        constexpr int kBiasStages = Smem::kPlan.bias_stages;
+        const uint32_t slot = step.it % kBiasStages, tile = shared_address(keys.bias[slot]);
+        const int key0 = step.own / 32 * 16;
+        mbarrier_wait(shared_address(&keys.bias_barriers.full[slot]), step.it / kBiasStages & 1);
+        if constexpr (Smem::kPlan.bias_float32) add_float32_bias<kBlockM>(s, p, tile, key0, opaque(step.lane));
+        else add_bias<T, kBlockM>(s, p, tile, key0, opaque(step.lane));
+        arrive_as_warp(step.lane, shared_address(&keys.bias_barriers.empty[slot]));
+        if (place >= ragged_place(p, w, kBlockM)) hide_rows_past_end(s, w.seqlen_q - place / w.width * kBlockM - opaque(step.lane) % 4 * 2);
     }
     // The bits of the thread's scores of the tile in a slot.
     __device__ __forceinline__ void read_seen(SeenPairs& seen, uint32_t slot, bool cut, int self) const {
@@ -226,11 +237,16 @@ struct PairKeysMain {
     __device__ __forceinline__ int first_key(const Step& step, int ln) const { return w.key0 + step.own / 32 * 16 + ln / 4; }
     __device__ __forceinline__ void send_plain(Scores& s, const Statistics& lse, const Step& step, int place, bool cut,
                                                const SeenPairs& seen) {
+        if constexpr (kBias) add_tile_of_bias(s, step, place);
         if constexpr (kSoftcap) cap_scores(s, schedule.softcap);
         if (place < w.mask_place) mask_scores(s, step, place);
         if constexpr (kOptions) change_scores(s, step, place, cut, seen);
         Fragment fragment;
-        probabilities<T>(s, fragment, kSoftcap ? schedule.softcap.exponent : scale_log2, lse, keys.lse[step.slot], step.quad);
+        probabilities<T>(s, fragment,
+                         kSoftcap ? schedule.softcap.exponent
+                         : kBias  ? kLog2e
+                                  : scale_log2,
+                         lse, keys.lse[step.slot], step.quad);
         if constexpr (kOptions && !kSkips) {
             if (p.mask.data) {  // P of a hidden key is 0, even where it would be NaN
                 const uint32_t hidden = own_hidden(keys.options.hidden);
@@ -243,7 +259,7 @@ struct PairKeysMain {
     }
     // dK of the tile two steps back is complete: its Q and its dS may be overwritten.
     __device__ __forceinline__ void release(const Step& step) {
-        arrive_there_as_warp(step.lane, values.ds_empty_there[step.slot & 1], kValuesBlock);
+        arrive_there_as_warp(step.lane, values.ds_empty_there[(kQStages % 2 ? step.it : step.slot) & 1], kValuesBlock);
         arrive_as_warp(step.lane, q_empty + 8 * ((step.it + kQStages - 2) % kQStages));
     }
 };

@@ -46,6 +46,8 @@ cudaError_t launch_plan(BackwardPlanId plan, const BackwardParams& b, int multip
         FA_BACKWARD_CASE(kD192Options)
         FA_BACKWARD_CASE(kD192Softcap)
         FA_BACKWARD_CASE(kD192Dropout)
+        FA_BACKWARD_CASE(kD192Bias)
+        FA_BACKWARD_CASE(kD192BiasFloat32)
         FA_BACKWARD_CASE(kD192Intervals)
         FA_BACKWARD_CASE(kD192Masks)
         FA_BACKWARD_CASE(kD192General)
@@ -53,6 +55,8 @@ cudaError_t launch_plan(BackwardPlanId plan, const BackwardParams& b, int multip
         FA_BACKWARD_CASE(kD256Options)
         FA_BACKWARD_CASE(kD256Softcap)
         FA_BACKWARD_CASE(kD256Dropout)
+        FA_BACKWARD_CASE(kD256Bias)
+        FA_BACKWARD_CASE(kD256BiasFloat32)
         FA_BACKWARD_CASE(kD256Intervals)
         FA_BACKWARD_CASE(kD256Masks)
         FA_BACKWARD_CASE(kD256General)
@@ -66,7 +70,8 @@ size_t launch_bytes(const BackwardParams& b, const BackwardPlan& plan) {
     size_t bounds = plan.intervals ? interval_bounds_bytes(b.forward, plan.block_n) : 0;
     if (has_interval_tiles(b.forward, plan, b.deterministic)) bounds += interval_tiles_bytes(b.forward, plan);
     const size_t masks = plan.masks ? masked_tiles_bytes(b.forward, plan) : 0;
-    const size_t copy = plan.bias() && backward_copies_bias(b.forward) ? bias_copy_bytes(backward_bias_copy(b.forward)) : 0;
+    const AttentionParams whole = call_of_groups(b).forward;
+    const size_t copy = plan.bias() && backward_copies_bias(whole) ? bias_copy_bytes(backward_bias_copy(whole)) : 0;
     return query_tiles_bytes(query_tiles(b, plan)) + 128 + bounds + masks + copy;  // and room to align the first
 }
 

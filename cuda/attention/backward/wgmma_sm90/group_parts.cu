@@ -9,7 +9,7 @@
 namespace fa {
 namespace {
 
-constexpr int kThreads = 256, kRows = 64;  // of a block, and its keys
+constexpr int kThreads = 256;
 
 struct PartsParams {
     BackwardParams b;
@@ -38,15 +38,15 @@ __device__ __forceinline__ void add_columns(const float* from, int64_t part, int
     *place = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
 }
 
-// A block has kRows keys of one key head of a sequence; the blocks of dV follow those of dK. Rows of no sequence are not touched.
+// A block has kAddedKeys keys of one key head of a sequence; the blocks of dV follow those of dK. Rows of no sequence are not touched.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) add_parts_kernel(const __grid_constant__ PartsParams params) {
     const AttentionParams& p = params.b.forward;
     const GroupParts& parts = params.parts;
-    const int blocks = gridDim.x / 2, chunks = (p.seqlen_k + kRows - 1) / kRows;
+    const int blocks = gridDim.x / 2, chunks = addition_chunks(p);
     const bool of_v = blockIdx.x >= blocks;
     const int index = of_v ? blockIdx.x - blocks : blockIdx.x, sequence_head = index / chunks,
-              key0 = (index - sequence_head * chunks) * kRows;
+              key0 = (index - sequence_head * chunks) * kAddedKeys;
     const int batch = sequence_head / p.nheads_k, head = sequence_head - batch * p.nheads_k;
 
     const TensorView& view = of_v ? params.b.dv : params.b.dk;
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kThreads) add_parts_kernel(const __grid_consta
     const GradientSequence sequence = gradients_of(params.b, batch);
     T* const to = static_cast<T*>(view.data) + (of_v ? sequence.dv : sequence.dk) + key0 * view.row + head * view.head;
     const float factor = !of_v ? p.scale : p.dropout_threshold ? p.dropout_scale : 1.0f;
-    const int count = min(sequence_of(p, batch).seqlen_k - key0, kRows) * pieces;
+    const int count = min(sequence_of(p, batch).seqlen_k - key0, kAddedKeys) * pieces;
     for (int i = threadIdx.x; i < count; i += kThreads) {
         const int r = i / pieces, column = i % pieces * 8;
         add_columns(from + r * stride + column, part, parts.count, factor, to + r * view.row + column, params.b.accumulate);
@@ -68,9 +68,8 @@ __global__ void __launch_bounds__(kThreads) add_parts_kernel(const __grid_consta
 cudaError_t add_group_parts(const BackwardParams& b, const GroupParts& parts, cudaStream_t stream) {
     const AttentionParams& p = b.forward;
     const PartsParams params{b, parts};
-    const int64_t blocks = 2 * ceil_div(p.seqlen_k, kRows) * p.batch * p.nheads_k;
     const auto kernel = p.dtype == DType::kFloat16 ? add_parts_kernel<__half> : add_parts_kernel<__nv_bfloat16>;
-    return launch_kernel(kernel, unsigned(blocks), kThreads, 0, stream, params);
+    return launch_kernel(kernel, unsigned(addition_blocks(p)), kThreads, 0, stream, params);
 }
 
 }  // namespace fa

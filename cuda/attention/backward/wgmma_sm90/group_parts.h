@@ -106,6 +106,14 @@ inline BackwardParams call_of_groups(const BackwardParams& b) {
     return call;
 }
 
+// A block of the addition has kAddedKeys keys of a sequence. A packed call's seqlen_k may be far above the keys that there are.
+constexpr int kAddedKeys = 64;
+FA_HOST_DEVICE int addition_chunks(const AttentionParams& p) {
+    const int most = p.cu_seqlens_q && p.total_k < p.seqlen_k ? p.total_k : p.seqlen_k;
+    return (most + kAddedKeys - 1) / kAddedKeys;
+}
+inline int64_t addition_blocks(const AttentionParams& p) { return int64_t(2) * addition_chunks(p) * p.batch * p.nheads_k; }
+
 // dk and dv of the call from those of its parts.
 cudaError_t add_group_parts(const BackwardParams& b, const GroupParts& parts, cudaStream_t stream);
 

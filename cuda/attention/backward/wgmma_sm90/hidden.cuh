@@ -33,10 +33,12 @@ __device__ __forceinline__ bool pair_is_visible(const AttentionParams& p, int ba
 // Named barriers 1 and 2 belong to main warpgroups 0 and 1.
 __device__ __forceinline__ void main_warpgroup_sync(int wg) { bar_sync(1 + wg, 128); }
 
-// Places from this one on belong to the last query tile of a varlen sequence if it reaches past the end, into rows of the next sequence.
-// INT_MAX: no such tile.
+// Places from this one on belong to the last query tile of a sequence if it reaches past the end: into rows of the next sequence (varlen),
+// or, under a bias that the rows share, into rows of zeros that have that bias, too, also where it is NaN. INT_MAX: no such tile.
+template <bool kBias = false>
 FA_HOST_DEVICE int ragged_place(const AttentionParams& p, const BackwardWork& w, int block_m) {
-    return p.cu_seqlens_q && w.seqlen_q % block_m ? w.seqlen_q / block_m * w.width : INT_MAX;
+    const bool reads = p.cu_seqlens_q || (kBias && p.bias.row == 0);
+    return reads && w.seqlen_q % block_m ? w.seqlen_q / block_m * w.width : INT_MAX;
 }
 // Zeroes the rows past the end in such a tile of Q or dout. Called by a whole main warpgroup; both may write the same zeros.
 template <int kRows, typename T, int kCount>

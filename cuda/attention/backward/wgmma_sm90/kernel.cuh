@@ -38,7 +38,6 @@
 #include "attention/backward/wgmma_sm90/launch.cuh"
 #include "attention/backward/wgmma_sm90/loads.cuh"
 #include "attention/backward/wgmma_sm90/main.cuh"
-#include "attention/common/bias_copy.cuh"
 
 namespace fa {
 
@@ -275,30 +274,12 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     MainWarpgroup<T, kId>(b, schedule, smem, warpgroup - 1).run();
 }
 
-// Tiles of block_m queries and block_n keys; or of one row that all queries share.
-template <BackwardPlanId kId>
-cudaError_t encode_bias(const AttentionParams& p, CUtensorMap* map) {
-    const ScoreView& bias = p.bias;
-    int loads;
-    constexpr int kPlaces = kBackwardPlan<kId>.bias_float32 ? 2 : 1, kBytes = 2 * kPlaces;  // places of 16 bits in an element
-    return encode_tiles({"bias", bias.data, p.dtype == DType::kFloat16, int64_t(kPlaces) * p.seqlen_k, bias.row ? p.seqlen_q : 1,
-                         bias.head ? p.nheads : 1, bias.batch ? p.batch : 1, kBytes * bias.row, kBytes * bias.head, kBytes * bias.batch,
-                         bias.row ? kBackwardPlan<kId>.block_m : 1, kPlaces * kBackwardPlan<kId>.block_n, true},
-                        map, &loads);
-}
-
 template <typename T, BackwardPlanId kId>
 cudaError_t launch_backward_wgmma(const BackwardParams& b, int multiprocessors, cudaStream_t stream) {
     if constexpr (kBackwardPlan<kId>.bias()) {
-        BackwardParams call = b;
-        if (backward_copies_bias(b.forward)) {  // after the query tiles
-            void* const workspace =
-                static_cast<char*>(align_up(b.forward.workspace, 128)) + query_tiles_bytes(query_tiles(b, kBackwardPlan<kId>));
-            if (cudaError_t error = launch_bias_copy(b.forward, backward_bias_copy(b.forward), workspace, &call.forward, stream))
-                return error;
-        }
+        BackwardParams call;
         CUtensorMap map_bias;
-        if (cudaError_t error = encode_bias<kId>(call.forward, &map_bias)) return error;
+        if (cudaError_t error = prepare_bias<kId>(b, &call, &map_bias, stream)) return error;
         return launch_backward_block<T, kId>(backward_wgmma_bias_kernel<T, kId>, sizeof(BackwardSmem<T, kId>), call, multiprocessors,
                                              stream, map_bias);
     } else {

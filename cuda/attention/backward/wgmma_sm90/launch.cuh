@@ -1,5 +1,5 @@
 // wgmma_sm90/launch.cuh: the three launches of the Hopper backward, on the host: the kernel before, the main kernel of plan kId, the kernel
-// after.
+// after. Before them, what plans with a bias prepare.
 #pragma once
 
 #include "attention/backward/wgmma_sm90/group_parts.h"
@@ -7,6 +7,7 @@
 #include "attention/backward/wgmma_sm90/options.cuh"
 #include "attention/backward/wgmma_sm90/rows.h"
 #include "attention/backward/wgmma_sm90/work.cuh"
+#include "attention/common/bias_copy.cuh"
 #include "attention/kernels.h"
 #include "device/launch.h"
 #include "device/tensor_map.h"
@@ -72,6 +73,31 @@ cudaError_t launch_backward_block(Kernel function, int shared_bytes, const Backw
                                           map_k, map_v, map_dout, maps..., b, schedule))
         return error;
     return backward_rows_after(b, schedule.tiles, stream);
+}
+
+// Tiles of block_m queries and block_n keys; or of one row that all queries share.
+template <BackwardPlanId kId>
+cudaError_t encode_bias(const AttentionParams& p, CUtensorMap* map) {
+    const ScoreView& bias = p.bias;
+    int loads;
+    constexpr int kPlaces = kBackwardPlan<kId>.bias_float32 ? 2 : 1, kBytes = 2 * kPlaces;  // places of 16 bits in an element
+    return encode_tiles({"bias", bias.data, p.dtype == DType::kFloat16, int64_t(kPlaces) * p.seqlen_k, bias.row ? p.seqlen_q : 1,
+                         bias.head ? p.nheads : 1, bias.batch ? p.batch : 1, kBytes * bias.row, kBytes * bias.head, kBytes * bias.batch,
+                         bias.row ? kBackwardPlan<kId>.block_m : 1, kPlaces * kBackwardPlan<kId>.block_n, true},
+                        map, &loads);
+}
+
+// Plans with a bias: the call as the main kernel sees it, after the copy of its bias if it needs one, and the map of the bias.
+template <BackwardPlanId kId>
+cudaError_t prepare_bias(const BackwardParams& b, BackwardParams* call, CUtensorMap* map, cudaStream_t stream) {
+    *call = b;
+    const AttentionParams whole = call_of_groups(b).forward;  // as the plan was chosen: parts of one head find masks of keys
+    if (backward_copies_bias(whole)) {                        // after the query tiles
+        void* const workspace =
+            static_cast<char*>(align_up(b.forward.workspace, 128)) + query_tiles_bytes(query_tiles(b, kBackwardPlan<kId>));
+        if (cudaError_t error = launch_bias_copy(b.forward, backward_bias_copy(whole), workspace, &call->forward, stream)) return error;
+    }
+    return encode_bias<kId>(call->forward, map);
 }
 
 }  // namespace fa

@@ -95,7 +95,7 @@ struct MainWarpgroup {
     __device__ __forceinline__ void walk(const BackwardWork& w, uint32_t key_slot, uint32_t it0, uint32_t tiles, Scores& s, Scores& dp,
                                          Fragment& prob, Statistics& lse, Gradient& dk, Gradient& dv) {
         const uint32_t keys = key_slot * (kKeysBytes >> 4);
-        const int last = w.last_place, wrap = w.wrap_place, ragged = ragged_place(p, w, kBlockM);
+        const int last = w.last_place, wrap = w.wrap_place, ragged = ragged_place<kBias>(p, w, kBlockM);
         const int left_place = kOptions ? left_place_of(p, w, kBlockM) : INT_MAX;
         int place = w.start_place;
         // Where rows may be large, every tile takes the path of masked tiles.

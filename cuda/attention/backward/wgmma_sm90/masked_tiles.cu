@@ -22,12 +22,10 @@ struct TilesParams {
 // What the heads of a walk see together.
 template <int kRows>
 __device__ __forceinline__ TileSeen seen_of_walk(const MaskedTiles& to, const VisibleBand& band, int b, int head_k, int m, int block) {
-    const SeenBlocksShape& shape = to.seen.shape;
-    const int heads = max(shape.heads / to.heads_k, 1);  // parts of a group may share an entry (group_parts.h)
-    const int64_t first = (shape.batches == 1 ? 0 : int64_t(b) * shape.heads) + int64_t(head_k) * shape.heads / to.heads_k;
+    const WalkEntries entries = entries_of_walk(to, b, head_k);
     TileSeen all{};
 #pragma unroll 1
-    for (int x = 0; x < heads; ++x) add_seen<kRows>(all, to.seen, band, first + x, m, block);
+    for (int x = 0; x < entries.count; ++x) add_seen<kRows>(all, to.seen, band, entries.first + x, m, block);
     return all;
 }
 

@@ -45,6 +45,16 @@ struct MaskedTiles {
         return (int64_t(batches == 1 ? 0 : b) * heads_k + (heads_k == 1 ? 0 : head_k)) * key_blocks + block;
     }
 };
+// The entries of the seen blocks that a walk looks at: those of its query heads. Parts of a group may share one (group_parts.h).
+struct WalkEntries {
+    int64_t first;
+    int32_t count;
+};
+FA_INLINED WalkEntries entries_of_walk(const MaskedTiles& t, int32_t b, int32_t head_k) {
+    const SeenBlocksShape& shape = t.seen.shape;
+    const int64_t batch = shape.batches == 1 ? 0 : int64_t(b) * shape.heads;
+    return {batch + int64_t(head_k) * shape.heads / t.heads_k, shape.heads > t.heads_k ? shape.heads / t.heads_k : 1};
+}
 inline MaskedTiles masked_tiles(const AttentionParams& p, const BackwardPlan& plan) {
     MaskedTiles t{};
     t.seen.shape = seen_blocks_shape(p);

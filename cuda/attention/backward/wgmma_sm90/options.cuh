@@ -150,8 +150,8 @@ __device__ __forceinline__ void add_float32_bias(float (&S)[kCount], const Atten
             }
 }
 
-// Sets the scores of queries past the end of a varlen sequence to -inf: the rows of their bias may hold anything. `rows`: the sequence's
-// queries from that of element 0 on.
+// Sets the scores of queries past the end of a sequence to -inf: the rows of their bias may hold anything (ragged_place). `rows`: the
+// sequence's queries from that of element 0 on.
 template <int kCount>
 __device__ __forceinline__ void hide_rows_past_end(float (&S)[kCount], int rows) {
 #pragma unroll

@@ -51,7 +51,11 @@ enum class BackwardPlanId {
     kD192Masks,
     kD256Masks,
     kD192Dropout,
-    kD256Dropout
+    kD256Dropout,
+    kD192Bias,
+    kD256Bias,
+    kD192BiasFloat32,
+    kD256BiasFloat32
 };
 
 // The warpgroups of a block: one copies, two are the main warpgroups, which own 64 keys each, and one multiplies dQ.
@@ -93,6 +97,9 @@ struct BackwardPlan {
     // Chunks of 64 columns of dQ. Of two blocks that share the keys, the first computes dq_chunks_of_keys() of them.
     FA_HOST_DEVICE constexpr int dq_chunks() const { return columns() / 64; }
     FA_HOST_DEVICE constexpr int dq_chunks_of_keys() const { return dq_chunks() / 2; }
+    // Slots of Q where two blocks share keys: for the tile whose dK is due, the tile whose S is due, and two in flight. At head dim 256
+    // tiles of bias take the place of one.
+    FA_HOST_DEVICE constexpr int pair_q_stages() const { return bias() && headdim > 192 ? 3 : 4; }
 };
 
 // It calls itself, so it cannot be FA_HOST_DEVICE, which insists on inlining.
@@ -138,6 +145,11 @@ constexpr BackwardPlan backward_plan(BackwardPlanId id) {
         case BackwardPlanId::kD192Intervals: plan = backward_plan(BackwardPlanId::kD192Options), plan.intervals = true; break;
         case BackwardPlanId::kD192Masks: plan = backward_plan(BackwardPlanId::kD192Options), plan.masks = true; break;
         case BackwardPlanId::kD192Dropout: plan = backward_plan(BackwardPlanId::kD192Options), plan.dropout = true; break;
+        // A tile of bias in float32 takes the memory of two in 16 bits.
+        case BackwardPlanId::kD192Bias: plan = backward_plan(BackwardPlanId::kD192Options), plan.bias_stages = 2; break;
+        case BackwardPlanId::kD192BiasFloat32:
+            plan = backward_plan(BackwardPlanId::kD192Options), plan.bias_float32 = true, plan.bias_stages = 1;
+            break;
         case BackwardPlanId::kD192Softcap: plan = backward_plan(BackwardPlanId::kD192Options), plan.softcap = true; break;
         case BackwardPlanId::kD192General: plan.headdim = plan.headdim_v = 192, plan.general = true; break;
         case BackwardPlanId::kD256: plan.headdim = plan.headdim_v = 256; break;
@@ -145,6 +157,10 @@ constexpr BackwardPlan backward_plan(BackwardPlanId id) {
         case BackwardPlanId::kD256Intervals: plan = backward_plan(BackwardPlanId::kD256Options), plan.intervals = true; break;
         case BackwardPlanId::kD256Masks: plan = backward_plan(BackwardPlanId::kD256Options), plan.masks = true; break;
         case BackwardPlanId::kD256Dropout: plan = backward_plan(BackwardPlanId::kD256Options), plan.dropout = true; break;
+        case BackwardPlanId::kD256Bias: plan = backward_plan(BackwardPlanId::kD256Options), plan.bias_stages = 2; break;
+        case BackwardPlanId::kD256BiasFloat32:
+            plan = backward_plan(BackwardPlanId::kD256Options), plan.bias_float32 = true, plan.bias_stages = 1;
+            break;
         case BackwardPlanId::kD256Softcap: plan = backward_plan(BackwardPlanId::kD256Options), plan.softcap = true; break;
         case BackwardPlanId::kD256General: plan.headdim = plan.headdim_v = 256, plan.general = true; break;
     }
@@ -198,11 +214,13 @@ inline bool backward_serves_bias(const AttentionParams& p) {
     return bias_has_tiles(p) && backward_serves_options(rest) && p.softcap == 0 && !p.alibi_slopes;
 }
 
-// Whether they serve it with a copy of the bias (attention/common/bias_copy.h), which takes in a mask that does not hide whole keys.
+// Whether they serve it with a copy of the bias (attention/common/bias_copy.h), which takes in a mask that does not hide whole keys, or is
+// one of that mask alone.
 inline bool backward_mask_of_pairs(const AttentionParams& p) { return p.mask.data && !backward_masks_keys(p); }
 inline BiasCopy backward_bias_copy(const AttentionParams& p) { return bias_copy(p, backward_mask_of_pairs(p)); }
 inline bool backward_copies_bias(const AttentionParams& p) {
-    return wants_bias_copy(p, backward_mask_of_pairs(p)) && backward_serves_bias(with_bias_copy(p, backward_bias_copy(p)));
+    return wants_bias_copy(p, backward_mask_of_pairs(p), kLeastPairsBackward) &&
+           backward_serves_bias(with_bias_copy(p, backward_bias_copy(p)));
 }
 
 inline BackwardPlanId backward_choose(const AttentionParams& p) {
@@ -215,10 +233,12 @@ inline BackwardPlanId backward_choose(const AttentionParams& p) {
     if (p.intervals.data)
         return choose(Id::kD64Intervals, Id::kD128Intervals, Id::kD192V128Intervals, Id::kD192Intervals, Id::kD256Intervals);
     if (backward_serves_masks(p)) return choose(Id::kD64Masks, Id::kD128Masks, Id::kD192V128Masks, Id::kD192Masks, Id::kD256Masks);
-    if (d <= 128 && (backward_serves_bias(p) || backward_copies_bias(p))) {
-        if (bias_is_float32(p)) return d <= 64 ? Id::kD64BiasFloat32 : Id::kD128BiasFloat32;
+    // Above head dim 128 plans with a bias wait for a measurement, and there are none with dropout.
+    if ((d <= 128 || (p.by_name && !p.dropout_threshold)) && (backward_serves_bias(p) || backward_copies_bias(p))) {
+        if (bias_is_float32(p))
+            return choose(Id::kD64BiasFloat32, Id::kD128BiasFloat32, Id::kD192BiasFloat32, Id::kD192BiasFloat32, Id::kD256BiasFloat32);
         if (p.dropout_threshold) return d <= 64 ? Id::kD64BiasDropout : Id::kD128BiasDropout;
-        return d <= 64 ? Id::kD64Bias : Id::kD128Bias;
+        return choose(Id::kD64Bias, Id::kD128Bias, Id::kD192Bias, Id::kD192Bias, Id::kD256Bias);
     }
     if (backward_serves_dropout(p)) return choose(Id::kD64Dropout, Id::kD128Dropout, Id::kD192Dropout, Id::kD192Dropout, Id::kD256Dropout);
     if (general && backward_serves_options(p))

@@ -151,9 +151,9 @@ inline DecodeParams decode_params(const DecodeShape& shape, const AttentionParam
 
 // The keys that some row of the longest sequence may see under causal and window.
 inline int64_t decode_span(const AttentionParams& p) {
-    const int64_t keys = p.deciding_keys(), right = p.window_right;
+    const int64_t keys = p.deciding_keys(), left = p.window_left, right = p.window_right;
     const int64_t end = p.top_left && right >= 0 ? std::min(keys, p.seqlen_q + right) : keys;
-    return p.window_left < 0 ? end : std::min(end, p.window_left + p.seqlen_q + (right >= 0 ? right : end));
+    return left < 0 ? end : std::min(end, left + p.seqlen_q + (right >= 0 ? right : end));
 }
 
 // Whether a call with options of its scores is faster here than in kernels whose blocks have all keys of their rows. (wgmma_split_sm90,

@@ -329,10 +329,11 @@ inline bool wgmma_bias_serves(const AttentionParams& p) {
     return bias_has_tiles(p) && wgmma_options_serve(rest);
 }
 
-// Whether it serves the call with a copy of the bias (attention/common/bias_copy.h), which takes a mask of pairs in.
+// Whether it serves the call with a copy of the bias (attention/common/bias_copy.h), which takes a mask of pairs in, or is one of that mask
+// alone.
 inline BiasCopy wgmma_bias_copy(const AttentionParams& p) { return bias_copy(p, wgmma_mask_of_pairs(p)); }
 inline bool wgmma_copies_bias(const AttentionParams& p) {
-    return wants_bias_copy(p, wgmma_mask_of_pairs(p)) && wgmma_bias_serves(with_bias_copy(p, wgmma_bias_copy(p)));
+    return wants_bias_copy(p, wgmma_mask_of_pairs(p), kLeastPairsForward) && wgmma_bias_serves(with_bias_copy(p, wgmma_bias_copy(p)));
 }
 
 // Whether a plan for intervals serves a call with intervals. No other plan does.

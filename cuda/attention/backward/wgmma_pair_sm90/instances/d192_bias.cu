@@ -1,0 +1,8 @@
+#include "attention/backward/wgmma_pair_sm90/kernel.cuh"
+
+namespace fa {
+
+template cudaError_t launch_backward_wgmma<BackwardPlanId::kD192Bias>(const BackwardParams&, int, cudaStream_t);
+template cudaError_t launch_backward_wgmma<BackwardPlanId::kD192BiasFloat32>(const BackwardParams&, int, cudaStream_t);
+
+}  // namespace fa
