@@ -1,17 +1,20 @@
 """Shared by the laboratory's commands, beside what all commands share (flash_attn_minimal/_commands/command.py): lists
-as values of options, and Ctrl-C."""
+as values of options, folders, and Ctrl-C."""
 
 from __future__ import annotations
 
 import contextlib
 import math
+import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
 from typing import Any
 
-from flash_attn_minimal._commands.command import integer, known
+from flash_attn_minimal._commands.command import integer, known, refused
 
 
 def integers(text: str) -> list[int]:
@@ -36,6 +39,16 @@ def without(argv: list[str], *options: str) -> list[str]:
             kept.append(word)
         skip = not skip and word in options
     return kept
+
+
+def check_folder(option: str, folder: str | os.PathLike[str]) -> None:
+    """Refuses, before anything is measured, a folder that can be neither made nor written to."""
+    path = Path(folder)
+    with refused(option, folder):
+        while not path.exists() and path != path.parent:
+            path = path.parent
+        with tempfile.TemporaryFile(dir=path):
+            pass
 
 
 class Interrupt:

@@ -19,7 +19,7 @@ import numpy as np
 from . import _arrays
 from ._arrays import View
 from ._core import checks, frameworks
-from ._core.fields import _destination, _option, _put_dense, _put_strides, _put_tensor, _results
+from ._core.fields import _option, _put_dense, _put_strides, _put_tensor, _results
 from ._core.forward import joined
 from ._core.frameworks import is_traced
 from ._core.launch import launch_with_workspace
@@ -30,6 +30,7 @@ from ._core.options import (
     Options,
     ScoreOptions,
     Unpack,
+    _output,
     arrays_of,
     default_of,
     hints_of,
@@ -252,9 +253,7 @@ def flash_attn_with_kvcache(
         return frameworks.jax().traced_function(flash_attn_with_kvcache, step._asdict() | more)
     call, args, views, room = _prepare_step(step)
     qv = views[0]
-    shape = (*qv.shape[:3], args.headdim_v)
-    out_view = qv.door.empty(qv, shape, qv.dtype) if out is None else _given_out(out, views, shape)
-    _put_tensor(args, "out", out_view)
+    out_view = _output(args, views, out, (*qv.shape[:3], args.headdim_v), False, INPUTS)
     lse_view = None
     if checks.flag("return_softmax_lse", return_softmax_lse):
         lse_view = qv.door.empty(qv, (args.batch, args.nheads, args.seqlen_q), "float32")
@@ -282,7 +281,7 @@ def kvcache_query(*arrays: Any, **options: Any) -> Plan:
     call, args, views, _ = _prepare_step(step_of("kvcache_query", given))
     shape = (*views[0].shape[:3], args.headdim_v)
     if out is not None:
-        _put_tensor(args, "out", _given_out(out, views, shape))
+        _output(args, views, out, shape, False, INPUTS)
     else:
         _put_dense(args, "out", shape)
     return plan_from(lambda plan: load().fa_kvcache_query(call, plan), call)
@@ -308,22 +307,19 @@ def arguments_of(function: str, arguments: tuple, named: Mapping[str, Any]) -> t
 
 # The arguments of a step: arrays, then cache_seqlens, an array or a number, then the others, each with its type.
 _HINTS = {name: hint for name, hint in hints_of(CacheOptions).items() if name != "out"}
-_ARRAYS = ("q", "k_cache", "v_cache", *[x for x in arrays_of(CacheOptions) if x not in ("cache_seqlens", "out")])
+INPUTS = ("q", "k_cache", "v_cache")
+_ARRAYS = (*INPUTS, *[x for x in arrays_of(CacheOptions) if x not in ("cache_seqlens", "out")])
 NUMBERS = {name: hint for name, hint in _HINTS.items() if not hint.startswith("AnyArray")}
 _POSITIONAL = (
-    *("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad"),
+    *(*INPUTS, "k", "v", "rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad"),
     *("block_table", "alibi_slopes", "cache_seqlens"),
 )
 _FIELDS = (*_ARRAYS, "cache_seqlens", *NUMBERS)
 _DEFAULTS = {name: default_of(_HINTS[name]) for name in _FIELDS[3:]} | {"rotary_interleaved": True}
 
 
-class _Step(namedtuple("_Fields", _FIELDS, defaults=_DEFAULTS.values())):  # type: ignore[misc]
-    """The arguments of a step except for its results."""
-
-    __slots__ = ()
-
-
+# The arguments of a step except for its results.
+_Step = namedtuple("_Step", _FIELDS, defaults=_DEFAULTS.values())  # type: ignore[misc]
 _LENGTHS = _FIELDS.index("cache_seqlens")
 
 
@@ -423,11 +419,6 @@ def _prepare_step(step: _Step) -> tuple[KVCacheArgs, AttentionArgs, list[View], 
 _SHARED = [name for name in Options._fields if name in _Step._fields]
 
 
-def _given_out(out: Any, views: list[View], shape: tuple[int, ...]) -> View:
-    inputs = dict(zip(("q", "k_cache", "v_cache"), views, strict=False))
-    return _destination("out", out, inputs, shape, views[0].dtype)
-
-
 def _per_sequence(views: list[View], name: str, array: Any, batch: int) -> int | None:
     view = _option(views, name, array, ("int32",))
     if tuple(view.shape) != (batch,):
@@ -463,8 +454,9 @@ def _put_new(call: KVCacheArgs, args: AttentionArgs, views: list[View], k: Any, 
         checks.last_axis(name, view)
     if vn.shape[1] != kn.shape[1]:
         raise BadArgument(f"v has shape {tuple(vn.shape)}, but k has {tuple(kn.shape)}: seqlen_new must agree")
+    advice = "; flash_attn_minimal.jax.flash_attn_with_kvcache returns the new cache" if kv.door.name == "JAX" else ""
     for name, view in (("k_cache", kv), ("v_cache", vv)):
-        checks.writable(name, view, f": k and v cannot join it{_advice(view)}")
+        checks.writable(name, view, f": k and v cannot join it{advice}")
     call.seqlen_new = kn.shape[1]
     if call.seqlen_new:
         kv.written = vv.written = True
@@ -485,18 +477,12 @@ def _new_rows(name: str, shape: tuple[int, ...], batch: int, cache: View) -> str
     return f", as k_cache has shape {tuple(cache.shape)}"
 
 
-def _advice(view: View) -> str:
-    functional = "flash_attn_minimal.jax.flash_attn_with_kvcache returns the new cache"
-    return f"; {functional}" if view.door.name == "JAX" else ""
-
-
 def _put_rotary(call: KVCacheArgs, views: list[View], cos: Any, sin: Any, interleaved: Any) -> None:
     checks.pair("rotary_cos", cos, "rotary_sin", sin)
     dtypes = ("float32", views[0].dtype)
     cv, sv = _option(views, "rotary_cos", cos, dtypes), _option(views, "rotary_sin", sin, dtypes)
     for name, view in (("rotary_cos", cv), ("rotary_sin", sv)):
-        if len(view.shape) != 2:
-            raise BadArgument(f"{name} has shape {tuple(view.shape)}: expected (positions, rotary_dim / 2)")
+        checks.shape(name, view, len(view.shape) == 2, "(positions, rotary_dim / 2)")
         checks.contiguous(name, view)
     if tuple(sv.shape) != tuple(cv.shape) or sv.dtype != cv.dtype:
         raise BadArgument(f"rotary_sin is {sv.dtype} {tuple(sv.shape)}, but rotary_cos is {cv.dtype} {tuple(cv.shape)}")
@@ -512,16 +498,14 @@ def _put_tree(call: KVCacheArgs, args: AttentionArgs, views: list[View], step: _
             raise BadArgument(f"tree_keys={keys} without a tree_mask")
         return
     view = _option(views, "tree_mask", step.tree_mask, ("uint64", "int64"))
-    shape, strides = tuple(view.shape), tuple(view.strides)
-    rows = (args.seqlen_q,)
-    if shape not in (rows, (args.batch, *rows)):
-        raise BadArgument(f"tree_mask has shape {shape}: expected {(args.batch, *rows)} or {rows}")
+    each, alike = (args.batch, args.seqlen_q), (args.seqlen_q,)
+    checks.shape("tree_mask", view, tuple(view.shape) in (each, alike), f"{each} or {alike}")
     if keys == 0:
         keys = args.seqlen_q
         if not 1 <= keys <= 64:
             raise BadArgument(f"tree_keys=0 means seqlen_q={keys}, which is outside 1 .. 64: name tree_keys")
     call.tree_mask, call.tree_keys = view.pointer, keys
-    call.tree_batch_stride, call.tree_row_stride = (0, *strides)[-2:]
+    call.tree_batch_stride, call.tree_row_stride = (0, *view.strides)[-2:]
 
 
 def _put_scale(call: KVCacheArgs, views: list[View], name: str, scale: Any, full: tuple[int, int, int]) -> None:

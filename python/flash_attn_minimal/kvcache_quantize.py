@@ -67,10 +67,7 @@ def quantize_kvcache(
         raise Unsupported("quantize_kvcache is not recorded: call it outside the recording")
     kv, vv = _arrays.view(k_cache, "k_cache"), _arrays.view(v_cache, "v_cache")
     for name, view in (("k_cache", kv), ("v_cache", vv)):
-        if len(view.shape) != 4:
-            raise BadArgument(
-                f"{name} has shape {tuple(view.shape)}: expected (entries, seqlen_cache, nheads_k, headdim)"
-            )
+        checks.shape(name, view, len(view.shape) == 4, "(entries, seqlen_cache, nheads_k, headdim)")
         checks.floats(name, view)
         checks.last_axis(name, view)
     checks.same_place("v_cache", vv, "k_cache", kv)
@@ -103,11 +100,9 @@ def quantize_kvcache(
 def _given(views: list[View], name: str, scale: Any) -> View:
     entries, _, nheads_k, _ = views[0].shape
     view = _option(views, name, scale, ("float32",))
-    if tuple(view.shape) not in ((nheads_k,), (entries, 1, nheads_k)):
-        raise BadArgument(
-            f"{name} has shape {tuple(view.shape)}: expected ({nheads_k},) or {(entries, 1, nheads_k)}; the factors of "
-            'tokens are not given (factors="token")'
-        )
+    shapes = (nheads_k,), (entries, 1, nheads_k)
+    expected = f'{shapes[0]} or {shapes[1]}; the factors of tokens are not given (factors="token")'
+    checks.shape(name, view, tuple(view.shape) in shapes, expected)
     return view
 
 

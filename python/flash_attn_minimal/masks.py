@@ -49,7 +49,7 @@ def documents(lengths: Sequence[int], causal: bool = True, like: Any = None) -> 
     array([2, 2, 5, 5, 5], dtype=int32)
     """
     begin, end = _ranges("lengths", lengths)
-    return _causal(end, like) if flag("causal", causal) else _full([end, begin], like)
+    return _mask([end], like, True) if flag("causal", causal) else _mask([end, begin], like)
 
 
 def prefix_lm(prefixes: Sequence[int], lengths: Sequence[int], like: Any = None) -> RowMask:
@@ -69,7 +69,7 @@ def prefix_lm(prefixes: Sequence[int], lengths: Sequence[int], like: Any = None)
             raise BadArgument(f"prefixes[{i}]={prefix} is above lengths[{i}]={length}")
     key = np.arange(len(end))
     prefix = np.repeat(sizes, lengths)
-    return _full([end, np.where(key < begin + prefix, begin, key)], like)
+    return _mask([end, np.where(key < begin + prefix, begin, key)], like)
 
 
 def shared_prompt(prompts: Sequence[int], answers: Sequence[Sequence[int]], like: Any = None) -> RowMask:
@@ -89,7 +89,7 @@ def shared_prompt(prompts: Sequence[int], answers: Sequence[Sequence[int]], like
         for answer in rest:
             end.append(np.full(answer, first + answer))
             first += answer
-    return _causal(np.concatenate(end) if end else np.zeros(0, int), like)
+    return _mask([np.concatenate(end) if end else np.zeros(0, int)], like, True)
 
 
 def shared_prompt_positions(prompts: Sequence[int], answers: Sequence[Sequence[int]]) -> np.ndarray:
@@ -114,12 +114,12 @@ def tree(lengths: Sequence[int], parents: Sequence[int], like: Any = None) -> Ro
     >>> tree([2, 1, 1, 1], [-1, 0, 1, 0])["startend_row_indices"].ravel()  # turns 1 and 2 end where turn 3 begins
     array([5, 5, 4, 4, 5], dtype=int32)
     """
-    _, ends = _ranges("lengths", lengths)
+    sizes = _lengths("lengths", lengths)
     parents = [integer(f"parents[{i}]", x, -1, i - 1) for i, x in enumerate(parents)]
     if len(parents) != len(lengths):
         raise BadArgument(f"parents has {len(parents)} entries, but lengths has {len(lengths)}")
     path: list[int] = []  # from a first turn to the turn before this one
-    starts = np.concatenate([[0], np.cumsum([*map(int, lengths)])]).astype(int)
+    starts = np.cumsum([0, *sizes])
     last = np.full(len(parents), starts[-1])  # the row after the last one that goes on from the turn
     for i, parent in enumerate(parents):
         if parent >= 0 and parent not in path:
@@ -130,7 +130,7 @@ def tree(lengths: Sequence[int], parents: Sequence[int], like: Any = None) -> Ro
         while path and path[-1] != parent:
             last[path.pop()] = starts[i]
         path.append(i)
-    return _causal(np.repeat(last, np.diff(starts)) if len(ends) else ends, like)
+    return _mask([np.repeat(last, np.diff(starts))], like, True)
 
 
 def window(seqlen: int, left: int, right: int = 0, like: Any = None) -> RowMask:
@@ -142,7 +142,7 @@ def window(seqlen: int, left: int, right: int = 0, like: Any = None) -> RowMask:
     n, left, right = _sizes(seqlen, left, right)
     key = np.arange(n)
     end, begin = np.minimum(key + left + 1, n), np.maximum(key - right, 0)
-    return _causal(end, like) if right == 0 else _full([end, begin], like)
+    return _mask([end], like, True) if right == 0 else _mask([end, begin], like)
 
 
 def global_and_window(seqlen: int, first: int, left: int, right: int = 0, like: Any = None) -> RowMask:
@@ -158,11 +158,11 @@ def global_and_window(seqlen: int, first: int, left: int, right: int = 0, like: 
     is_global = key < first
     end = np.where(is_global, n, np.minimum(key + left + 1, n))
     if right == 0:
-        return _causal(end, like)
+        return _mask([end], like, True)
     # Of the rows outside of the window the global ones, which come first, see the key.
     late = np.maximum(end, np.minimum(first, n))
     begin = np.where(is_global, 0, np.minimum(first, n))
-    return _full([late, np.full(n, n), begin, np.where(is_global, 0, np.maximum(key - right, 0))], like)
+    return _mask([late, np.full(n, n), begin, np.where(is_global, 0, np.maximum(key - right, 0))], like)
 
 
 def block_causal(seqlen: int, block: int, like: Any = None) -> RowMask:
@@ -173,7 +173,7 @@ def block_causal(seqlen: int, block: int, like: Any = None) -> RowMask:
            [0, 0, 2, 2]], dtype=int32)
     """
     n, block = integer("seqlen", seqlen, 0, 2**31 - 1), integer("block", block, 1, 2**31 - 1)
-    return _full([np.full(n, n), np.arange(n) // block * block], like)
+    return _mask([np.full(n, n), np.arange(n) // block * block], like)
 
 
 def block_diffusion(seqlen: int, block: int, like: Any = None) -> RowMask:
@@ -190,7 +190,7 @@ def block_diffusion(seqlen: int, block: int, like: Any = None) -> RowMask:
     zero, all_rows = np.zeros(n, int), np.full(n, 2 * n)
     noisy = [end, all_rows, zero, begin]
     clean = [np.full(n, n), n + begin, zero, end]
-    return _full([np.concatenate(x) for x in zip(noisy, clean, strict=True)], like)
+    return _mask([np.concatenate(x) for x in zip(noisy, clean, strict=True)], like)
 
 
 def stack(masks: Sequence[RowMask], like: Any = None) -> RowMask:
@@ -252,17 +252,10 @@ def _sizes(seqlen: int, left: int, right: int) -> tuple[int, int, int]:
     return n, integer("left", left, 0, 2**31 - 1), integer("right", right, 0, 2**31 - 1)
 
 
-def _causal(start: np.ndarray, like: Any) -> RowMask:
-    return {"causal": True, "startend_row_indices": _on(like, _numbers([start]))}
-
-
-def _full(numbers: Sequence[np.ndarray], like: Any) -> RowMask:
-    return {"causal": False, "startend_row_indices": _on(like, _numbers(numbers))}
-
-
-def _numbers(columns: Sequence[np.ndarray]) -> np.ndarray:
-    """(1, 1, n, numbers) from the numbers of all keys, one array for each."""
-    return np.stack(columns, axis=-1).astype(np.int32)[None, None]
+def _mask(numbers: Sequence[np.ndarray], like: Any, causal: bool = False) -> RowMask:
+    """The options of a mask from the numbers of all keys, one array for each."""
+    columns = np.stack(numbers, axis=-1).astype(np.int32)[None, None]  # (1, 1, n, numbers)
+    return {"causal": causal, "startend_row_indices": _on(like, columns)}
 
 
 def _given(name: str, mask: Any) -> tuple[bool, np.ndarray]:

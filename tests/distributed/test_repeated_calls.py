@@ -12,6 +12,7 @@ from ranks import new_groups, watchdog
 import flash_attn_minimal as fa
 from flash_attn_minimal import distributed as fad
 from flash_attn_minimal._arrays import NUMPY
+from flash_attn_minimal._core import recordings
 from flash_attn_minimal.distributed import _rank_call
 
 needs_cuda = pytest.mark.skipif(bool(NO_CUDA) or torch is None, reason=NO_CUDA or "needs PyTorch")
@@ -155,12 +156,12 @@ def guards(monkeypatch):
     """The guards after the workspaces of all calls."""
     kept = []
 
-    def scratch(self, size):
+    def grow(self, size):
         whole = np.full(size + 4096, 0xA5, np.uint8)
         kept.append(whole[size:])
-        return whole[:size]
+        return whole, whole.ctypes.data, size
 
-    monkeypatch.setattr(fad.Group, "scratch", scratch)
+    monkeypatch.setattr(recordings.Scratch, "grow", grow)
     return kept
 
 

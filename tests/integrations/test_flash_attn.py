@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -613,13 +614,14 @@ def test_a_step_reads_nothing_on_the_host(kind, length):
     with FakeTensorMode() as mode:
         fake = {name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for name, x in given.items()}
         used = mode.from_tensor(lengths("cpu", 3, -1, 15)) if length == "tensor" else length
-        q, after = _caches._rotate_and_append(
-            fake["q"], **dict(zip(("k_cache", "v_cache"), map(mode.from_tensor, cache), strict=True)),
-            **{name: fake.get(name) for name in ("k", "v", "cu_seqlens_q", "cu_seqlens_k_new", "rotary_seqlens")},
-            rotary=(fake["rotary_cos"], fake["rotary_sin"], False), cache_seqlens=used, batch_idx=None,
-            table=mode.from_tensor(table), options={"causal": True, "window_size": (-1, -1), "attention_chunk": 0},
-            written=[],
+        names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k_new", "rotary_seqlens", "rotary_cos", "rotary_sin")
+        step = SimpleNamespace(
+            **dict(zip(("k_cache", "v_cache"), map(mode.from_tensor, cache), strict=True)),
+            **{name: fake.get(name) for name in names}, rotary_interleaved=False, cache_seqlens=used,
+            cache_batch_idx=None, page_table=mode.from_tensor(table), written=[],
+            options={"causal": True, "window_size": (-1, -1), "attention_chunk": 0},
         )  # fmt: skip
+        q, after = _caches._rotate_and_append(step)
     assert q.shape == given["q"].shape and after.shape == (3,) and after.dtype == torch.int32
 
 

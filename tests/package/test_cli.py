@@ -161,14 +161,14 @@ def test_files_and_folders_are_checked_without_a_trace(tmp_path):
     _command.check_file("--x", tmp_path / "file")
     _command.check_file("--x", tmp_path / "new")
     _command.check_file("--x", None)
-    _command.check_folder("--x", tmp_path / "a" / "b")
+    lab_command.check_folder("--x", tmp_path / "a" / "b")
     assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "as it was"
     for check, name in (
         (_command.check_file, "nowhere/x"),
         (_command.check_file, ""),
         (_command.check_file, "file/x"),
-        (_command.check_folder, "file/x"),
-        (_command.check_folder, "file"),
+        (lab_command.check_folder, "file/x"),
+        (lab_command.check_folder, "file"),
     ):
         with pytest.raises(_command.UsageError, match="^--x .*: cannot write there: "):
             check("--x", f"{tmp_path}/{name}")

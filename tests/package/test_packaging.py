@@ -233,7 +233,7 @@ def test_the_product_is_light():
     """All that a wheel installs: what measures and tries it is in python/flash_attn_lab."""
     files = sorted((ROOT / "python/flash_attn_minimal").rglob("*.py"))
     lines = sum(file.read_bytes().count(b"\n") for file in files)
-    assert 10_000 < lines <= 19_500, f"{lines} lines of Python"
+    assert 10_000 < lines <= 19_000, f"{lines} lines of Python"
 
 
 @pytest.fixture

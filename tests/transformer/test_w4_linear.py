@@ -13,10 +13,10 @@ import pytest
 from conftest import CPU, CUDA, NO_CUDA, cupy, jax, torch
 
 from flash_attn_lab.fuzz.weights import product as exact
-from flash_attn_minimal import BadArgument, FlashAttnError, Unsupported, WorkspaceTooSmall
+from flash_attn_minimal import BadArgument, FlashAttnError, Unsupported, WorkspaceTooSmall, kernel_tables
 from flash_attn_minimal.transformer import _library as transformer
 from flash_attn_minimal.transformer import ops
-from flash_attn_minimal.transformer.quantized import BLOCK, W4Weight, linear_kernels
+from flash_attn_minimal.transformer.quantized import BLOCK, W4Weight
 
 FORMATS = tuple(BLOCK)
 DTYPES = ("float16", "bfloat16")
@@ -27,9 +27,10 @@ SHAPES = (
     (260, 272, 1152), (513, 64, 64), (12, 300, 20480), (5, 2200, 1500), (3, 17100, 128),
     (1, 200, 768), (1, 66, 1376), (1, 40, 4096), (1, 3300, 192), (1, 3290, 2048), (1, 3280, 4096),
 )  # fmt: skip
+KERNELS = kernel_tables()["w4_linear"]
 kernels = [
     pytest.param((CPU if kernel["device"] == "cpu" else CUDA, kernel["name"]), id=kernel["name"])
-    for kernel in linear_kernels()
+    for kernel in KERNELS
     if kernel["device"] == "cpu" or not NO_CUDA
 ]
 
@@ -313,7 +314,7 @@ def test_the_query_says_what_runs(monkeypatch):
         x = CUDA.array(np.ones((rows, k), np.float32), "bfloat16")
         plan = ops.linear_query(x, packed)
         assert plan.status == "FA_OK", plan
-        assert plan.kernel in [kernel["name"] for kernel in linear_kernels() if kernel["device"] == "cuda"]
+        assert plan.kernel in [kernel["name"] for kernel in KERNELS if kernel["device"] == "cuda"]
         monkeypatch.setenv("FLASH_ATTN_LINEAR_KERNEL", plan.kernel)
         np.testing.assert_array_equal(
             CUDA.numpy(ops.linear(x, packed)), CUDA.numpy(ops.linear(x, packed, kernel=plan.kernel))
@@ -394,7 +395,7 @@ def test_a_block_waits_for_its_stores(kernel, rows, columns, residual):
 
 
 @pytest.mark.skipif(bool(NO_CUDA) or CUDA.framework != "torch", reason=NO_CUDA or "needs PyTorch with CUDA")
-@pytest.mark.parametrize("name", [None, *(row["name"] for row in linear_kernels() if row["device"] == "cuda")])
+@pytest.mark.parametrize("name", [None, *(row["name"] for row in KERNELS if row["device"] == "cuda")])
 @pytest.mark.parametrize("rows", [2, 8, 24, 48, 300])
 @pytest.mark.parametrize("descending", ["out", "x", "residual"])
 def test_rows_in_descending_order(name, rows, descending):

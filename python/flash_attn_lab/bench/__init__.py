@@ -7,12 +7,12 @@ import shlex
 import sys
 from pathlib import Path
 
-from flash_attn_minimal._commands.command import Parser, any_seed, check_folder, command, integer, one_of
+from flash_attn_minimal._commands.command import Parser, any_seed, command, integer, one_of
 from flash_attn_minimal._commands.report import plural
 from flash_attn_minimal._core.library import load
 
 from .. import PROGRAM
-from ..command import integers, some_of, without
+from ..command import check_folder, integers, some_of, without
 from . import (
     attention,
     block,

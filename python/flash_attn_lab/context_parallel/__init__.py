@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from flash_attn_minimal import __version__
-from flash_attn_minimal._commands.command import Parser, check_file, check_folder, command, integer, one_of
+from flash_attn_minimal._commands.command import Parser, check_file, command, integer, one_of
 from flash_attn_minimal._commands.report import cores, cpu_model, plural
 from flash_attn_minimal._core.library import load
 from flash_attn_minimal.distributed._structs import MODES
@@ -32,7 +32,7 @@ from .. import PROGRAM
 from ..bench import figure
 from ..bench.machine import BenchError
 from ..bench.report import encoded
-from ..command import integers, some_of, without
+from ..command import check_folder, integers, some_of, without
 from ..progress import Progress
 from ..report import commit, show_table
 from . import cases, jax_ranks, peers, rank, report, timeline

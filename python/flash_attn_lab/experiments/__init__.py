@@ -19,7 +19,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from flash_attn_minimal._commands.command import Parser, any_seed, check_folder, command, one_of, real
+from flash_attn_minimal._commands.command import Parser, any_seed, command, one_of, real
 from flash_attn_minimal._commands.report import plural
 from flash_attn_minimal._core.library import load
 
@@ -27,7 +27,7 @@ from .. import PROGRAM
 from ..bench import figure
 from ..bench.machine import BenchError, Meter, Numpy, device_slug, load_average, open_machine
 from ..bench.timing import QUICK, Protocol
-from ..command import interruptible, without
+from ..command import check_folder, interruptible, without
 from . import block_size, dtype, online_softmax, optimisation, report, roofline, sweeps, traffic
 from .experiment import DEFAULT_FOLDER, EXPERIMENTS, Experiment, Run, Stopped
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from flash_attn_minimal._commands.command import Parser, any_seed, check_folder, command, integer, real
+from flash_attn_minimal._commands.command import Parser, any_seed, command, integer, real
 from flash_attn_minimal._commands.report import cpu_model, plural
 from flash_attn_minimal.errors import BadArgument
 from flash_attn_minimal.llama import w4
@@ -42,7 +42,7 @@ from flash_attn_minimal.transformer._safetensors import ALL, read_safetensors
 
 from .. import PROGRAM
 from ..bench import report as bench_report
-from ..command import without
+from ..command import check_folder, without
 from ..models.quality import find_text
 from ..models.synthetic import (
     RandomTensors,

@@ -15,10 +15,9 @@ import numpy as np
 
 from flash_attn_minimal.errors import BadArgument
 from flash_attn_minimal.llama import cuda, host
-from flash_attn_minimal.llama.attend import Array, cached_attention
 from flash_attn_minimal.llama.config import Config
 from flash_attn_minimal.llama.cuda import _bits
-from flash_attn_minimal.llama.model import Llama
+from flash_attn_minimal.llama.model import Array, Llama
 from flash_attn_minimal.transformer import ops
 
 ATTENTIONS = ("flash", "standard")
@@ -48,7 +47,7 @@ class Host(host.Host):
         if self.attention == "flash":
             return super().attend(q, k, v, cache_k, cache_v, rows, rope, config)
         if q.shape[1] == 1:
-            return cached_attention(q, k, v, cache_k, cache_v, rows, rope, config, kernel="cpu_naive")
+            return super().attend(q, k, v, cache_k, cache_v, rows, rope, config, kernel="cpu_naive")
         return self.array(lambda: self._standard(q, k, v, cache_k, cache_v, rows, rope, config))
 
     def _standard(self, q, k, v, cache_k, cache_v, rows, rope, config: Config) -> np.ndarray:

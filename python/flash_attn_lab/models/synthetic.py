@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flash_attn_minimal._commands.command import Parser, any_seed, check_file, check_folder, command, integer, one_of
+from flash_attn_minimal._commands.command import Parser, any_seed, check_file, command, integer, one_of
 from flash_attn_minimal.errors import BadArgument
 from flash_attn_minimal.llama.checkpoint import LAYERED, matrix_shapes
 from flash_attn_minimal.llama.config import Config
@@ -26,6 +26,7 @@ from flash_attn_minimal.llama.tokenizer import save_tokenizer
 from flash_attn_minimal.transformer._safetensors import FLOATS, numpy_dtype
 
 from .. import PROGRAM
+from ..command import check_folder
 from .huggingface import save_folder
 
 SHAPES = {

@@ -26,10 +26,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import BadArgument
-from . import torch_modes
+from . import torch_modes, words
 from .door import Door, View
 from .numpy import NUMPY
-from .words import pass_array
 
 # A type's door never changes, so threads may race to write the same entry.
 _doors: dict[type, Door] = {np.ndarray: NUMPY}
@@ -59,7 +58,8 @@ def _find_door(array: Any, name: str, first: tuple[str, View] | None, dtype: str
     if _is_a(array, "torch", "Tensor"):
         from .torch import TorchDoor, TorchSubclassDoor
 
-        if torch_modes.unreadable(kind):
+        own, tensors = (getattr(x, "__torch_dispatch__", None) for x in (kind, torch_modes.Tensor))
+        if own is not tensors:  # such as FakeTensor, which answers operators itself
             return TorchSubclassDoor(sys.modules["torch"])
         return _framework_door("torch", TorchDoor)
     if _is_a(array, "cupy", "ndarray"):
@@ -111,9 +111,9 @@ def _advice(array: Any, name: str, first: tuple[str, View] | None, dtype: str) -
     if isinstance(array, bool) or not isinstance(array, numbers):
         return ""
     if first is None:
-        return pass_array("NumPy", name, "", dtype)
+        return words.advice("NumPy", "array", name, dtype=dtype)
     first_name, beside = first
-    return pass_array(beside.door.name, name, first_name, dtype or f"{first_name}.dtype")
+    return words.advice(beside.door.name, "array", name, first_name, dtype or f"{first_name}.dtype")
 
 
 def view(array: Any, name: str, first: tuple[str, View] | None = None, dtype: str = "float32") -> View:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from ..errors import BadArgument
-from .door import CUDA, NUMPY_DTYPES, View, dense_strides, element_strides
+from .door import CUDA, NUMPY_DTYPES, ForeignDoor, View, dense_strides, element_strides
 from .driver import device_of, synchronize
-from .foreign import ForeignDoor
 
 
 class CudaArrayDoor(ForeignDoor):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes as ct
 
 import numpy as np
 
 from ..errors import BadArgument, Unsupported
-from .door import CPU, CUDA, View, dense_strides
+from .door import CPU, CUDA, ForeignDoor, View, dense_strides
 from .driver import synchronize
-from .foreign import ForeignDoor
 from .numpy import NUMPY
 
 
@@ -69,8 +69,7 @@ class DLPackDoor(ForeignDoor):
                 f"{name} is on DLPack device type {kind}: only host memory (1, 3) and CUDA (2, 13) are served"
             )
         device = self._devices[kind]
-        legacy_default_stream = 1
-        stream = legacy_default_stream if device == CUDA else None
+        stream = 1 if device == CUDA else None  # the legacy default stream
         try:
             capsule = array.__dlpack__(stream=stream, max_version=(1, 0))
         except TypeError:  # a producer from before DLPack 1.0
@@ -106,9 +105,8 @@ class DLPackDoor(ForeignDoor):
                     f"{self.name} does not say how to make a {dtype} array, nor does NumPy without ml_dtypes: pass out="
                 ) from None
             return NUMPY.view(host, "out")
-        bare = View(
-            array, self, like.pointer, like.shape, like.strides, like.dtype, like.device, like.index, like.writable
-        )
+        bare = copy.copy(like)
+        bare.owner = array
         return super().empty(bare, shape, dtype)
 
     def result(self, view):

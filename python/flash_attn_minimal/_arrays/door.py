@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import BadArgument
+from ..errors import BadArgument, Unsupported
 
 CPU, CUDA = 1, 2  # fa_device of flash_attn.h
 DEVICES = {CPU: "cpu", CUDA: "cuda"}
@@ -116,6 +116,24 @@ class Door:
     def current_stream(self, index: int) -> int | None:
         """The stream on which the caller's work on this CUDA device is queued."""
         return None
+
+
+class ForeignDoor(Door):
+    """Arrays of a type without a door of its own. Outputs come from the type's array-API namespace if it has one."""
+
+    def __init__(self, kind: type):
+        self.name = f"{kind.__module__}.{kind.__qualname__}"
+
+    def empty(self, like, shape, dtype):
+        namespace = getattr(like.owner, "__array_namespace__", None)
+        if namespace is None:
+            raise Unsupported(
+                f"{self.name} arrays on {like.place} do not say how to make another (no __array_namespace__): "
+                "pass out=, without return_lse and with a kernel that needs no workspace"
+            )
+        xp = namespace()
+        native = like.owner.dtype if dtype == like.dtype else getattr(xp, dtype)
+        return self.view(xp.empty(shape, dtype=native, device=like.owner.device), "out")
 
 
 _NUMPY_NAMES = "float32 float16 float64 bool uint8 int8 int32 int64 uint64"

@@ -21,12 +21,6 @@ class TorchDoor(Door):
         self.dtypes = {getattr(torch, t): t for t in names.split() if hasattr(torch, t)}
         self.natives = {t: dtype for dtype, t in self.dtypes.items()}
         self.plain, self.address, self.strided = torch.Tensor, torch.Tensor.data_ptr, torch.strided
-        self.tracing, self.dispatch_modes, self.function_mode = (
-            torch_modes.tracing, torch_modes.dispatch_modes, torch_modes.function_mode,
-        )  # fmt: skip
-        self.forward_ad, self.records, self.transforms = (
-            torch.autograd.forward_ad, torch_modes.records, torch_modes.transforms,
-        )  # fmt: skip
         self.parameter = torch.nn.Parameter
         self.wrote = _version_counter(torch)
         # Takes 0.1 us; current_stream() builds a Stream object first. Only builds with CUDA have it.
@@ -35,10 +29,10 @@ class TorchDoor(Door):
 
     def describe(self, arrays, gradients=False):
         if (
-            self.dispatch_modes()
-            or self.tracing()  # looking at shapes would add to the graph
-            or (self.function_mode() and torch_modes.overridden())
-            or self.forward_ad._current_level >= 0
+            torch_modes.dispatch_modes()
+            or torch_modes.tracing()  # looking at shapes would add to the graph
+            or (torch_modes.function_mode() and torch_modes.overridden())
+            or torch_modes.forward_ad._current_level >= 0
             or torch_modes.compiling()
         ):
             return None
@@ -56,8 +50,8 @@ class TorchDoor(Door):
                     about += type(x), x.dtype, x.shape, x.stride(), x.device, wants
         except RuntimeError:  # a layout without strides; one that has strides but is not strided has no address
             return None
-        recorded = graded and self.records()
-        if recorded and (not gradients or self.transforms()):
+        recorded = graded and torch_modes.records()
+        if recorded and (not gradients or torch_modes.transforms()):
             return None
         about.append(recorded)
         return tuple(about)
@@ -70,9 +64,9 @@ class TorchDoor(Door):
         guards = self.torch._C._dynamo.guards.TensorGuards
         check = guards(*arrays, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         # The guards test inference mode themselves.
-        function_mode, forward_ad, grad_enabled = self.function_mode, self.forward_ad, torch_modes.grad_enabled
-        inference = torch_modes.inference()
-        dispatch_modes = self.dispatch_modes  # the guards miss a mode in the threads of a GPU's backward pass
+        function_mode, grad_enabled = torch_modes.function_mode, torch_modes.grad_enabled
+        forward_ad, inference = torch_modes.forward_ad, torch_modes.inference()
+        dispatch_modes = torch_modes.dispatch_modes  # the guards miss a mode in the threads of a GPU's backward pass
         recorded, graded = about[-1], any([x.requires_grad for x in arrays])
 
         def test(others):
@@ -97,7 +91,7 @@ class TorchDoor(Door):
         return lambda array: empty_strided(shape, strides, dtype=dtype, device=device)
 
     def view(self, array, name):
-        if array.requires_grad and self.records():
+        if array.requires_grad and torch_modes.records():
             raise Unsupported(
                 f"{name} requires a gradient, which this function does not have: "
                 f"call under torch.no_grad(), or pass {name}.detach()"
@@ -126,25 +120,22 @@ class TorchDoor(Door):
         return View(array, self, pointer, array.shape, array.stride(), dtype, device, index, True)
 
     def check_seen(self):
-        if (self.tracing() or self.dispatch_modes()) and (watcher := torch_modes.watcher()):
+        if (torch_modes.tracing() or torch_modes.dispatch_modes()) and (watcher := torch_modes.watcher()):
             name = torch_modes.caller()
             hint = "; that of flash_attn_minimal.torch is" if name == "flash_attn_with_kvcache" else ""
             raise Unsupported(f"{name} is not served under {watcher}: PyTorch would not see what it does{hint}")
 
     def copy(self, view, shape, dtype, name):
-        if self.tracing() or self.dispatch_modes():
-            self.check_seen()
+        self.check_seen()
         array = view.owner[once(shape)].to(self.natives[dtype])
         return self.view(array.expand(shape).contiguous(), name)
 
     def empty(self, like, shape, dtype):
-        if self.tracing() or self.dispatch_modes():
-            self.check_seen()
+        self.check_seen()
         return self._new(like.owner.new_empty(shape, dtype=self.natives[dtype]))
 
     def full(self, like, shape, dtype, value):
-        if self.tracing() or self.dispatch_modes():
-            self.check_seen()
+        self.check_seen()
         return self._new(like.owner.new_full(shape, value, dtype=self.natives[dtype]))
 
     def _new(self, array):

@@ -36,11 +36,7 @@ def unwatched() -> Iterator[None]:
         _operator.runs = before
 
 
-def _no() -> bool:
-    return False
-
-
-def _no_tensor(array: Any) -> bool:
+def _no(*_: Any) -> bool:
     return False
 
 
@@ -52,7 +48,7 @@ function_mode: Callable[[], bool] = _no
 transforms: Callable[[], bool] = _no  # grad, vmap, jvp, ... of torch.func
 grad_enabled: Callable[[], bool] = _no
 inference: Callable[[], bool] = _no  # torch.inference_mode
-batched: Callable[[Any], bool] = _no_tensor  # a tensor of torch.autograd.grad(is_grads_batched=True)
+batched: Callable[[Any], bool] = _no  # a tensor of torch.autograd.grad(is_grads_batched=True)
 deterministic_algorithms: Callable[[], bool] = _no  # torch.use_deterministic_algorithms, with warn_only too
 forward_ad: Any = None  # torch.autograd.forward_ad; its _current_level is -1 outside forward-mode differentiation
 
@@ -86,7 +82,7 @@ def _connect() -> bool:
     function_mode = getattr(torch._C, "_is_torch_function_mode_enabled", _no)
     transforms = getattr(torch._C, "_are_functorch_transforms_active", _no)
     grad_enabled, inference = torch.is_grad_enabled, torch.is_inference_mode_enabled
-    batched = getattr(getattr(torch._C, "_functorch", None), "is_legacy_batchedtensor", _no_tensor)
+    batched = getattr(getattr(torch._C, "_functorch", None), "is_legacy_batchedtensor", _no)
     deterministic_algorithms = torch.are_deterministic_algorithms_enabled
     Tensor = torch.Tensor
     return True
@@ -150,11 +146,6 @@ def must_see(*arrays: Any) -> bool:
         return False
     graded = records()
     return any(graded and x.requires_grad or not is_plain(x) for x in tensors)
-
-
-def unreadable(kind: type) -> bool:
-    """Whether this subclass has its own __torch_dispatch__, as FakeTensor does, and so answers operators itself."""
-    return getattr(kind, "__torch_dispatch__", None) is not getattr(Tensor, "__torch_dispatch__", None)
 
 
 def watcher() -> str | None:

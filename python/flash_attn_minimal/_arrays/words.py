@@ -46,9 +46,15 @@ _WORDS = {
 }
 
 
-def pass_array(framework: str, name: str, first: str, dtype: str) -> str:
-    """framework: the name of the door of `first`; dtype: a dtype's name, or an expression such as q.dtype."""
-    return _say(framework, "array", name, first, dtype)
+def advice(framework: str, what: str, name: str, first: str = "", dtype: str = "") -> str:
+    """framework: a door's name, for an array that of `first`; what: a field of _Words; dtype: a dtype's name, or an
+    expression such as q.dtype."""
+    words = _WORDS.get(framework)
+    if words is None or not (template := getattr(words, what)):
+        return ""
+    if not dtype.endswith(".dtype"):
+        dtype = f"{words.module}.{dtype}"
+    return "; pass " + template.format(x=name, first=first, dtype=dtype)
 
 
 # Integers of these types are often the bits of floats that a file, or a framework, had no name for.
@@ -63,21 +69,4 @@ def pass_cast(framework: str, name: str, dtype: str, given: str = "") -> str:
     if words and words.bits and given in _BITS and "int" not in dtype:
         bits = _BITS[given]
         return f"; if it has the bits of {bits}, pass {words.bits.format(x=name, dtype=bits)}"
-    return _say(framework, "cast", name, dtype=dtype)
-
-
-def pass_contiguous(framework: str, name: str) -> str:
-    return _say(framework, "contiguous", name)
-
-
-def pass_moved(framework: str, name: str, first: str) -> str:
-    return _say(framework, "move", name, first)
-
-
-def _say(framework: str, what: str, name: str, first: str = "", dtype: str = "") -> str:
-    words = _WORDS.get(framework)
-    if words is None or not (template := getattr(words, what)):
-        return ""
-    if not dtype.endswith(".dtype"):
-        dtype = f"{words.module}.{dtype}"
-    return "; pass " + template.format(x=name, first=first, dtype=dtype)
+    return advice(framework, "cast", name, dtype=dtype)

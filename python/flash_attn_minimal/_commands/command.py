@@ -101,8 +101,7 @@ def integer(least: int = 1, most: int = LARGEST) -> Callable[[str], int]:
     return parsed
 
 
-def any_seed(text: str) -> int:
-    return integer(0, LARGEST_SEED)(text)
+any_seed = integer(0, LARGEST_SEED)
 
 
 def real(least: float = 0.0, most: float = math.inf, above: bool = False) -> Callable[[str], float]:
@@ -205,9 +204,8 @@ def run(name: str, body: Callable[[], int]) -> int:
         return 1
     except OSError as error:
         print(f"{name}: {error}", file=sys.stderr)
-        return (
-            2 if isinstance(error, (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)) else 1
-        )
+        usage = FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError
+        return 2 if isinstance(error, usage) else 1
 
 
 def drop_output() -> None:
@@ -223,7 +221,7 @@ def check_file(option: str, file: str | os.PathLike[str] | None) -> None:
     if file is None:
         return
     path = Path(file)
-    with _refused(option, file):
+    with refused(option, file):
         if path.is_file():
             with path.open("ab"):
                 pass
@@ -234,18 +232,9 @@ def check_file(option: str, file: str | os.PathLike[str] | None) -> None:
                 pass
 
 
-def check_folder(option: str, folder: str | os.PathLike[str]) -> None:
-    """Refuses, before anything is measured, a folder that can be neither made nor written to."""
-    path = Path(folder)
-    with _refused(option, folder):
-        while not path.exists() and path != path.parent:
-            path = path.parent
-        with tempfile.TemporaryFile(dir=path):
-            pass
-
-
 @contextlib.contextmanager
-def _refused(option: str, name: str | os.PathLike[str]) -> Iterator[None]:
+def refused(option: str, name: str | os.PathLike[str]) -> Iterator[None]:
+    """Errors inside mean that the named file or folder cannot be written."""
     try:
         yield
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have

@@ -88,21 +88,19 @@ def why_not_here(table: str, kernel: dict[str, str]) -> str:
     for call in _CALLS:
         args = typical_args(device, *call[1:])
         args.kernel = kernel["name"].encode()
-        plan = plan_of(args) if table == "forward" else _backward_plan(args, call)
+        plan = plan_of(args) if table == "forward" else _backward_plan(args)
         reason = plan.error.partition(": ")[2]
         if _OF_THE_MACHINE.match(reason):
             return reason
     return ""
 
 
-def _backward_plan(args: AttentionArgs, call: tuple):
-    _, _, batch, seqlen_q, seqlen_k, nheads, nheads_k, headdim, headdim_v, _ = call
+def _backward_plan(args: AttentionArgs):
     backward = new(AttentionBackwardArgs)
     backward.forward = ct.pointer(args)
-    _put_dense(backward, "dout", (batch, seqlen_q, nheads, headdim_v))
-    _put_dense(backward, "dq", (batch, seqlen_q, nheads, headdim))
-    _put_dense(backward, "dk", (batch, seqlen_k, nheads_k, headdim))
-    _put_dense(backward, "dv", (batch, seqlen_k, nheads_k, headdim_v))
+    for name, like in (("dout", "out"), ("dq", "q"), ("dk", "k"), ("dv", "v")):
+        for axis in ("batch", "row", "head"):
+            setattr(backward, f"{name}_{axis}_stride", getattr(args, f"{like}_{axis}_stride"))
     return plan_from(lambda plan: load().fa_attention_backward_query(backward, plan))
 
 

@@ -88,12 +88,11 @@ def _optional(module: str) -> Any:
 
 
 def _numpy_dtype(name: str) -> np.dtype:
-    if name == "bfloat16":
-        try:
-            return np.dtype(importlib.import_module("ml_dtypes").bfloat16)
-        except ImportError:
-            raise Unsupported("bfloat16 in NumPy needs ml_dtypes (pip install ml_dtypes)") from None
-    return np.dtype(name)
+    if name != "bfloat16":
+        return np.dtype(name)
+    if (found := _optional("ml_dtypes")) is None:
+        raise Unsupported("bfloat16 in NumPy needs ml_dtypes (pip install ml_dtypes)")
+    return np.dtype(found.bfloat16)
 
 
 def formula(q, k, v, *, causal=False, top_left=False, window_size=(-1, -1), softcap=0.0, rows=512):

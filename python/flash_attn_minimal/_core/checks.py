@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from .._arrays import words
 from .._arrays.door import View
-from .._arrays.words import pass_array, pass_cast, pass_contiguous, pass_moved
+from .._arrays.words import pass_cast
 from ..errors import BadArgument
 from .structs import CPU, DTYPES
 
@@ -23,13 +24,13 @@ def same_place(name: str, view: View, first_name: str, first: View, dtype: str =
     to use; '' is first's."""
     if view.door is not first.door:
         readable = view.device == CPU or first.device != CPU  # no single call makes a host's array of one on a GPU
-        advice = pass_array(first.door.name, name, first_name, dtype or f"{first_name}.dtype")
+        advice = words.advice(first.door.name, "array", name, first_name, dtype or f"{first_name}.dtype")
         raise BadArgument(
             f"{name} is a {view.door.name} array, but {first_name} is a {first.door.name} array: "
             f"use one of them for all{advice if readable else ''}"
         )
     if view.device != first.device or view.index != first.index:
-        advice = pass_moved(view.door.name, name, first_name)
+        advice = words.advice(view.door.name, "move", name, first_name)
         raise BadArgument(f"{name} is on {view.place}, but {first_name} is on {first.place}{advice}")
 
 
@@ -41,28 +42,25 @@ def dtype(name: str, view: View) -> None:
         )
 
 
+def shape(name: str, array: Any, fits: bool, expected: Any) -> None:
+    """Raises unless the shape of an array fits."""
+    if not fits:
+        raise BadArgument(f"{name} has shape {tuple(array.shape)}: expected {expected}")
+
+
 def last_axis(name: str, view: View) -> None:
     if view.shape[-1] > 1 and view.strides[-1] != 1 and 0 not in view.shape:
-        raise BadArgument(
-            f"{name} has stride {view.strides[-1]} along its last axis: it must be contiguous (stride 1)"
-            f"{pass_contiguous(view.door.name, name)}"
-        )
+        advice, stride = words.advice(view.door.name, "contiguous", name), view.strides[-1]
+        raise BadArgument(f"{name} has stride {stride} along its last axis: it must be contiguous (stride 1){advice}")
 
 
 def contiguous(name: str, view: View) -> None:
-    if not is_contiguous(view):
-        raise BadArgument(
-            f"{name} has strides {tuple(view.strides)}: it must be contiguous{pass_contiguous(view.door.name, name)}"
-        )
-
-
-def is_contiguous(view: View) -> bool:
     expected = 1
     for size, stride in zip(reversed(view.shape), reversed(view.strides), strict=True):
-        if size > 1 and stride != expected:
-            return 0 in view.shape
+        if size > 1 and stride != expected and 0 not in view.shape:
+            advice = words.advice(view.door.name, "contiguous", name)
+            raise BadArgument(f"{name} has strides {tuple(view.strides)}: it must be contiguous{advice}")
         expected *= size
-    return True
 
 
 def pair(first: str, a: Any, second: str, b: Any, why: str = "") -> None:

@@ -2,7 +2,7 @@
 
 The C ABI names the fields of its structs: window_left, seqlen_q, k_new. The Python functions have other names for some
 of them, and arrays instead of sizes. `explained` translates a text after the call has failed; a call that succeeds does
-not come here. This module knows the structs of structs.py by the names of their types alone.
+not come here. This module knows the structs of structs.py by their names alone.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ _QUOTING = re.compile(r"(kernel|FLASH_ATTN_\w+)=.* is not a (kernel of this buil
 
 # Of a struct's type: its arrays whose names differ.
 _CACHED = {"k_new": "k", "v_new": "v", "k": "k_cache", "v": "v_cache"}
-_RENAMED = {"KVCacheArgs": _CACHED, "DistributedDecodeArgs": _CACHED}
+_RENAMED = {"fa_kvcache_args": _CACHED, "fa_distributed_decode_args": _CACHED}
 _ARRAY = re.compile(r"\b([kv](?:_new)?)(?=\.(?:data|batch_stride|row_stride|head_stride)\b)")
 
 
@@ -99,14 +99,14 @@ def explained(text: str, struct: Any = None) -> str:
 
 
 def _attention(struct: Any) -> Any:
-    """The AttentionArgs of a call of attention, or None."""
+    """The fa_attention_args of a call of attention, or None."""
     kind = type(struct).__name__
-    if kind == "DistributedBackwardArgs":
-        struct, kind = struct.forward.contents, "DistributedArgs"
-    inner = {"AttentionBackwardArgs": "forward", "DistributedArgs": "attention"}.get(kind)
+    if kind == "fa_distributed_backward_args":
+        struct, kind = struct.forward.contents, "fa_distributed_args"
+    inner = {"fa_attention_backward_args": "forward", "fa_distributed_args": "attention"}.get(kind)
     if inner:
         return getattr(struct, inner).contents if getattr(struct, inner) else None
-    return struct if kind == "AttentionArgs" else None
+    return struct if kind == "fa_attention_args" else None
 
 
 def _heads_first(seqlen_q: int, seqlen_k: int, nheads_k: int) -> str:

@@ -60,12 +60,6 @@ def _pass_instead(name: str, view: View, dtypes: tuple[str, ...], dtype: str) ->
     return pass_cast(view.door.name, name, dtype, view.dtype)
 
 
-def _small_option(views: list[View], name: str, array: Any) -> View:
-    """One more input array with an entry for each head, as float32: 16-bit arrays are converted."""
-    view = _option(views, name, array, checks.FLOATS)
-    return view if view.dtype == "float32" else _copied(views, name, view, tuple(view.shape), "float32")
-
-
 def _columns(views: list[View], name: str, view: View, seqlen_k: int) -> View:
     """A copy of a bias or mask whose columns are not contiguous, or of which one stands for all keys. It has all
     seqlen_k columns, and one entry along every other axis that is broadcast."""
@@ -76,17 +70,13 @@ def _columns(views: list[View], name: str, view: View, seqlen_k: int) -> View:
 
 def _copied(views: list[View], name: str, view: View, shape: tuple[int, ...], dtype: str) -> View:
     """A copy in the caller's framework and on its device, added to views after the view itself."""
+    is_now = f"{name} is {view.dtype}, shape {tuple(view.shape)}, strides {tuple(view.strides)}"
+    wanted = f"{dtype} of shape {shape}, contiguous"
     if recordings.current() is not None:
-        raise Unsupported(
-            f"{name} is {view.dtype}, shape {tuple(view.shape)}, strides {tuple(view.strides)}, and would be "
-            f"copied: a recorded call reads arrays where they are; pass {dtype} of shape {shape}, contiguous"
-        )
+        raise Unsupported(f"{is_now}, and would be copied: a recorded call reads arrays where they are; pass {wanted}")
     copied = view.door.copy(view, shape, dtype, name)
     if copied is None:
-        raise BadArgument(
-            f"{name} is {view.dtype}, shape {tuple(view.shape)}, strides {tuple(view.strides)}: of {view.door.name} "
-            f"arrays {dtype} of shape {shape}, contiguous, is expected"
-        )
+        raise BadArgument(f"{is_now}: of {view.door.name} arrays {wanted}, is expected")
     views.append(copied)
     return copied
 

@@ -74,14 +74,16 @@ def given_arrays(
     return given, tuple([named[name] for name in given])
 
 
-def find(q, k, v, varlen: tuple | None, out, return_lse, options: Options) -> tuple[Any, tuple | None]:
-    """Repeats an earlier call of the same signature, if there is one: see Repeats.find."""
-    numbers = seeds(options.dropout_seed, options.dropout_offset)
-    if numbers is None:
-        return None, None
-    sizes = () if varlen is None else varlen[2:]
-    values = (return_lse, *sizes, *options.numbers())
-    return repeats.find(*given_arrays(q, k, v, varlen, out, options), values, options.window_size, numbers, True)
+def call(q, k, v, varlen: tuple | None, out, return_lse, options: Options):
+    """Repeats an earlier call of the same signature, if there is one (see Repeats.find), or goes the long way."""
+    sign, numbers = None, seeds(options.dropout_seed, options.dropout_offset)
+    if numbers is not None:
+        values = (return_lse, *(() if varlen is None else varlen[2:]), *options.numbers())
+        given = given_arrays(q, k, v, varlen, out, options)
+        results, sign = repeats.find(*given, values, options.window_size, numbers, True)
+        if results is not None:
+            return results
+    return attend(q, k, v, varlen, out, return_lse, options, sign)
 
 
 def attend(

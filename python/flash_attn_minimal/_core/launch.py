@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes as ct
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from .._arrays import View
-from ..errors import OutOfMemory, WorkspaceTooSmall
+from ..errors import WorkspaceTooSmall
 from . import recordings
 from .library import load, query_name
 from .structs import CPU, AttentionPlan, new
-
-_KEPT_SCRATCH = 64 << 20  # bytes of CPU scratch that a thread keeps for its next call
 
 
 class _Scratch(recordings.Scratch, threading.local):
@@ -52,15 +49,9 @@ def launch_with_workspace(name: str, struct: Any, args: Any, views: list[View], 
         query_of(name)(struct, plan)
         size = plan.workspace_bytes
         if on_cpu:
-            try:
-                buffer = (ct.c_char * size)()
-            except (MemoryError, OverflowError, ValueError):
-                raise OutOfMemory(f"no memory for a workspace of {size} bytes") from None
-            args.workspace, args.workspace_bytes = ct.addressof(buffer), size
+            held, args.workspace, args.workspace_bytes = kept.grow(size)
             if recording:
-                recording.keep(buffer)
-            if recording or size <= _KEPT_SCRATCH:
-                kept.place = buffer, args.workspace, size
+                recording.keep(held)
         else:
             scratch = qv.door.empty(qv, (size,), "uint8")
             args.workspace, args.workspace_bytes = scratch.pointer, size

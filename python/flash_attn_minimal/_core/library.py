@@ -12,7 +12,7 @@ from typing import Any
 from .. import errors
 from ..errors import FlashAttnError, LibraryNotFound
 from .error_texts import explained
-from .structs import AttentionArgs, AttentionBackwardArgs, AttentionPlan, Call, KVCacheArgs, MergeArgs, QuantizeArgs
+from .structs import LAUNCHES, AttentionPlan, Call
 
 LIBRARY_NAME = "libflash_attn_minimal.so"
 
@@ -34,14 +34,6 @@ KERNEL_TABLES = {
     "linear": "fa_dense_linear_kernel",
     "w4_linear": "fa_linear_kernel",
     "w4_linear_chain": "fa_chain_kernel",
-}
-
-LAUNCHES = {
-    "attention_forward": AttentionArgs,
-    "attention_backward": AttentionBackwardArgs,
-    "kvcache_attention": KVCacheArgs,
-    "attention_merge": MergeArgs,
-    "quantize_fp8": QuantizeArgs,
 }
 
 
@@ -103,7 +95,9 @@ def load() -> ct.CDLL:
     for name in ("attention_forward", "attention_backward", "kvcache_attention"):
         declare(lib, query_name(name), ct.c_int, ct.POINTER(LAUNCHES[name]), ct.POINTER(AttentionPlan))
     for table in KERNEL_TABLES.values():
-        declare_table(lib, table)
+        declare(lib, f"{table}_count", ct.c_int32)
+        for what, result in (("name", ct.c_char_p), ("summary", ct.c_char_p), ("device", ct.c_int32)):
+            declare(lib, f"{table}_{what}", result, ct.c_int32)
     for platform in ("cpu", "cuda"):
         declare(lib, f"fa_xla_call_{platform}", ct.c_void_p, ct.c_void_p)
     declare(lib, "fa_run_call", ct.c_int, ct.c_void_p, ct.c_char_p, ct.c_void_p)
@@ -152,14 +146,6 @@ def declare(lib: ct.CDLL, name: str, result: type | None, *arguments: Any) -> An
 def declare_launch(lib: ct.CDLL, name: str, struct: type[ct.Structure]) -> None:
     """Types a function of one struct and a stream, which then raises on a bad status."""
     declare(lib, name, ct.c_int, ct.POINTER(struct), ct.c_void_p).errcheck = raise_on_error
-
-
-def declare_table(lib: ct.CDLL, prefix: str) -> None:
-    """Types the functions of a table of kernels."""
-    declare(lib, f"{prefix}_count", ct.c_int32)
-    declare(lib, f"{prefix}_name", ct.c_char_p, ct.c_int32)
-    declare(lib, f"{prefix}_summary", ct.c_char_p, ct.c_int32)
-    declare(lib, f"{prefix}_device", ct.c_int32, ct.c_int32)
 
 
 def raise_on_error(status: int, function: object, arguments: tuple) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections import namedtuple
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict, TypeVar
 
 from .. import _arrays
@@ -18,7 +18,7 @@ from .._arrays import View
 from .._arrays.words import pass_cast
 from ..errors import BadArgument
 from . import checks
-from .fields import _broadcast, _columns, _destination, _empty, _option, _put_strides, _put_tensor, _small_option
+from .fields import _broadcast, _columns, _copied, _destination, _empty, _option, _put_strides, _put_tensor
 from .structs import DTYPES, AttentionArgs, new
 
 if TYPE_CHECKING:
@@ -114,14 +114,11 @@ def with_signature(declared: type, without: Collection[str] = (), **defaults: An
     def named(function: Any) -> Any:
         signature = inspect.signature(function)
         *before, _ = signature.parameters.values()
+        by_keyword, hints = inspect.Parameter.KEYWORD_ONLY, hints_of(declared)
+        shown = {name: defaults[name] if name in defaults else default_of(hints[name]) for name in hints}
         after = [
-            inspect.Parameter(
-                name,
-                inspect.Parameter.KEYWORD_ONLY,
-                annotation=hint,
-                default=defaults[name] if name in defaults else default_of(hint),
-            )  # fmt: skip
-            for name, hint in hints_of(declared).items()
+            inspect.Parameter(name, by_keyword, annotation=hints[name], default=default)
+            for name, default in shown.items()
             if name not in without
         ]
         function.__signature__ = signature.replace(parameters=[*before, *after])
@@ -260,7 +257,9 @@ def _put_block_mask(args: AttentionArgs, views: list[View], array: Any) -> None:
 
 def _per_head(views: list[View], name: str, array: Any, *shapes: tuple[int, ...]) -> View:
     """An array with an entry for each head, as float32, of one of these shapes; the first is (heads,)."""
-    view, heads = _small_option(views, name, array), shapes[0][0]
+    view, heads = _option(views, name, array, checks.FLOATS), shapes[0][0]
+    if view.dtype != "float32":
+        view = _copied(views, name, view, tuple(view.shape), "float32")
     if tuple(view.shape) not in shapes:
         advice = f"; pass {name}.reshape({heads})" if math.prod(view.shape) == heads else ""
         raise BadArgument(f"{name} has shape {tuple(view.shape)}: expected {' or '.join(map(str, shapes))}{advice}")
@@ -363,8 +362,7 @@ def _sequences(args: AttentionArgs, views: list[View], cu_q, cu_k, max_q, max_k)
     cu_q = _option(views, "cu_seqlens_q", cu_q, ("int32",))
     cu_k = _option(views, "cu_seqlens_k", cu_k, ("int32",))
     for name, view in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
-        if len(view.shape) != 1 or view.shape[0] < 1:
-            raise BadArgument(f"{name} has shape {tuple(view.shape)}: expected (batch + 1,)")
+        checks.shape(name, view, len(view.shape) == 1 and view.shape[0] > 0, "(batch + 1,)")
         checks.last_axis(name, view)
     if cu_k.shape[0] != cu_q.shape[0]:
         raise BadArgument(
@@ -384,13 +382,15 @@ def _longest(of: str, value: Any) -> int:
     return checks.integer(f"max_seqlen_{of}", value, 0, 2**63 - 1)
 
 
-def _output(args: AttentionArgs, views: list[View], out: Any, shape: tuple[int, ...], zeroed: bool) -> View:
-    """The given output or a new one, put into args."""
+def _output(
+    args: AttentionArgs, views: list[View], out: Any, shape: tuple[int, ...], zeroed: bool, names: Sequence[str] = "qkv"
+) -> View:
+    """The given output or a new one, put into args. names: of the first views."""
     qv = views[0]
     dtype = _NAMES.get(args.out_dtype) or ("bfloat16" if qv.dtype == "float8_e4m3fn" else qv.dtype)
     if out is None:
         view = qv.door.full(qv, shape, dtype, 0) if zeroed else _empty(qv, shape, dtype)
     else:
-        view = _destination("out", out, dict(zip("qkv", views, strict=False)), shape, dtype)
+        view = _destination("out", out, dict(zip(names, views, strict=False)), shape, dtype)
     _put_tensor(args, "out", view)
     return view

@@ -8,11 +8,14 @@ each call. Only the contents of the arrays may have changed: lengths, tokens, pa
 from __future__ import annotations
 
 import ctypes as ct
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ..errors import Unsupported
+import numpy as np
+
+from ..errors import OutOfMemory, Unsupported
 from .library import load, share_threads
 from .structs import CPU, OPERATIONS, Call
 
@@ -65,6 +68,18 @@ class Scratch:
     """Memory for workspaces on the CPU; it grows when a call needs more."""
 
     place: tuple[Any, int, int] = None, 0, 0  # the buffer, its address and size: users of the address hold the buffer
+    most = 64 << 20  # bytes that stay for the next call
+
+    def grow(self, size: int) -> tuple[Any, int, int]:
+        """A new place of this size."""
+        try:
+            buffer = np.empty(size, np.uint8)
+        except (MemoryError, OverflowError, ValueError):
+            raise OutOfMemory(f"no memory for a workspace of {size} bytes") from None
+        place = buffer, buffer.ctypes.data, size
+        if size <= self.most:
+            self.place = place
+        return place
 
 
 class Recording:
@@ -81,6 +96,7 @@ class Recording:
         self._kept: list[Any] = []
         self._counted: list[list[Any]] = []  # the Views of calls whose frameworks count writes
         self.scratch = Scratch()
+        self.scratch.most = sys.maxsize
 
     def __enter__(self) -> Recording:
         if _thread.recording:

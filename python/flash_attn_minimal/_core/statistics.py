@@ -10,6 +10,8 @@ import numpy as np
 
 from .._arrays import View
 from .checks import flag
+from .fields import _results
+from .forward import _new
 from .launch import launch_with_workspace
 from .options import Options, _output, _prepare
 from .structs import CPU, AttentionArgs
@@ -65,12 +67,10 @@ def attend(q, k, v, varlen: tuple | None, out, results: Results, options: Option
     given: list[View] = []
     for name, (shape, fill) in shapes.items():
         if getattr(results, name):
-            empty = fill is None
-            given.append(qv.door.empty(qv, shape, "float32") if empty else qv.door.full(qv, shape, "float32", fill))
+            given.append(_new(qv, shape, fill))
             setattr(args, name, given[-1].pointer or _PLACEHOLDER)  # an empty array has no address
     launch_with_workspace("attention_forward", args, args, views, (out_view, *given))
-    result = out if out is not None else out_view.door.result(out_view)
-    return result, *(view.door.result(view) for view in given)
+    return _results(out, out_view, None), *(view.door.result(view) for view in given)
 
 
 def _last(cu: View) -> int | None:

@@ -11,8 +11,6 @@ import ctypes as ct
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from .. import _arrays
 from .._arrays import View
 from .._core import recordings
@@ -37,13 +35,17 @@ class RankCall:
         self.places: list[tuple[ct.Structure, str] | None] = []  # (struct, field) for each array of the caller
         self.numbers: list[tuple[ct.Structure, str]] = []  # fields for numbers that a repeated call puts in anew
         self.written: list[int] = []  # positions of the arrays that the call writes, if the framework counts writes
-        self.outputs: list[tuple] = []  # (struct, field, its View; later a maker), or (position in arrays,)
+        self.results: list[int | None] = []  # for each result its position in the caller's arrays; None: a new array
+        self.made: list[tuple[ct.Structure, str, View]] = []  # the new arrays and their fields
+        self.makers: list[Callable[[Any], Any]] = []  # how a repeated call makes them
         self._workspace_bytes, self._make_workspace = 0, None  # on a GPU: makes a workspace of this size
 
     def output(self, struct: ct.Structure, field: str, view: View, given: int | None = None) -> None:
         """Adds a result: a new array, or number `given` of the caller's arrays."""
         setattr(struct, field, view.pointer)
-        self.outputs.append((struct, field, view) if given is None else (given,))
+        self.results.append(given)
+        if given is None:
+            self.made.append((struct, field, view))
 
     def ask(self, kind: str, rank: int, size: int) -> DistributedPlan:
         """The plan of the library's query."""
@@ -56,7 +58,7 @@ class RankCall:
         """Prepares this call on the group, and afterwards keeps it for the next call of this signature. Returns, for
         Group.collective, a function that launches and a function that returns the results."""
         places = [place for place in self.places if place] + self.numbers
-        places += [output[:2] for output in self.outputs if len(output) > 1]
+        places += [(struct, field) for struct, field, _ in self.made]
         filled = new(GROUP_CALLS[self.name])
         filled.args = ct.pointer(self.outer)
         filled.kind, filled.rank, filled.size = KINDS[group.kind], group.rank, group.size
@@ -68,20 +70,20 @@ class RankCall:
             sign = None  # a copied array has to be copied again at every call
 
         if self.door.wrote:
-            given = {output[0] for output in self.outputs if len(output) == 1}
             owners = [view.owner for view in views if view.written]
-            self.written = [i for i, x in enumerate(arrays) if i in given or any(x is owner for owner in owners)]
+            self.written = [i for i, x in enumerate(arrays) if i in self.results or any(x is owner for owner in owners)]
 
         def finish() -> list[Any]:
+            made, self.made = [view for *_, view in self.made], []
             self._wrote(arrays)
             if self.door.join:
-                self.door.join([*views, *[output[2] for output in self.outputs if len(output) > 1]])
-            results = [
-                arrays[output[0]] if len(output) == 1 else output[2].door.result(output[2]) for output in self.outputs
-            ]
+                self.door.join([*views, *made])
             if sign is not None:
-                self._keep(group, sign, views[0])
-            return results
+                self.makers = [self.door.maker(views[0], view) for view in made]
+                if len(group.calls) >= _MOST_PREPARED:
+                    group.calls.clear()
+                group.calls[sign] = self
+            return self._in_order([view.door.result(view) for view in made], arrays)
 
         stream = None if self.on_cpu else self.door.stream(views)
         values = [getattr(*place) or 0 for place in places]
@@ -93,41 +95,32 @@ class RankCall:
         address = self.door.address
         try:
             values = [address(array) for place, array in zip(self.places, arrays, strict=True) if place]
-            values += numbers
-            results = []
-            for output in self.outputs:
-                if len(output) == 1:
-                    results.append(arrays[output[0]])
-                else:
-                    results.append(output[2](arrays[0]))
-                    values.append(address(results[-1]))
+            made = [make(arrays[0]) for make in self.makers]
+            values += *numbers, *map(address, made)
             stream = None if self.on_cpu else self.door.current_stream(self.index)
         except RuntimeError:
             return None
 
         def finish() -> list[Any]:
             self._wrote(arrays)
-            return results
+            return self._in_order(made, arrays)
 
         return self._launcher(group, values, stream, arrays), finish
+
+    def _in_order(self, made: list[Any], arrays: tuple) -> list[Any]:
+        """The results: new arrays and given ones."""
+        new = iter(made)
+        return [next(new) if given is None else arrays[given] for given in self.results]
 
     def _wrote(self, arrays: tuple) -> None:
         if self.written:
             self.door.wrote([arrays[i] for i in self.written])
 
-    def _keep(self, group: Group, sign: tuple, like: View) -> None:
-        maker = self.door.maker
-        self.outputs = [
-            output if len(output) == 1 else (*output[:2], maker(like, output[2])) for output in self.outputs
-        ]
-        if len(group.calls) >= _MOST_PREPARED:
-            group.calls.clear()
-        group.calls[sign] = self
-
     def _workspace(self, group: Group, size: int, array: Any) -> tuple[Any, int, int]:
         """A workspace: what keeps it alive, its address, and its size, at least `size` bytes. array: q."""
         if self.on_cpu:
-            return _told(group.scratch(size))
+            buffer, _, has = group.scratch.place
+            return group.scratch.place if buffer is not None and has >= size else group.scratch.grow(size)
         if not size:
             return None, 0, 0
         if size != self._workspace_bytes:
@@ -151,9 +144,8 @@ class RankCall:
             if status := run(prepared.address, prepared.pack(*values, address, size, handle), stream):
                 raise failure(status, self.outer)
 
-        if self.on_cpu and group.at_hand is not None:  # the library compares it with the plan of this call
-            workspace = _told(group.at_hand)
-        else:
+        workspace = group.scratch.place  # the library compares it with the plan of this call
+        if not self.on_cpu or workspace[0] is None:
             workspace = self._workspace(group, plan().workspace_bytes, arrays[0])
 
         def launch_all(handle: int) -> None:
@@ -169,10 +161,6 @@ class RankCall:
             launch(handle, larger)
 
         return launch_all
-
-
-def _told(kept: np.ndarray) -> tuple[Any, int, int]:
-    return kept, _arrays.NUMPY.address(kept), kept.size
 
 
 def make_call(

@@ -7,7 +7,7 @@ import functools
 
 from .._core import library
 from .._core.library import declare, raise_on_error
-from .._core.structs import AttentionArgs, AttentionBackwardArgs, KVCacheArgs, _checked, members, sized
+from .._core.structs import AttentionArgs, AttentionBackwardArgs, KVCacheArgs, struct
 
 KINDS = {"threads": 1, "processes": 2, "nccl": 3}
 LAYOUTS = {"contiguous": 1, "zigzag": 2, "flat": 3}
@@ -17,78 +17,50 @@ MOST_RANKS = 1024
 # int all_gather(void* context, const void* mine, void* all, size_t bytes)
 AllGather = ct.CFUNCTYPE(ct.c_int, ct.c_void_p, ct.c_void_p, ct.c_void_p, ct.c_size_t)
 
+GroupArgs = struct(
+    "fa_group_args",
+    "int32 kind rank size device device_index reserved",
+    "int64 timeout_ms",
+    ("all_gather", AllGather),
+    "pointer context nccl_comm",
+    "text nccl_library",
+)
 
-@_checked
-class GroupArgs(ct.Structure):
-    """fa_group_args."""
+Segment = struct("fa_segment", "int32 sequence begin end", sized=False, checked=False)
 
-    _fields_ = sized(
-        "int32 kind rank size device device_index reserved",
-        "int64 timeout_ms",
-        ("all_gather", AllGather),
-        "pointer context nccl_comm",
-        "text nccl_library",
-    )
+DistributedArgs = struct(
+    "fa_distributed_args",
+    ("attention", ct.POINTER(AttentionArgs)),
+    "pointer cu_seqlens_q cu_seqlens_k",
+    "int32 batch layout mode groups",
+)
 
+DistributedPlan = struct(
+    "fa_distributed_plan",
+    "int32 status mode groups calls",
+    "int64 rows_q rows_k",
+    "size workspace_bytes shared_bytes",
+    "int64 received_bytes",
+    ("why_not", ct.c_char * 1472),
+    checked=False,
+)
 
-class Segment(ct.Structure):
-    """fa_segment."""
+DistributedBackwardArgs = struct(
+    "fa_distributed_backward_args",
+    ("forward", ct.POINTER(DistributedArgs)),
+    ("gradients", ct.POINTER(AttentionBackwardArgs)),
+)
 
-    _fields_ = members("int32 sequence begin end")
+DistributedDecodeArgs = struct("fa_distributed_decode_args", ("cache", ct.POINTER(KVCacheArgs)))
 
-
-@_checked
-class DistributedArgs(ct.Structure):
-    """fa_distributed_args."""
-
-    _fields_ = sized(
-        ("attention", ct.POINTER(AttentionArgs)),
-        "pointer cu_seqlens_q cu_seqlens_k",
-        "int32 batch layout mode groups",
-    )
-
-
-class DistributedPlan(ct.Structure):
-    """fa_distributed_plan."""
-
-    _fields_ = sized(
-        "int32 status mode groups calls",
-        "int64 rows_q rows_k",
-        "size workspace_bytes shared_bytes",
-        "int64 received_bytes",
-        ("why_not", ct.c_char * 1472),
-    )
-
-
-@_checked
-class DistributedBackwardArgs(ct.Structure):
-    """fa_distributed_backward_args."""
-
-    _fields_ = sized(
-        ("forward", ct.POINTER(DistributedArgs)),
-        ("gradients", ct.POINTER(AttentionBackwardArgs)),
-    )
-
-
-@_checked
-class DistributedDecodeArgs(ct.Structure):
-    """fa_distributed_decode_args."""
-
-    _fields_ = sized(("cache", ct.POINTER(KVCacheArgs)))
-
-
-@_checked
-class DistributedMergeArgs(ct.Structure):
-    """fa_distributed_merge_args."""
-
-    _fields_ = sized(
-        "int32 device dtype nheads headdim_v",
-        "int64 rows",
-        "tensor out",
-        "pointer lse workspace",
-        "size workspace_bytes",
-    )
-
+DistributedMergeArgs = struct(
+    "fa_distributed_merge_args",
+    "int32 device dtype nheads headdim_v",
+    "int64 rows",
+    "tensor out",
+    "pointer lse workspace",
+    "size workspace_bytes",
+)
 
 # The functions fa_distributed_<name> of a group, one struct and a stream.
 CALLS = {
@@ -98,14 +70,13 @@ CALLS = {
     "merge": DistributedMergeArgs,
 }
 
-
-def _group_call(args: type[ct.Structure]) -> type[ct.Structure]:
-    """fa_group_call, with the type of what `args` points to."""
-    fields = sized("pointer group", ("args", ct.POINTER(args)), "int32 kind rank size reserved")
-    return type("GroupCall", (ct.Structure,), {"_fields_": fields})
-
-
-GROUP_CALLS = {name: _group_call(args) for name, args in CALLS.items()}
+# For each, fa_group_call with the type of what `args` points to.
+GROUP_CALLS = {
+    name: struct(
+        "fa_group_call", "pointer group", ("args", ct.POINTER(args)), "int32 kind rank size reserved", checked=False
+    )
+    for name, args in CALLS.items()
+}
 
 
 @functools.cache
@@ -119,13 +90,13 @@ def load() -> ct.CDLL:
         "fa_group_reserve": (group, ct.c_size_t),
         "fa_group_refuse": (group, ct.c_int, ct.c_char_p),
         "fa_distributed_segments": (*[ct.c_int32] * 4, cu_seqlens, segments, ct.c_int64, ct.POINTER(ct.c_int64)),
-        **{f"fa_distributed_{name}": (group, ct.POINTER(struct), ct.c_void_p) for name, struct in CALLS.items()},
+        **{f"fa_distributed_{name}": (group, ct.POINTER(args), ct.c_void_p) for name, args in CALLS.items()},
     }
     for name, arguments in collectives.items():
         declare(lib, name, ct.c_int, *arguments).errcheck = raise_on_error
     declare(lib, "fa_group_destroy", None, group)
     declare(lib, "fa_group_abort", None, group, ct.c_char_p)
-    for name, struct in CALLS.items():
+    for name, args in CALLS.items():
         query = "fa_distributed_query" if name == "forward" else f"fa_distributed_{name}_query"
-        declare(lib, query, ct.c_int, ct.POINTER(struct), *[ct.c_int32] * 3, plan)
+        declare(lib, query, ct.c_int, ct.POINTER(args), *[ct.c_int32] * 3, plan)
     return lib

@@ -64,15 +64,15 @@ class RankOptions(AttentionOptions, total=False):
     groups: int
 
 
-_WHERE = {"cu_seqlens_q": None, "cu_seqlens_k": None, "seqlen_q": None, "seqlen_k": None}
-_WHERE |= {"layout": "zigzag", "mode": "auto", "groups": 0}
-shows_options = with_signature(RankOptions, **_WHERE)
+WHERE = {"cu_seqlens_q": None, "cu_seqlens_k": None, "seqlen_q": None, "seqlen_k": None}
+WHERE |= {"layout": "zigzag", "mode": "auto", "groups": 0}
+shows_options = with_signature(RankOptions, **WHERE)
 
 
 def split_options(function: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], Options]:
     """The arguments of _Whole, and the options of attention, among a function's keyword arguments."""
-    where = {name: given.get(name, default) for name, default in _WHERE.items()}
-    return where, _options_of(function, {name: x for name, x in given.items() if name not in _WHERE})
+    where = {name: given.get(name, default) for name, default in WHERE.items()}
+    return where, _options_of(function, {name: x for name, x in given.items() if name not in WHERE})
 
 
 class _Whole:
@@ -235,10 +235,6 @@ def _shows_rows(call: DistributedArgs, cu_q: np.ndarray, size: int) -> bool:
 def check_place(group: Group, view: View, name: str = "q") -> None:
     if view.place != group.device:
         raise BadArgument(f"{name} is on {view.place}, but the group's device of rank {group.rank} is {group.device}")
-
-
-def _sign(arrays: tuple, values: tuple, options: Options) -> tuple | None:
-    return signature(arrays, (*values, *[options[i] for i in _NUMBERS]), options.window_size)
 
 
 def check_group(group: Any) -> None:
@@ -415,8 +411,8 @@ def _make(name: str, group: Group, arrays: tuple, repeats: tuple | None, options
     def start() -> tuple[tuple | None, Any]:
         where, chosen = split_options(name, options)
         whole = _Whole(**where)
-        sign = repeats and _sign(arrays, (*repeats, *whole.values()), chosen)
-        return sign, lambda: prepare(whole, chosen)
+        values = repeats and (*repeats, *whole.values(), *[chosen[i] for i in _NUMBERS])
+        return values and signature(arrays, values, chosen.window_size), lambda: prepare(whole, chosen)
 
     return make_call(group, arrays, start)
 
@@ -454,18 +450,13 @@ def plan(
     where, chosen = split_options("plan", options)
     args, call, views, lengths = _prepare(q, k, v, _Whole(**where), chosen, rank, size)
     qv, kv, vv = views[:3]
-    heads, dim, dim_v = args.nheads, args.headdim, args.headdim_v
+    heads, heads_k, dim, dim_v = args.nheads, args.nheads_k, args.headdim, args.headdim_v
     _put_strides(args, "out", None, (0, heads * dim_v, dim_v), ("batch", "row", "head"))
     name, outer = "forward", call
     if checks.flag("backward", backward):
         gradients, name, outer = new(AttentionBackwardArgs), "backward", new(DistributedBackwardArgs)
         outer.forward, outer.gradients = ct.pointer(call), ct.pointer(gradients)
-        for x, n, d in (
-            ("dout", heads, dim_v),
-            ("dq", heads, dim),
-            ("dk", args.nheads_k, dim),
-            ("dv", args.nheads_k, dim_v),
-        ):
+        for x, n, d in (("dout", heads, dim_v), ("dq", heads, dim), ("dk", heads_k, dim), ("dv", heads_k, dim_v)):
             _put_strides(gradients, x, None, (0, n * d, d), ("batch", "row", "head"))
     lib = load()
     found = RankCall(name, outer, args, qv, lengths).ask(kind, rank, size)

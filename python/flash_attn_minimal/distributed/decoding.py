@@ -12,12 +12,11 @@ import numpy as np
 from .. import _arrays
 from .._arrays import View
 from .._core import checks
-from .._core.fields import _put_tensor
-from .._core.options import Array
+from .._core.options import Array, _output
 from .._core.repeats import signature
 from .._core.structs import DTYPES, AttentionArgs, new
 from ..errors import BadArgument
-from ..kvcache import _LENGTHS, SIGNATURE, _given_out, _keys, _prepare_step, _repeats, _Step, arguments_of, step_of
+from ..kvcache import _LENGTHS, INPUTS, SIGNATURE, _keys, _prepare_step, _repeats, _Step, arguments_of, step_of
 from ._rank_call import RankCall, make_call
 from ._structs import DistributedDecodeArgs, DistributedMergeArgs
 from .calls import check_group, check_place, put_rows, rows_of
@@ -70,9 +69,7 @@ def decode(group: Group, q: Array, k_cache: Array, v_cache: Array, *arguments: A
                 array = None  # nothing to append, so its address is not needed
             is_array = array is not None and not isinstance(array, (int, np.integer))
             prepared.places.append((args if kind is AttentionArgs else call, field) if is_array else None)
-        shape = (*qv.shape[:3], args.headdim_v)
-        view = qv.door.empty(qv, shape, qv.dtype) if out is None else _given_out(out, views, shape)
-        _put_tensor(args, "out", view)
+        view = _output(args, views, out, (*qv.shape[:3], args.headdim_v), False, INPUTS)
         prepared.output(args, "out_data", view, None if out is None else len(arrays) - 1)
         if return_lse:
             prepared.output(args, "lse", qv.door.empty(qv, (args.batch, args.nheads, args.seqlen_q), "float32"))
@@ -118,8 +115,7 @@ def merge(group: Group, out: Array, lse: Array) -> tuple[Array, Array]:
     def prepare() -> tuple[RankCall, list[View]]:
         views = [_arrays.view(out, "out"), _arrays.view(lse, "lse")]
         ov, lv = views
-        if len(ov.shape) not in (3, 4):
-            raise BadArgument(f"out has shape {tuple(ov.shape)}: expected (rows, nheads, headdim_v)")
+        checks.shape("out", ov, len(ov.shape) in (3, 4), "(rows, nheads, headdim_v)")
         checks.floats("out", ov)
         checks.last_axis("out", ov)
         checks.same_place("lse", lv, "out", ov)

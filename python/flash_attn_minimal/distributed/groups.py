@@ -21,8 +21,9 @@ import numpy as np
 
 from .._core.checks import integer, number, one_of, quoted
 from .._core.library import _ERRORS
+from .._core.recordings import Scratch
 from .._core.structs import CPU, CUDA, new
-from ..errors import BadArgument, FlashAttnError, OutOfMemory, RankLost, Unsupported
+from ..errors import BadArgument, FlashAttnError, RankLost, Unsupported
 from ._structs import KINDS, MOST_RANKS, AllGather, GroupArgs, load
 
 AllGatherFunction = Callable[[bytes], Sequence[bytes]]
@@ -30,7 +31,6 @@ Result = TypeVar("Result")
 
 _numbers = itertools.count()
 named: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()  # a graph of operators holds only names
-_KEPT_SCRATCH = 64 << 20  # bytes of CPU workspace that a group keeps for its next call
 
 
 class Group:
@@ -55,7 +55,7 @@ class Group:
         self._turn, self._ending = threading.RLock(), threading.RLock()
         self._calling = False  # whether the thread that holds _turn is in a call
         self._crew, self._process = crew, os.getpid()
-        self.at_hand: np.ndarray | None = None  # scratch memory of the CPU
+        self.scratch = Scratch()
         self.calls: dict[tuple, Any] = {}  # calls by signature; see _rank_call.py
         self._handle: int | None = None
         handle = ct.c_void_p()
@@ -170,17 +170,6 @@ class Group:
         text = str(error) if isinstance(error, FlashAttnError) else f"{type(error).__name__}: {error}"
         with contextlib.suppress(FlashAttnError):  # `error` is the one to raise, not an error of refusing
             load().fa_group_refuse(self._handle, status, text.encode())
-
-    def scratch(self, size: int) -> np.ndarray:
-        """The workspace of a call on the CPU: at least `size` bytes."""
-        kept = self.at_hand
-        if kept is None or kept.size < size:
-            try:
-                kept = np.empty(size, np.uint8)
-            except (MemoryError, ValueError):
-                raise OutOfMemory(f"no memory for a workspace of {size} bytes") from None
-            self.at_hand = kept if size <= _KEPT_SCRATCH else None
-        return kept
 
 
 class _Crew:

@@ -134,8 +134,7 @@ class Mask:
         """The mask on another device. A dtype, which tensors take here, is ignored."""
         device = torch._C._nn._parse_to(*args, **kwargs)[0]
         moved = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, torch.Tensor)}
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "ndim"}
-        return Mask(**fields | moved) if moved and device is not None else self
+        return replace(self, **moved) if moved and device is not None else self
 
     @property
     def positional(self) -> bool:
@@ -511,70 +510,48 @@ def _attend(q, k, v, mask: Mask, bias, dropout: float, options: dict) -> torch.T
     if bias is None and not dropout and not graded and mask.documents is None and not mask.pack_rows:
         if not mask.full or mask.starts is not None or q.shape[1] <= FEW_ROWS:
             if mask.valid is None or mask.starts is not None:
-                return _over_cache(q, k, v, mask, options)
+                call = kvcache_operator if torch.compiler.is_compiling() else flash_attn_with_kvcache
+                return call(  # where the keys lie in the cache: nothing is copied
+                    q, k, v, cache_seqlens=mask.ends, cache_leftpad=mask.starts, sinks=options["sinks"],
+                    softmax_scale=options["softmax_scale"], softcap=options["softcap"], causal=mask.causal,
+                    window_size=mask.window, attention_chunk=mask.chunk,
+                )  # fmt: skip
     options = options | {"causal": mask.causal, "window_size": mask.window, "attention_chunk": mask.chunk}
     options["dropout_p"] = dropout
     if mask.documents is not None and bias is None:
         _, cu_seqlens, longest = mask.document_packing
         return _packed(q, k, v, (cu_seqlens, cu_seqlens, longest, longest), options)
     if mask.pack_rows and bias is None:
-        return _unpadded_rows(q, k, v, mask.packing, options)
+        rows, cu_seqlens, longest = mask.packing
+        if k.shape[1] != q.shape[1]:  # q is the start of a cache: from numbers in the flattened cache to those in q
+            rows = rows // k.shape[1] * q.shape[1] + rows % k.shape[1]
+            k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
+        return _packed(q, k, v, (cu_seqlens, cu_seqlens, longest, longest), options, rows, rows)
     if mask.valid is not None and bias is None and not mask.positional:
-        return _unpadded_keys(q, k, v, mask.packing, options)
+        keys, cu_seqlens, longest = mask.packing
+        batch, seqlen = q.shape[:2]
+        cu_q = torch.arange(0, (batch + 1) * seqlen, seqlen, device=q.device, dtype=torch.int32)
+        return _packed(q, k, v, (cu_q, cu_seqlens, seqlen, longest), options, keys=keys)
     if not mask.full or mask.starts is not None or mask.documents is not None:
-        sees = _documents_too(mask, mask.array(q.device))
+        sees = mask.array(q.device)
+        if mask.documents is not None:
+            sees = sees & (mask.documents[:, None, :, None] == mask.documents[:, None, None])
         options |= {"causal": False, "window_size": (-1, -1), "attention_chunk": 0, "mask": sees}
     elif mask.valid is not None:
         options["mask"] = mask.valid[:, None, None]
     return attend(q, k, v, bias=_aligned(bias, k), **options)
 
 
-def _documents_too(mask: Mask, sees: torch.Tensor) -> torch.Tensor:
-    if mask.documents is None:
-        return sees
-    return sees & (mask.documents[:, None, :, None] == mask.documents[:, None, None])
-
-
-def _packed(q, k, v, lengths, options: dict) -> torch.Tensor:
+def _packed(q, k, v, lengths, options: dict, rows=None, keys=None) -> torch.Tensor:
     """Attention of sequences that follow each other in the flattened batch. lengths: cu_seqlens_q, cu_seqlens_k and the
-    longest of each."""
+    longest of each. rows, keys: the numbers of those that count, None: all of them. The result of other rows is 0."""
     cu_q, cu_k, longest_q, longest_k = lengths
-    q_, k_, v_ = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
+    flat = zip((q, k, v), (rows, keys, keys), strict=True)
+    q_, k_, v_ = (x.flatten(0, 1) if at is None else x.flatten(0, 1).index_select(0, at) for x, at in flat)
     out = attend(q_, k_, v_, (cu_q.int(), cu_k.int(), int(longest_q), int(longest_k)), **options)
-    return out.view(*q.shape[:2], *out.shape[1:])
-
-
-def _unpadded_rows(q, k, v, packing: Packing, options: dict) -> torch.Tensor:
-    """Attention of the rows of a padded batch that count, packed. If k is longer than q, q is the start of a cache."""
-    batch, seqlen = q.shape[:2]
-    rows, cu_seqlens, longest = packing
-    if k.shape[1] != seqlen:  # from numbers in the flattened cache to numbers in the flattened queries
-        rows = rows // k.shape[1] * seqlen + rows % k.shape[1]
-        k, v = k[:, :seqlen], v[:, :seqlen]
-    packed = (x.reshape(-1, *x.shape[2:]).index_select(0, rows) for x in (q, k, v))
-    out = attend(*packed, (cu_seqlens, cu_seqlens, longest, longest), **options)
-    return out.new_zeros(batch * seqlen, *out.shape[1:]).index_copy(0, rows, out).unflatten(0, (batch, seqlen))
-
-
-def _unpadded_keys(q, k, v, packing: Packing, options: dict) -> torch.Tensor:
-    """Attention of all rows over the keys that count."""
-    batch, seqlen = q.shape[:2]
-    rows, cu_seqlens, longest = packing
-    k, v = (x.reshape(-1, *x.shape[2:]).index_select(0, rows) for x in (k, v))
-    cu_seqlens_q = torch.arange(0, (batch + 1) * seqlen, seqlen, device=q.device, dtype=torch.int32)
-    out = attend(q.flatten(0, 1), k, v, (cu_seqlens_q, cu_seqlens, seqlen, longest), **options)
-    return out.unflatten(0, (batch, seqlen))
-
-
-def _over_cache(q, k, v, mask: Mask, options: dict) -> torch.Tensor:
-    """Attention over keys where they lie in the cache, some of which may not count. No gradient; nothing is copied."""
-    call = kvcache_operator if torch.compiler.is_compiling() else flash_attn_with_kvcache
-    return call(
-        q, k, v,
-        cache_seqlens=mask.ends, cache_leftpad=mask.starts, sinks=options["sinks"],
-        softmax_scale=options["softmax_scale"], softcap=options["softcap"], causal=mask.causal, window_size=mask.window,
-        attention_chunk=mask.chunk,
-    )  # fmt: skip
+    if rows is not None:
+        out = out.new_zeros(q.shape[0] * q.shape[1], *out.shape[1:]).index_copy(0, rows, out)
+    return out.unflatten(0, q.shape[:2])
 
 
 def _paged(module, query, key, value, cache, window: tuple[int, int], options: dict, kwargs: dict) -> torch.Tensor:

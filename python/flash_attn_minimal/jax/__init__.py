@@ -8,15 +8,7 @@ XLA's; the workspace is an additional result of the custom call, which the calle
     nn                  jax.nn.dot_product_attention, and attention over a cache as a function without side effects
     context_parallel    attention of sequences that are spread over the devices of a mesh axis
 
-and inside it
-
-    _attention    both passes of flash_attn_func, flash_attn_varlen_func, and of sequences that fill their rows in part
-    _functions    all other functions, by calling them with placeholders: merge, attention over a cache, ops
-    _gradients    of merge and rope
-    _cuts         which axes of a function's arrays may be cut when the arrays are spread over devices
-    _partition    how a call is cut along them
-    _axes         the axes of a mesh that an array varies over, in jax.shard_map
-    _custom_call  from filled structs to a custom call
+Inside it, _attention traces calls of flash_attn_func and flash_attn_varlen_func, _functions those of all others.
 
 A call that no device of this machine can serve is refused while it is traced. vmap makes one call after the other.
 

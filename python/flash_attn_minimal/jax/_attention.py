@@ -16,15 +16,15 @@ from jax.custom_derivatives import SymbolicZero
 
 from .._core.checks import flag
 from .._core.fields import _put_tensor
+from .._core.frameworks import is_traced
 from .._core.library import load
 from .._core.options import Options, _prepare
 from .._core.structs import PART_FIELDS, AttentionBackwardArgs, new
 from ..backward import _put_dbias
 from ..errors import BadArgument, Unsupported
-from ._axes import vary
-from ._custom_call import as_array, custom_call, place, workspace_bytes
+from ._custom_call import as_array, custom_call, place, vary, workspace_bytes
 from ._cuts import head_axes, own_axes
-from ._gradients import nothing
+from ._functions import nothing
 from ._partition import Rule, is_manual, laid_like, partitioned
 
 ARRAYS = ("bias", "mask", "alibi_slopes", "sinks", "startend_row_indices", "block_mask")
@@ -108,28 +108,24 @@ def check_served(out, return_lse, options: Options, longest) -> None:
     if out is not None:
         raise Unsupported("out is given, but a traced call has no memory to write to: pass out=None")
     plain = options._asdict()
-    if is_tracer(plain["softmax_scale"]):
+    if is_traced(plain["softmax_scale"]):
         del plain["softmax_scale"]
-    if not is_tracer(options.fast_accum) and not flag("fast_accum", options.fast_accum):
+    if not is_traced(options.fast_accum) and not flag("fast_accum", options.fast_accum):
         plain["fast_accum"] = None
     for name in ("q_descale", "k_descale", "v_descale", "out_dtype", "fast_accum"):
         if plain.pop(name) is not None:
             raise Unsupported(f"{name} is given, but float8 is not served in a traced call")
     lengths = dict(zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=False))
     for name, value in {**plain, **lengths, "return_lse": return_lse}.items():
-        if any(map(is_tracer, value if isinstance(value, (tuple, list)) else (value,))):
+        if is_traced(*(value if isinstance(value, (tuple, list)) else (value,))):
             raise Unsupported(f"{name} is a traced value: pass a Python one")
-
-
-def is_tracer(value) -> bool:
-    return isinstance(value, jax.core.Tracer)
 
 
 def scaled(q, options: Options) -> tuple[Any, Options]:
     """q and options without a traced softmax_scale. q is multiplied by the scale relative to the default scale, by
     which a call without softmax_scale multiplies. So q keeps its magnitude, and with the default scale its bits."""
     scale = options.softmax_scale
-    if not is_tracer(scale):
+    if not is_traced(scale):
         return q, options
     if scale.shape != () or not jnp.issubdtype(scale.dtype, jnp.floating):
         raise BadArgument(f"softmax_scale is {scale.dtype} {scale.shape}: expected one floating-point number")
@@ -140,11 +136,10 @@ def scaled(q, options: Options) -> tuple[Any, Options]:
 def _serve_all_dtypes(given: dict, longest) -> None:
     """Converts half-precision sinks and slopes to float32, and a bias of the other half-precision dtype too. Expands a
     bias or mask with one column to all columns."""
-    for name in ("sinks", "alibi_slopes"):
-        if name in given and str(given[name].dtype) in _HALVES:
+    for name in [x for x in ("sinks", "alibi_slopes", "bias") if x in given]:
+        kind = given[name].dtype
+        if str(kind) in _HALVES and (name != "bias" or kind != given["q"].dtype):
             given[name] = jnp.asarray(given[name]).astype(jnp.float32)
-    if "bias" in given and str(given["bias"].dtype) in _HALVES and given["bias"].dtype != given["q"].dtype:
-        given["bias"] = jnp.asarray(given["bias"]).astype(jnp.float32)
     seqlen_k = longest[1] if longest else given["k"].shape[1] if given["k"].ndim == 4 else None
     for name in ("bias", "mask"):
         if name in given and given[name].ndim and given[name].shape[-1] == 1 != seqlen_k is not None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import ffi
 
 from .. import _arrays
 from .._arrays import View
@@ -18,12 +19,6 @@ from .._core.library import OK, failure, load
 from .._core.prepared import Image, pointers
 from .._core.structs import CPU, CUDA, OPERATIONS, AttentionPlan, new
 from ..errors import BadArgument, Unsupported
-from ._axes import vary
-
-try:
-    from jax import ffi
-except ImportError:  # before JAX 0.5
-    from jax.extend import ffi
 
 _TARGET = "flash_attn_minimal_call"
 # Placeholders are aligned, and farther apart than any buffer is long, so they pass checks of alignment and overlap.
@@ -141,3 +136,22 @@ def _register() -> None:
     for platform in ("cpu", "CUDA"):
         handler = getattr(lib, f"fa_xla_call_{platform.lower()}")
         ffi.register_ffi_target(_TARGET, ffi.pycapsule(handler), platform=platform)
+
+
+# ---- the axes of a mesh that arrays vary over: in jax.shard_map the same for arguments, results and gradients ----
+
+
+def vary(arrays, others) -> list:
+    """The arrays, marked as varying over every axis that any of `others` varies over."""
+    axes = frozenset().union(*map(varying_axes, others))
+    missing = [tuple(sorted(axes - varying_axes(array))) for array in arrays]
+    return [_cast(array, more) if more else array for array, more in zip(arrays, missing, strict=True)]
+
+
+def varying_axes(array) -> frozenset:
+    kind = jax.typeof(array) if hasattr(jax, "typeof") else None
+    return kind.mat.varying if hasattr(kind, "mat") else getattr(kind, "vma", frozenset())
+
+
+def _cast(array, axes):
+    return jax.lax.pcast(array, axes, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(array, axes)

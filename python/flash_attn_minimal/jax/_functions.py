@@ -10,11 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._arrays.door import Door
 from ..errors import Unsupported
-from . import _cuts, _gradients
-from ._axes import vary
-from ._custom_call import as_array, custom_call, place, workspace_bytes
+from . import _cuts
+from ._custom_call import PlaceDoor, as_array, custom_call, place, vary, workspace_bytes
 from ._partition import Rule, is_manual, laid_like, partitioned
 
 
@@ -49,7 +47,7 @@ def traced_function(function: Callable[..., Any], given: Mapping[str, Any], writ
 
     call = _with_gradient(once, function, names, plain)
     inputs = vary([jnp.asarray(x) for x in buffers.values()], arrays.values())
-    if title in _gradients.NONE:
+    if title in NO_GRADIENT:
         inputs = map(jax.lax.stop_gradient, inputs)
     found = (jax.jit(call, inline=True) if is_manual() else call)(*inputs)
     own, became = found[: len(results)], found[len(results) :]
@@ -82,13 +80,11 @@ def _with_gradient(once, function, names, plain) -> Callable[..., tuple]:
 
     def backward(saved, cotangents):
         inputs, results = saved
-        if title not in _gradients.OF:
+        if title not in OF:
             raise Unsupported(f"{title} is differentiated, but has no gradient: call it on jax.lax.stop_gradient(...)")
         by_name = dict(zip(names, inputs, strict=True))
-        gradients = _gradients.OF[title](again, by_name, plain, results, cotangents)
-        return tuple(
-            laid_like(gradients[name], x) if name in gradients else _gradients.nothing(x) for name, x in by_name.items()
-        )
+        gradients = OF[title](again, by_name, plain, results, cotangents)
+        return tuple(laid_like(gradients[name], x) if name in gradients else nothing(x) for name, x in by_name.items())
 
     def forward(*inputs):
         results = once(*inputs)
@@ -98,19 +94,14 @@ def _with_gradient(once, function, names, plain) -> Callable[..., tuple]:
     return call
 
 
-class _Recorder(Door):
+class _Recorder(PlaceDoor):
     """A door for arrays of a call that is described, not made."""
-
-    name = "JAX"
 
     def __init__(self, arguments: int, written: int):
         self.arguments, self.written = arguments, written
         self.results: list = []
         self.workspace: int | None = None
         self.call: tuple | None = None
-
-    def view(self, array, name):
-        return array
 
     def empty(self, like, shape, dtype):
         self.results.append(place(self.arguments + len(self.results), shape, dtype, self))
@@ -143,3 +134,41 @@ class _Described:
         became = [types[names.index(name)] for name in written]
         aliases = {names.index(name): len(self.results) + i for i, name in enumerate(written)}
         self.run = custom_call(*door.call, [*self.results, *became], door.workspace, aliases)
+
+
+# ---- gradients of these functions, in JAX's own operations where the library has none ----
+
+NO_GRADIENT = ("sample", "quantize_fp8")  # piecewise constant functions: their gradient is 0
+
+
+def nothing(array):
+    """A zero gradient for an array that has no gradient."""
+    if jnp.issubdtype(array.dtype, jnp.floating):
+        return jnp.zeros_like(array)
+    return np.zeros(array.shape, jax.dtypes.float0)
+
+
+def _of_merge(again, given, plain, results, cotangents):
+    """out = a out_a + b out_b with a = exp(lse_a - lse), so dlse_a = a (dlse + dout . (out_a - out))."""
+    (out, lse), (dout, dlse) = results, cotangents
+    dout, out = dout.astype(jnp.float32), out.astype(jnp.float32)
+    gradients = {}
+    for side in "ab":
+        own, kind = given[f"out_{side}"].astype(jnp.float32), given[f"out_{side}"].dtype
+        share = jnp.exp(given[f"lse_{side}"] - jnp.where(jnp.isneginf(lse), 0, lse))  # 0 for a row that sees no key
+        rows = share.swapaxes(-1, -2)[..., None]
+        gradients[f"out_{side}"] = (rows * dout).astype(kind)
+        through = jnp.where(rows > 0, dout * (own - out), 0).sum(-1).swapaxes(-1, -2)  # out is arbitrary where rows = 0
+        gradients[f"lse_{side}"] = share * (dlse + through)
+    return gradients
+
+
+def _of_rope(again, given, plain, results, cotangents):
+    """The rotation by the negative angles."""
+    (dout,) = cotangents
+    return {"x": again({**given, **plain, "x": dout, "inverse": not plain.get("inverse", False)})}
+
+
+# Gradients by the function's name. again(arguments) calls the function; given are its arrays, plain its other
+# arguments.
+OF = {"merge": _of_merge, "rope": _of_rope}

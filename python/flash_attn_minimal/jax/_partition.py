@@ -12,7 +12,6 @@ spread over its batch stays spread, and so does the result.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -21,8 +20,6 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
-
-_HAS_RULES = "sharding_rule" in inspect.signature(custom_partitioning.def_partition).parameters
 
 
 class Rule(NamedTuple):
@@ -37,7 +34,7 @@ def partitioned(call: Callable[..., tuple], rule: Rule) -> Callable[..., tuple]:
     """The call for arrays that may be spread over devices. `call` takes arrays of any sizes that fit together."""
 
     def run(*arrays):
-        if jax.device_count() == 1 or not _HAS_RULES or is_manual():
+        if jax.device_count() == 1 or is_manual():
             return call(*arrays)
         if (mesh := _explicit_mesh(arrays)) is not None:
             return _by_shard_map(call, rule, mesh, arrays)

@@ -22,12 +22,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._core.checks import flag, quoted, window
+from .._core.checks import flag, one_of, window
 from .._core.options import AttentionOptions, Options, Unpack, _options_of, with_signature
 from ..errors import BadArgument, Unsupported
 from ._attention import ARRAYS, RESULT, check_served, scaled, traced
-from ._axes import vary
-from ._custom_call import as_array
+from ._custom_call import as_array, vary
 
 LAYOUTS = {"contiguous": 1, "zigzag": 2}  # -> chunks of a sequence that a device holds
 MODES = ("auto", "gather", "ulysses")
@@ -123,19 +122,13 @@ def unshard_tokens(x: Any, size: int, layout: str = "zigzag", axis: int = 1) -> 
 
 
 def _chunks_of(x: Any, size: int, layout: str, axis: int) -> tuple[int, int]:
-    slots = _slots(layout)
+    slots = LAYOUTS[one_of("layout", layout, LAYOUTS)]
     if x.shape[axis] % (size * slots):
         raise BadArgument(
             f"x has shape {tuple(x.shape)}: layout={layout!r} on {size} devices needs an axis {axis} that "
             f"{size * slots} divides"
         )
     return size, slots
-
-
-def _slots(layout: Any) -> int:
-    if layout not in tuple(LAYOUTS):
-        raise BadArgument(f"layout={quoted(layout)} is not one of {', '.join(map(repr, LAYOUTS))}")
-    return LAYOUTS[layout]
 
 
 def _by_rank(x: Any, size: int, slots: int, axis: int) -> Any:
@@ -195,7 +188,7 @@ class _Tokens(NamedTuple):
 
 
 def _tokens_of(given: dict, axis_name: Any, layout: str, options: Options) -> _Tokens:
-    size, slots = lax.psum(1, axis_name), _slots(layout)
+    size, slots = lax.psum(1, axis_name), LAYOUTS[one_of("layout", layout, LAYOUTS)]
     if str(given["q"].dtype) == "float8_e4m3fn":
         raise Unsupported("q is float8_e4m3fn: float8 is not served in a traced call")
     for name in "qkv":
@@ -242,28 +235,26 @@ def _four_axes(name: str, given: dict, tokens: _Tokens):
 
 
 def _choose(mode: str, given: dict, tokens: _Tokens, options: Options, by_row: frozenset) -> str:
-    if mode not in MODES:
-        raise BadArgument(f"mode={quoted(mode)} is not one of {', '.join(map(repr, MODES))}")
+    reason = None if one_of("mode", mode, MODES) == "gather" else _refusal(given, tokens, options, by_row)
     if mode == "auto":
-        return "gather" if tokens.left >= 0 or _refusal("ulysses", given, tokens, options, by_row) else "ulysses"
-    if reason := _refusal(mode, given, tokens, options, by_row):
+        return "gather" if tokens.left >= 0 or reason else "ulysses"
+    if reason:
         raise BadArgument(f"mode={mode!r} does not serve {reason}; mode='gather' does")
     return mode
 
 
-def _refusal(mode: str, given: dict, tokens: _Tokens, options: Options, by_row: frozenset) -> str | None:
-    """The part of a call that the mode does not serve, or None. by_row: the names of bias and mask if they have rows
+def _refusal(given: dict, tokens: _Tokens, options: Options, by_row: frozenset) -> str | None:
+    """The part of a call that ulysses does not serve, or None. by_row: the names of bias and mask if they have rows
     (see _has_rows)."""
     size, nheads, nheads_k = tokens.size, given["q"].shape[2], given["k"].shape[2]
-    if mode == "ulysses":
-        if nheads % size:
-            return f"nheads={nheads} on {size} devices, which do not divide it"
-        if nheads_k % size and size % nheads_k:
-            return f"nheads_k={nheads_k} on {size} devices: neither divides the other"
-        if options.dropout_p:
-            return f"dropout_p={options.dropout_p}: the masks of heads have to be known when the call is traced"
-        for name in by_row:
-            return f"{name} of shape {given[name].shape}, (batch, nheads, rows, keys)"
+    if nheads % size:
+        return f"nheads={nheads} on {size} devices, which do not divide it"
+    if nheads_k % size and size % nheads_k:
+        return f"nheads_k={nheads_k} on {size} devices: neither divides the other"
+    if options.dropout_p:
+        return f"dropout_p={options.dropout_p}: the masks of heads have to be known when the call is traced"
+    for name in by_row:
+        return f"{name} of shape {given[name].shape}, (batch, nheads, rows, keys)"
     return None
 
 

@@ -1,8 +1,5 @@
 """Attention under JAX's names, and attention over a cache as a function that writes to none of its arguments.
 
-    dot_product_attention      the arguments and meaning of jax.nn.dot_product_attention
-    flash_attn_with_kvcache    the package's own, except that the new caches are results
-
 Both can be part of a JAX program: under jit, vmap and jax.shard_map, on CPU and GPU, with arrays that are spread over
 the devices of a mesh. The package's other functions can be too, under their own names: flash_attn_func and
 flash_attn_varlen_func with gradients, merge and rope with gradients, rms_norm, swiglu, linear and sample.
@@ -213,15 +210,12 @@ def flash_attn_with_kvcache(q: Any, k_cache: Any, v_cache: Any, *arguments: Any,
     if isinstance(lengths, (jax.Array, np.ndarray)) and lengths.ndim == 0:
         given["cache_seqlens"] = jnp.broadcast_to(jnp.asarray(lengths, jnp.int32), jnp.shape(q)[:1])
     given["return_softmax_lse"] = bool(wants_lse)
-    written = () if given.get("k") is None else _written(given)
+    written: tuple[str, ...] = ()
+    if given.get("k") is not None:  # the caches, and factors of tokens
+        scales = [name for name in ("k_scale", "v_scale") if getattr(given.get(name), "ndim", 0) == 3]
+        written = ("k_cache", "v_cache", *scales)
     found = traced_function(kvcache.flash_attn_with_kvcache, given, written)
     own, became = found if written else (found, ())
     out, lse = own if wants_lse else (own, None)
     now = {name: given.get(name) for name in ("k_cache", "v_cache", "k_scale", "v_scale")}
     return CacheStep(out=out, lse=lse, **{**now, **dict(zip(written, became, strict=True))})
-
-
-def _written(given: dict) -> tuple[str, ...]:
-    """The arrays that an append writes: the caches, and factors of tokens."""
-    scales = [name for name in ("k_scale", "v_scale") if getattr(given.get(name), "ndim", 0) == 3]
-    return ("k_cache", "v_cache", *scales)

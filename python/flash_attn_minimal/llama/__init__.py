@@ -10,7 +10,6 @@
     host.py         those operations on the CPU: NumPy, and this library for attention
     cuda.py         those operations on a GPU: CuPy's arrays, this library's kernels, cuBLAS for larger products, CUDA
                     graphs
-    attend.py       attention over the cache
     cache.py        the KV cache, contiguous or paged
     engine.py       sequences that join and leave a running batch
     sampling.py     greedy, temperature, top-k, top-p

@@ -18,8 +18,7 @@ from .._core import library
 from ..errors import BadArgument, CudaError
 from ..transformer._safetensors import numpy_dtype
 from ..transformer.quantized import PackedW4
-from .attend import check_dtype
-from .host import Host, in_order
+from .host import Host, check_dtype, in_order
 from .sampling import Rule
 
 # ops.linear serves up to FUSED_ROWS rows, or 1 row of a matrix above FUSED_BYTES. Beyond that: rms_norm, cuBLAS,

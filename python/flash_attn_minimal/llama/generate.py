@@ -13,10 +13,9 @@ from .._commands.command import Parser, any_seed, command, drop_output, integer,
 from .._commands.report import plural, size_text
 from .._core import library
 from ..errors import BadArgument
-from .attend import DTYPES
 from .checkpoint import Checkpoint
 from .engine import Engine, Request
-from .host import Host
+from .host import DTYPES, Host
 from .model import Llama
 from .sampling import Sampling
 from .w4 import FORMATS, W4Checkpoint, quantize
@@ -145,13 +144,7 @@ def add_options(parser: Parser) -> None:
     add("--page-size", metavar="N", type=integer(), help=help_text)
 
 
-def report(
-    args: argparse.Namespace,
-    checkpoint: Checkpoint,
-    engine: Engine,
-    requests: list[Request],
-    seed: int,
-) -> str:
+def report(args: argparse.Namespace, checkpoint: Checkpoint, engine: Engine, requests: list[Request], seed: int) -> str:
     """The lines that are printed after the text."""
     model, device, cache, t = engine.model, engine.device, engine.cache, engine.timing
     steps_per_second = t.decode_steps / t.decode_seconds if t.decode_seconds else 0.0

@@ -13,15 +13,21 @@ from typing import Any
 import numpy as np
 
 from .._core import recordings
-from ..errors import WorkspaceTooSmall
+from ..errors import BadArgument, WorkspaceTooSmall
+from ..kvcache import flash_attn_with_kvcache
 from ..transformer import ops
 from ..transformer._safetensors import numpy_dtype
 from ..transformer.quantized import PackedW4, W4Weight
-from .attend import cached_attention, check_dtype
 from .config import Config
 from .sampling import Rule
 
+DTYPES = ("float32", "float16", "bfloat16")
 NARROW_ROWS = 16  # the library computes products of up to this many rows, BLAS larger ones
+
+
+def check_dtype(dtype: str) -> None:
+    if dtype not in DTYPES:
+        raise BadArgument(f"dtype={dtype!r} is none of {', '.join(DTYPES)}")
 
 
 def in_order(linear: Callable[..., Any], products: Sequence[Mapping[str, Any]]) -> list[Any]:
@@ -109,9 +115,15 @@ class Host:
         product. ahead: the matrices of the products after the next attention, which a device may fetch early."""
         return in_order(self.linear, products)
 
-    def attend(self, q, k, v, cache_k, cache_v, rows, rope, config: Config) -> np.ndarray:
-        """Rotates q and k, appends k and v to the cache, attends: (batch, seqlen, nheads, headdim)."""
-        return cached_attention(q, k, v, cache_k, cache_v, rows, rope, config)
+    def attend(self, q, k, v, cache_k, cache_v, rows, rope, config: Config, kernel: str | None = None) -> Any:
+        """Rotates q and k, appends k and v to the cache, and attends, in one call: (batch, seqlen, nheads, headdim)."""
+        if rows.table is None:
+            cache_k, cache_v = (c[rows.first : rows.first + len(q)] for c in (cache_k, cache_v))
+        return flash_attn_with_kvcache(
+            q, cache_k, cache_v, k, v, *rope, cache_seqlens=rows.lengths, block_table=rows.table, causal=True,
+            window_size=(config.window - 1, -1), rotary_interleaved=config.rope_interleaved, kernel=kernel,
+            programmatic=True,  # safe: cache and lengths were written before the step's first kernel, a plain launch
+        )  # fmt: skip
 
     # ---- for the engine ----
 

@@ -36,17 +36,17 @@ V1_HEADER_BYTES = 256
 def tensor_shapes(config: Config, version: int, tied: bool) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the body's tensors in file order."""
     dim, layers, vocab = config.dim, config.n_layers, config.vocab_size
-    embedding = {"token_embedding": (vocab, dim)}
-    rms_att, rms_ffn, rms_final = {"rms_att": (layers, dim)}, {"rms_ffn": (layers, dim)}, {"rms_final": (dim,)}
-    matrices = {name: (layers, *shape) for name, shape in matrix_shapes(config).items()}
-    attention = {name: matrices[name] for name in ("wq", "wk", "wv", "wo")}
-    ffn = {name: matrices[name] for name in ("w1", "w2", "w3")}
-    classifier = {} if tied else {"wcls": (vocab, dim)}
+    shapes: dict[str, tuple[int, ...]] = {"token_embedding": (vocab, dim), "rms_final": (dim,), "wcls": (vocab, dim)}
+    shapes |= {"rms_att": (layers, dim), "rms_ffn": (layers, dim)}
+    shapes |= {name: (layers, *shape) for name, shape in matrix_shapes(config).items()}
+    attention, ffn = ("wq", "wk", "wv", "wo"), ("w1", "w2", "w3")
     if version == 0:
-        table = (config.seq_len, config.head_dim // 2)
-        unused = {"freq_cis_real": table, "freq_cis_imag": table}
-        return {**embedding, **rms_att, **attention, **rms_ffn, **ffn, **rms_final, **unused, **classifier}
-    return {**rms_att, **rms_ffn, **rms_final, **embedding, **attention, **ffn, **classifier}
+        tables = ("freq_cis_real", "freq_cis_imag")  # not used
+        shapes |= dict.fromkeys(tables, (config.seq_len, config.head_dim // 2))
+        order = "token_embedding", "rms_att", *attention, "rms_ffn", *ffn, "rms_final", *tables
+    else:
+        order = "rms_att", "rms_ffn", "rms_final", "token_embedding", *attention, *ffn
+    return {name: shapes[name] for name in (*order, *(() if tied else ("wcls",)))}
 
 
 def header_bytes(version: int) -> int:

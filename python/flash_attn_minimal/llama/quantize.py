@@ -12,7 +12,7 @@ from .._commands.command import Parser, check_file, command, one_of
 from .._commands.report import size_text
 from ..errors import BadArgument
 from ..transformer._safetensors import ALL, numpy_dtype
-from .checkpoint import STACKED, Checkpoint
+from .checkpoint import STACKED
 from .w4 import FORMATS, PLACE, Place, W4Checkpoint, quantize, save, tensor_shapes
 from .weights import DEFAULT_CHECKPOINT, find_tokenizer, load_checkpoint, tokenizer_file
 
@@ -67,13 +67,6 @@ def tensor_bytes(checkpoint: W4Checkpoint) -> dict[str, int]:
     return found
 
 
-def _check_places(kept: list[Place], checkpoint: Checkpoint) -> None:
-    layers = checkpoint.config.n_layers
-    for layer, name in kept:
-        if layer >= layers:
-            raise BadArgument(f"--keep {layer}.{name}: the model's layers are 0 to {layers - 1}")
-
-
 def run(args: argparse.Namespace) -> int:
     if not args.out.endswith(".safetensors"):
         raise BadArgument(f"--out {args.out} does not end in .safetensors, by which it is known")
@@ -82,7 +75,9 @@ def run(args: argparse.Namespace) -> int:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files can hold anything
     checkpoint = load_checkpoint(args.checkpoint)
-    _check_places(args.keep, checkpoint)
+    for layer, name in args.keep:
+        if layer >= (layers := checkpoint.config.n_layers):
+            raise BadArgument(f"--keep {layer}.{name}: the model's layers are 0 to {layers - 1}")
     tokenizer = find_tokenizer(checkpoint, args.tokenizer)
     quantized = quantize(checkpoint, args.weights, args.keep)
     copy = save(args.out, quantized, tokenizer_file(checkpoint, args.tokenizer), tokenizer.stops)

@@ -191,7 +191,11 @@ def save(
         "stops": sorted(stops),
     }
     if tokenizer is not None:
-        file, sha256 = _place_of(tokenizer, Path(path)), hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest()
+        folder = Path(path).parent
+        file = Path(os.path.relpath(tokenizer, folder)).as_posix()
+        if not is_inside(folder, file):
+            file = f"{Path(path).stem}.{Path(tokenizer).name}"  # such as model.tokenizer.bin
+        sha256 = hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest()
         about["tokenizer"] = {"file": file, "sha256": sha256}
     formats = {
         name: {"format": dtype, "in_features": shape[1]}
@@ -201,25 +205,11 @@ def save(
     metadata = {KEY: json.dumps(about), FORMATS_KEY: json.dumps(formats)}
     write_safetensors(path, _arrays(checkpoint), tensor_shapes(checkpoint), metadata)
     if tokenizer is not None:
-        place = Path(path).parent / file
+        place = folder / file
         if not (place.exists() and place.samefile(tokenizer)):
             shutil.copyfile(tokenizer, place)
             return place
     return None
-
-
-def _place_of(tokenizer: str | os.PathLike[str], path: Path) -> str:
-    """The tokenizer's path relative to the checkpoint's folder; for a tokenizer that must be copied there a name such
-    as model.tokenizer.bin."""
-    place = Path(os.path.relpath(tokenizer, path.parent)).as_posix()
-    return place if is_inside(path.parent, place) else f"{path.stem}.{Path(tokenizer).name}"
-
-
-def _tokenizer_of(fields: Fields) -> dict[str, str] | None:
-    if fields.fields.get("tokenizer") is None:
-        return None
-    tokenizer = Fields(fields.where, fields.get("tokenizer", dict), f"{fields.prefix}tokenizer.")
-    return {name: tokenizer.get(name, str) for name in ("file", "sha256")}
 
 
 def load(path: str | os.PathLike[str]) -> W4Checkpoint:
@@ -243,7 +233,10 @@ def load(path: str | os.PathLike[str]) -> W4Checkpoint:
         raise bad(f"its metadata are damaged: config: {error}") from None
     version, weights, dtype = fields.get("version", int), fields.get("weights", str), fields.get("dtype", str)
     tied, biases, source = fields.get("tied", bool), fields.get("biases", bool), fields.get("source", str)
-    stops, tokenizer = frozenset(fields.ints("stops", -MAX_DIMENSION, MAX_DIMENSION)), _tokenizer_of(fields)
+    stops, tokenizer = frozenset(fields.ints("stops", -MAX_DIMENSION, MAX_DIMENSION)), None
+    if fields.fields.get("tokenizer") is not None:
+        about = Fields(fields.where, fields.get("tokenizer", dict), f"{fields.prefix}tokenizer.")
+        tokenizer = {name: about.get(name, str) for name in ("file", "sha256")}
     places = fields.get("kept", list)
     if not all(isinstance(place, str) and re.fullmatch(PLACE, place) for place in places):
         raise fields.refuse("kept", "is not a list of matrices, such as '3.wqkv'")

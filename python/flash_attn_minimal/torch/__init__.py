@@ -9,13 +9,7 @@
     context_parallel_sdpa,
     sdpa_across_ranks
 
-and inside it
-
-    autograd      the gradients of attention, and calls of flash_attn_func that PyTorch records, traces or transforms
-    _operators    attention as operators of PyTorch, which autograd calls and graphs hold
-    _seeded       attention with dropout whose seed comes from PyTorch's generators
-    _kvcache      attention over a cache as operators
-    _backend, _sdpa, flex/    what activate, sdpa and flex_attention do
+Inside it, autograd takes the calls of flash_attn_func that PyTorch records, traces or transforms.
 
 The first call that needs this package imports it. A program that imports flash_attn_minimal before torch, and whose
 first call is inside torch.compile(fullgraph=True), must import it itself.
@@ -24,7 +18,7 @@ Importing this package also tells torch.utils.flop_counter the cost of the libra
 torch.compile meets the first call.
 """
 
-from . import _flops
+from . import _flops as _flops  # registers formulas
 from ._backend import activate
 from ._kvcache import flash_attn_with_kvcache
 from ._sdpa import sdpa
@@ -51,5 +45,3 @@ __all__ = [
     "sdpa",
     "sdpa_across_ranks",
 ]
-
-del _flops

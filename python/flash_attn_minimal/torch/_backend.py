@@ -163,12 +163,9 @@ def _or_original(name: str, run: Callable, original: Any) -> Callable:
 
 def _forward(q, k, v, varlen: tuple | None, out: torch.Tensor, **options: Any) -> torch.Tensor:
     """Writes out, and returns lse."""
-    q, k, v = dense_rows(q, k, v)
     place = out if out.stride(-1) == 1 else None
-    if varlen is None:
-        result, lse = flash_attn_func(q, k, v, return_lse=True, out=place, **options)
-    else:
-        result, lse = flash_attn_varlen_func(q, k, v, *varlen, return_lse=True, out=place, **options)
+    run, lengths = (flash_attn_func, ()) if varlen is None else (flash_attn_varlen_func, varlen)
+    result, lse = run(*dense_rows(q, k, v), *lengths, return_lse=True, out=place, **options)
     if place is None:
         out.copy_(result)
     return lse
@@ -240,11 +237,9 @@ def _cuda_backward(
     grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
     philox_seed, philox_offset, *, scale=None,
 ):  # fmt: skip
-    _refuse_dropout(dropout_p)
-    grads = [torch.empty_like(x) for x in (query, key, value)]
-    options = {"causal": bool(is_causal), "softmax_scale": scale}
-    _gradients(*_rows(grad_out, query, key, value, out), logsumexp, None, _rows(*grads), **options)
-    return tuple(grads)
+    arrays = *_rows(grad_out, query, key, value, out), logsumexp
+    grads = _attend_backward(*arrays, None, None, max_q, max_k, dropout_p, is_causal, None, None, scale=scale)
+    return tuple(_rows(*grads))
 
 
 def _attend(
@@ -285,8 +280,7 @@ def _varlen(cum_seq_q, cum_seq_k, max_q: int, max_k: int) -> tuple | None:
 
 
 def _window(left: int | None, right: int | None) -> tuple[int, int]:
-    left, right = (-1 if edge is None or edge < 0 else edge for edge in (left, right))
-    return left, right
+    return tuple(-1 if edge is None or edge < 0 else edge for edge in (left, right))  # type: ignore[return-value]
 
 
 _OPERATORS: dict[str, dict[str, Callable]] = {

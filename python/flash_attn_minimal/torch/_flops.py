@@ -11,6 +11,7 @@ from . import _kvcache, _seeded  # noqa: F401  (they define operators)
 from ._operators import OPTION_ARRAYS
 
 _ops = torch.ops.flash_attn_minimal
+_LENGTHS = slice(len(OPTION_ARRAYS), len(OPTION_ARRAYS) + 4)  # cu_seqlens and the longest, after q, k and v
 
 
 def _pairs(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q: int, max_seqlen_k: int) -> int:
@@ -25,25 +26,17 @@ def _pairs(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q: int, max_seqlen_k: in
 @register_flop_formula([_ops.attention], get_raw=True)
 def attention(q, k, v, *args, **kwargs) -> int:
     """Two products, q k^T and P v."""
-    cu_q, cu_k, max_q, max_k = args[len(OPTION_ARRAYS) : len(OPTION_ARRAYS) + 4]
-    return 2 * _pairs(q, k, cu_q, cu_k, max_q, max_k) * (q.shape[-1] + v.shape[-1])
+    return 2 * _pairs(q, k, *args[_LENGTHS]) * (q.shape[-1] + v.shape[-1])
 
 
 @register_flop_formula([_ops.attention_backward], get_raw=True)
 def attention_backward(dout, dlse, out, lse, want_dbias, want_dsinks, q, k, v, *args, **kwargs) -> int:
     """Five products: S again, dq and dk over headdim; dP and dv over headdim_v."""
-    cu_q, cu_k, max_q, max_k = args[len(OPTION_ARRAYS) : len(OPTION_ARRAYS) + 4]
-    return 2 * _pairs(q, k, cu_q, cu_k, max_q, max_k) * (3 * q.shape[-1] + 2 * v.shape[-1])
+    return 2 * _pairs(q, k, *args[_LENGTHS]) * (3 * q.shape[-1] + 2 * v.shape[-1])
 
 
-@register_flop_formula([_ops.attention_seeded], get_raw=True)
-def attention_seeded(seed, *args, **kwargs) -> int:
-    return attention(*args, **kwargs)
-
-
-@register_flop_formula([_ops.attention_seeded_backward], get_raw=True)
-def attention_seeded_backward(seed, *args, **kwargs) -> int:
-    return attention_backward(*args, **kwargs)
+for _op, _formula in ((_ops.attention_seeded, attention), (_ops.attention_seeded_backward, attention_backward)):
+    register_flop_formula([_op], get_raw=True)(lambda seed, *args, f=_formula, **kwargs: f(*args, **kwargs))
 
 
 @register_flop_formula([_ops.kvcache_attention, _ops.kvcache_append, _ops.kvcache_append_scaled], get_raw=True)

@@ -10,6 +10,7 @@ import torch
 
 from .. import kvcache
 from .._arrays import torch_modes
+from .._core import checks
 from ..errors import BadArgument, Unsupported
 from ._operators import numbers_of, pack
 
@@ -78,8 +79,7 @@ def _run(*arguments):
 
 def _check_axes(q, k_cache, v_cache) -> None:
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        if x.dim() != 4:
-            raise BadArgument(f"{name} has shape {tuple(x.shape)}: expected 4 axes")
+        checks.shape(name, x, x.dim() == 4, "4 axes")
 
 
 def _fake(q, k_cache, v_cache, *rest):

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from .. import _arrays
-from .._arrays import torch_modes
-from .._arrays.words import pass_array
+from .._arrays import torch_modes, words
 from .._core.checks import flag, integer, number, window
 from .._core.options import AttentionOptions, Options, hints_of
 from ..errors import BadArgument, Unsupported
+from ._inputs import dense_rows
 
 OPTION_ARRAYS = ("bias", "mask", "alibi_slopes", "sinks", "startend_row_indices", "block_mask")
 ARRAYS = ("q", "k", "v", *OPTION_ARRAYS, "cu_seqlens_q", "cu_seqlens_k")
@@ -88,7 +88,7 @@ def check_arrays(given: dict) -> None:
             first = next(x for x in ARRAYS if isinstance(given[x], torch.Tensor))
             integers = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "startend_row_indices"), "int32")
             dtype = ({"mask": "bool", "block_mask": "bool"} | integers).get(name, f"{first}.dtype")
-            advice = pass_array("PyTorch", name, first, dtype)
+            advice = words.advice("PyTorch", "array", name, first, dtype)
             raise BadArgument(f"{name} is {_arrays._kind(array)}, but {first} is a PyTorch tensor{advice}")
 
 
@@ -99,11 +99,10 @@ def refuse_tangents(tensors: dict[str, torch.Tensor]) -> None:
 
 
 _NO_JVP = "forward-mode differentiation (jvp, jacfwd) of attention is not served, reverse mode (grad, jacrev) is"
-_NO_DOUBLE = "double backward (create_graph=True, torch.func.hessian) of attention is not served"
 
 
 def refuse_double(*_):
-    raise Unsupported(_NO_DOUBLE)
+    raise Unsupported("double backward (create_graph=True, torch.func.hessian) of attention is not served")
 
 
 def refuse_jvp(*_):
@@ -238,13 +237,9 @@ def _entries(size: int, x, dim: int | None):
     return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
 
 
-def _ready(x):
-    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
-
-
 def _folded(size: int, x, dim: int | None):
     """Joins the mapped axis and the batch: (size * batch, ...)."""
-    return _ready(_entries(size, x, dim).flatten(0, 1))
+    return dense_rows(_entries(size, x, dim).flatten(0, 1))[0]
 
 
 def _folded_broadcast(size: int, x, dim: int | None, batch: int, rank: int):
@@ -253,7 +248,7 @@ def _folded_broadcast(size: int, x, dim: int | None, batch: int, rank: int):
         return x
     x = _entries(size, x, dim)
     x = x.reshape(size, *(1,) * (rank + 1 - x.dim()), *x.shape[1:])
-    return _ready(x.expand(size, batch, *x.shape[2:]).flatten(0, 1))
+    return dense_rows(x.expand(size, batch, *x.shape[2:]).flatten(0, 1))[0]
 
 
 def fold(size: int, dims: tuple, arguments: tuple) -> tuple | None:
@@ -280,9 +275,8 @@ def _unfold(size: int, results: tuple) -> tuple:
 
 def _one_by_one(call, size: int, dims: tuple, arguments: tuple) -> tuple:
     def entry(i: int) -> list:
-        return [
-            x if dim is None else _ready(x.select(dim, i)) for x, dim in zip(arguments, dims, strict=True)
-        ]  # fmt: skip
+        given = zip(arguments, dims, strict=True)
+        return [x if dim is None else dense_rows(x.select(dim, i))[0] for x, dim in given]
 
     results = [call(*entry(i)) for i in range(size)]
     return tuple(torch.stack(x) for x in zip(*results, strict=True))

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .._core import checks
 from ..errors import BadArgument, Unsupported
 from ._inputs import autocast, dense_rows
 from ._seeded import attend
@@ -82,8 +83,7 @@ def sdpa(
 def _check(given: dict[str, torch.Tensor]) -> None:
     query, key, value = given.values()
     for name, x in given.items():
-        if x.dim() < 2:
-            raise BadArgument(f"{name} has shape {tuple(x.shape)}: expected (..., seqlen, headdim)")
+        checks.shape(name, x, x.dim() >= 2, "(..., seqlen, headdim)")
     _check_alike(given)
     if key.shape[-1] != query.shape[-1]:
         raise BadArgument(f"key has shape {tuple(key.shape)}, but query {tuple(query.shape)}: headdim must agree")

@@ -15,11 +15,11 @@ import torch
 
 from .._arrays import torch_modes
 from .._core import statistics as _statistics
-from .._core.checks import flag, integer
-from .._core.forward import attend, find, given_arrays, seeds
+from .._core.checks import flag, integer, shape
+from .._core.forward import attend, call, given_arrays, seeds
 from .._core.options import Options
 from ..backward import _differentiate, find_gradients
-from ..errors import BadArgument, Unsupported
+from ..errors import Unsupported
 from . import _operators as operators
 from ._operators import ARRAYS, FLOAT8, NUMBERS, OPTION_ARRAYS, Operators, Transformed, check_arrays, packed, unpacked
 
@@ -44,7 +44,7 @@ def differentiable(
         with torch_modes.unwatched():
             if more:
                 return _statistics.attend(q, k, v, varlen, out, more, options)
-            return _attend(q, k, v, varlen, out, return_lse, options)
+            return call(q, k, v, varlen, out, return_lse, options)
     check_arrays(given)
     arguments = (
         q, k, v, *[given[name] for name in OPTION_ARRAYS], cu_q, cu_k,
@@ -94,9 +94,8 @@ def _unwrapped(array):
 
 def _refuse(name: str, tensors: dict[str, torch.Tensor]) -> None:
     """Raises unless a call with this option, which no operator takes, may run without PyTorch's knowledge."""
-    float8 = name != "out"
     if torch_modes.records() and any(x.requires_grad for x in tensors.values()):
-        if float8:
+        if name != "out":
             raise Unsupported(f"{name} is given, but float8 has no backward pass")
         raise Unsupported("out is given, but the call records a gradient: pass out=None, or use torch.no_grad()")
     if watcher := _watcher(tensors):
@@ -112,11 +111,6 @@ def _watcher(tensors: dict[str, torch.Tensor]) -> str | None:
     return watcher
 
 
-def _attend(q, k, v, varlen, out, return_lse, options: Options):
-    results, sign = find(q, k, v, varlen, out, return_lse, options)
-    return attend(q, k, v, varlen, out, return_lse, options, sign) if results is None else results
-
-
 def _split(arguments: tuple) -> tuple[tuple, Options, tuple | None]:
     """(q, k, v), the options and the lengths (see differentiable) of an operator's arguments."""
     arrays, (max_q, max_k), numbers = (
@@ -129,7 +123,7 @@ def _split(arguments: tuple) -> tuple[tuple, Options, tuple | None]:
 def forward(*arguments):
     (q, k, v), options, varlen = _split(arguments)
     with torch.no_grad(), torch_modes.unwatched():
-        return _attend(q, k, v, varlen, None, True, options)
+        return call(q, k, v, varlen, None, True, options)
 
 
 def backward(dout, dlse, out, lse, want_dbias, want_dsinks, *arguments, sign: tuple | None = None, given: tuple = ()):
@@ -240,9 +234,8 @@ _record = super(torch.autograd.Function, _Attention).apply
 def fake(q, k, v, *rest):
     rank = 4 if rest[len(OPTION_ARRAYS)] is None else 3  # cu_seqlens_q
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != rank:
-            axes = "(batch, seqlen, nheads, headdim)" if rank == 4 else "(total, nheads, headdim)"
-            raise BadArgument(f"{name} has shape {tuple(x.shape)}: expected {axes}")
+        axes = "(batch, seqlen, nheads, headdim)" if rank == 4 else "(total, nheads, headdim)"
+        shape(name, x, x.dim() == rank, axes)
     operators.check_together((q, k, v, *rest))
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     rows = (q.shape[1], q.shape[0]) if rank == 3 else (q.shape[0], q.shape[2], q.shape[1])

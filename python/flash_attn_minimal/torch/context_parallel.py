@@ -219,13 +219,12 @@ def _host(name: str, cu_seqlens: Any) -> torch.Tensor | None:
 
 def _call(arguments: tuple) -> tuple[Group, tuple, dict[str, Any]]:
     """The arguments of `forward` and `backward` from those of the operator: the group, (q, k, v), the rest."""
-    arrays, (seqlen_q, seqlen_k, layout, mode, groups, name), numbers = (
-        arguments[: len(ARRAYS)], arguments[len(ARRAYS) : len(ARRAYS) + 6], arguments[len(ARRAYS) + 6 :],
-    )  # fmt: skip
-    q, k, v, *scores, cu_q, cu_k = arrays
-    options = unpacked(tuple(scores), numbers)._asdict()
-    options |= {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
-    return _group(name, q.device), (q, k, v), options | {"layout": layout, "mode": mode, "groups": groups}
+    first = len(ARRAYS) - 2  # cu_seqlens_q, the first of calls.WHERE
+    name = first + len(calls.WHERE)
+    q, k, v, *scores = arguments[:first]
+    options = unpacked(tuple(scores), arguments[name + 1 :])._asdict()
+    options |= zip(calls.WHERE, arguments[first:name], strict=True)
+    return _group(arguments[name], q.device), (q, k, v), options
 
 
 def _forward(*arguments):
@@ -328,13 +327,9 @@ def _torch_layout(rows_q: int, rows_k: int) -> str:
     """The layout in which PyTorch's context_parallel cuts a sequence of which each rank has this many rows."""
     if rows_q % 2 != rows_k % 2:
         raise BadArgument(f"query has {rows_q} rows, key {rows_k}: PyTorch cuts them differently; choose a layout")
-    return "zigzag" if rows_k % 2 == 0 and getattr(_torch_options(), "enable_load_balance", True) else "contiguous"
-
-
-def _torch_options() -> Any:
-    """PyTorch's switches, if the release has them; its context manager turns load balance off for odd rows."""
-    experimental = sys.modules.get("torch.distributed.tensor.experimental._attention")
-    return getattr(experimental, "_cp_options", None)
+    # PyTorch's switches, if the release has them; its context manager turns load balance off for odd rows.
+    options = getattr(sys.modules.get("torch.distributed.tensor.experimental._attention"), "_cp_options", None)
+    return "zigzag" if rows_k % 2 == 0 and getattr(options, "enable_load_balance", True) else "contiguous"
 
 
 @contextmanager

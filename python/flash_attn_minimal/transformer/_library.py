@@ -9,7 +9,7 @@ import functools
 
 from .._core import library
 from .._core.library import declare, declare_launch, raise_on_error
-from .._core.structs import AttentionPlan, _checked, sized
+from .._core.structs import AttentionPlan, struct
 
 W4_FORMATS = {"nvfp4": 1, "mxfp4": 2, "int4": 3}
 
@@ -20,168 +20,106 @@ def _weight(name: str) -> tuple[str, str]:
     return " ".join(["int32", *integers]), f"pointer {name}_codes {name}_scales {name}_tensor_scale"
 
 
-@_checked
-class RmsNormArgs(ct.Structure):
-    """fa_rms_norm_args."""
+RmsNormArgs = struct(
+    "fa_rms_norm_args",
+    "int32 device dtype weight_dtype residual_dtype out_dtype dim",
+    "int64 rows",
+    "matrix x residual out",
+    "pointer weight",
+    "float eps",
+    "int32 programmatic num_threads reserved",
+)
 
-    _fields_ = sized(
-        "int32 device dtype weight_dtype residual_dtype out_dtype dim",
-        "int64 rows",
-        "matrix x residual out",
-        "pointer weight",
-        "float eps",
-        "int32 programmatic num_threads reserved",
-    )
+RopeArgs = struct(
+    "fa_rope_args",
+    "int32 device dtype table_dtype batch nheads headdim rotary_dim interleaved inverse programmatic",
+    "int64 seqlen",
+    "tensor x out",
+    "pointer cos sin",
+    "int64 table_row_stride table_rows",
+    "pointer positions",
+    "int32 per_token num_threads",
+)
 
+SwigluArgs = struct(
+    "fa_swiglu_args",
+    "int32 device dtype out_dtype dim",
+    "int64 rows",
+    "matrix gate_up out",
+    "int32 programmatic num_threads",
+)
 
-@_checked
-class RopeArgs(ct.Structure):
-    """fa_rope_args."""
+SampleArgs = struct(
+    "fa_sample_args",
+    "int32 device dtype batch vocab",
+    "matrix logits",
+    "pointer out",
+    "float temperature top_p",
+    "int32 top_k programmatic",
+    "uint64 seed offset",
+    "pointer seeds step",
+    "int64 step_stride",
+    "int32 num_threads reserved",
+)
 
-    _fields_ = sized(
-        "int32 device dtype table_dtype batch nheads headdim rotary_dim interleaved inverse programmatic",
-        "int64 seqlen",
-        "tensor x out",
-        "pointer cos sin",
-        "int64 table_row_stride table_rows",
-        "pointer positions",
-        "int32 per_token num_threads",
-    )
+LinearArgs = struct(
+    "fa_linear_args",
+    "int32 device dtype weight_dtype bias_dtype norm_dtype residual_dtype out_dtype",
+    "int32 in_features out_features swiglu",
+    "int64 rows",
+    "matrix x weight residual out",
+    "pointer bias norm_weight",
+    "float eps",
+    "int32 programmatic num_threads reserved",
+    "text kernel",
+)
 
+W4QuantizeArgs = struct("fa_w4_quantize_args", "int32 device dtype search num_threads", "matrix w", *_weight("out"))
 
-@_checked
-class SwigluArgs(ct.Structure):
-    """fa_swiglu_args."""
+W4DequantizeArgs = struct(
+    "fa_w4_dequantize_args", "int32 device out_dtype num_threads reserved", *_weight("weight"), "matrix out"
+)
 
-    _fields_ = sized(
-        "int32 device dtype out_dtype dim",
-        "int64 rows",
-        "matrix gate_up out",
-        "int32 programmatic num_threads",
-    )
+W4PackArgs = struct(
+    "fa_w4_pack_args", "int32 device dtype pair num_threads", *_weight("weight"), "pointer packed", "int64 packed_bytes"
+)
 
+W4LinearArgs = struct(
+    "fa_w4_linear_args",
+    "int32 device dtype compute_dtype format out_features in_features swiglu",
+    "int32 bias_dtype norm_dtype residual_dtype out_dtype",
+    "float eps",
+    "int64 rows",
+    "matrix x residual out",
+    "pointer packed bias norm_weight",
+    "int32 programmatic num_threads",
+    "text kernel",
+    "pointer workspace",
+    "size workspace_bytes",
+)
 
-@_checked
-class SampleArgs(ct.Structure):
-    """fa_sample_args."""
+W4LinearChainArgs = struct(
+    "fa_w4_linear_chain_args",
+    ("products", ct.POINTER(W4LinearArgs)),
+    "int32 count ahead_count",
+    ("ahead", ct.c_void_p * 4),
+    ("ahead_bytes", ct.c_int64 * 4),
+    "text kernel",
+    "pointer workspace",
+    "size workspace_bytes",
+)
 
-    _fields_ = sized(
-        "int32 device dtype batch vocab",
-        "matrix logits",
-        "pointer out",
-        "float temperature top_p",
-        "int32 top_k programmatic",
-        "uint64 seed offset",
-        "pointer seeds step",
-        "int64 step_stride",
-        "int32 num_threads reserved",
-    )
-
-
-@_checked
-class LinearArgs(ct.Structure):
-    """fa_linear_args."""
-
-    _fields_ = sized(
-        "int32 device dtype weight_dtype bias_dtype norm_dtype residual_dtype out_dtype",
-        "int32 in_features out_features swiglu",
-        "int64 rows",
-        "matrix x weight residual out",
-        "pointer bias norm_weight",
-        "float eps",
-        "int32 programmatic num_threads reserved",
-        "text kernel",
-    )
-
-
-@_checked
-class W4QuantizeArgs(ct.Structure):
-    """fa_w4_quantize_args."""
-
-    _fields_ = sized(
-        "int32 device dtype search num_threads",
-        "matrix w",
-        *_weight("out"),
-    )
-
-
-@_checked
-class W4DequantizeArgs(ct.Structure):
-    """fa_w4_dequantize_args."""
-
-    _fields_ = sized(
-        "int32 device out_dtype num_threads reserved",
-        *_weight("weight"),
-        "matrix out",
-    )
-
-
-@_checked
-class W4PackArgs(ct.Structure):
-    """fa_w4_pack_args."""
-
-    _fields_ = sized(
-        "int32 device dtype pair num_threads",
-        *_weight("weight"),
-        "pointer packed",
-        "int64 packed_bytes",
-    )
-
-
-@_checked
-class W4LinearArgs(ct.Structure):
-    """fa_w4_linear_args."""
-
-    _fields_ = sized(
-        "int32 device dtype compute_dtype format out_features in_features swiglu",
-        "int32 bias_dtype norm_dtype residual_dtype out_dtype",
-        "float eps",
-        "int64 rows",
-        "matrix x residual out",
-        "pointer packed bias norm_weight",
-        "int32 programmatic num_threads",
-        "text kernel",
-        "pointer workspace",
-        "size workspace_bytes",
-    )
-
-
-@_checked
-class W4LinearChainArgs(ct.Structure):
-    """fa_w4_linear_chain_args."""
-
-    _fields_ = sized(
-        ("products", ct.POINTER(W4LinearArgs)),
-        "int32 count ahead_count",
-        ("ahead", ct.c_void_p * 4),
-        ("ahead_bytes", ct.c_int64 * 4),
-        "text kernel",
-        "pointer workspace",
-        "size workspace_bytes",
-    )
-
-
-# The functions fa_<name> that take one struct and a stream.
-OPERATIONS = {
-    "rms_norm": RmsNormArgs,
-    "rope": RopeArgs,
-    "swiglu": SwigluArgs,
-    "sample": SampleArgs,
-    "linear": LinearArgs,
-    "w4_quantize": W4QuantizeArgs,
-    "w4_dequantize": W4DequantizeArgs,
-    "w4_pack": W4PackArgs,
-    "w4_linear": W4LinearArgs,
-    "w4_linear_chain": W4LinearChainArgs,
-}
+# The functions fa_<name> that take one struct, fa_<name>_args, and a stream.
+_STRUCTS = RmsNormArgs, RopeArgs, SwigluArgs, SampleArgs, LinearArgs, W4QuantizeArgs, W4DequantizeArgs, W4PackArgs
+OPERATIONS = {args.__name__[3:-5]: args for args in (*_STRUCTS, W4LinearArgs, W4LinearChainArgs)}
 
 
 @functools.cache
 def load() -> ct.CDLL:
     """The library that the core loads, with the functions of this module typed too."""
     lib = library.load()
-    for name, struct in OPERATIONS.items():
-        declare_launch(lib, f"fa_{name}", struct)
+    for name, args in OPERATIONS.items():
+        declare_launch(lib, f"fa_{name}", args)
     for name in ("linear", "w4_linear", "w4_linear_chain"):
         declare(lib, f"fa_{name}_query", ct.c_int, ct.POINTER(OPERATIONS[name]), ct.POINTER(AttentionPlan))
     sizes = declare(lib, "fa_w4_packed_bytes", ct.c_int, *[ct.c_int32] * 4, ct.POINTER(ct.c_int64))

@@ -43,13 +43,13 @@ def _header(path: str | os.PathLike[str]) -> tuple[np.ndarray, dict[str, Entry],
     """The file's data, its tensors by name, and its metadata."""
     size = read_file_size("safetensors file", path)
     if size < 8:
-        raise _bad(path, f"truncated: {size} bytes")
+        raise bad_file(path, f"truncated: {size} bytes")
     data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
     start = 8 + int(data[:8].view("<u8")[0])
     if start > size:
-        raise _bad(path, f"its header would end at byte {start}, but the file has {size}")
+        raise bad_file(path, f"its header would end at byte {start}, but the file has {size}")
     if start > MAX_HEADER_BYTES:
-        raise _bad(path, f"its header would have {start - 8} bytes, more than {MAX_HEADER_BYTES}")
+        raise bad_file(path, f"its header would have {start - 8} bytes, more than {MAX_HEADER_BYTES}")
     where = f"safetensors file {str(path)!r}: its header is damaged"
     header = json_of(where, data[8:start].tobytes())
     metadata = dict(Fields(where, header).get("__metadata__", dict, {}))
@@ -77,13 +77,13 @@ def _check_tiling(path: str | os.PathLike[str], entries: Mapping[str, Entry], si
     for name, (_, _, begin, end) in sorted(entries.items(), key=lambda item: item[1][2:]):
         if begin != at:
             what = "overlaps it" if begin < at else "leaves a gap"
-            raise _bad(path, f"tensor {quoted(name)} begins at {begin}, but {before} ends at {at}: that {what}")
+            raise bad_file(path, f"tensor {quoted(name)} begins at {begin}, but {before} ends at {at}: that {what}")
         at, before = end, f"tensor {quoted(name)}"
     if at != size:
-        raise _bad(path, f"its last tensor ends at {at}, but its data have {size} bytes")
+        raise bad_file(path, f"its last tensor ends at {at}, but its data have {size} bytes")
 
 
-def _bad(path: str | os.PathLike[str], why: str) -> BadArgument:
+def bad_file(path: str | os.PathLike[str], why: str) -> BadArgument:
     return BadArgument(f"safetensors file {str(path)!r}: {why}")
 
 
@@ -99,21 +99,17 @@ def read_safetensors(path: str | os.PathLike[str], dtypes: Mapping[str, str] = F
     tensors = {}
     for name, (dtype, shape, begin, end) in entries.items():
         if dtype not in dtypes:
-            raise _bad(path, f"tensor {quoted(name)} has dtype {quoted(dtype)}: only {', '.join(dtypes)} are read")
+            raise bad_file(path, f"tensor {quoted(name)} has dtype {quoted(dtype)}: only {', '.join(dtypes)} are read")
         native = numpy_dtype(dtypes[dtype])
         wanted = math.prod(shape) * native.itemsize
         if not 0 <= begin <= end <= len(data) or end - begin != wanted:
-            raise _bad(
-                path,
-                f"tensor {quoted(name)} of {dtype} {shape} needs {wanted} bytes, but lies at {begin} .. {end} "
-                f"of {len(data)}: truncated or damaged",
-            )
+            lies = f"but lies at {begin} .. {end} of {len(data)}: truncated or damaged"
+            raise bad_file(path, f"tensor {quoted(name)} of {dtype} {shape} needs {wanted} bytes, {lies}")
         raw = data[begin:end]
         wanted_sum = checksums.get(name)
         if wanted_sum is not None and wanted_sum != _checksum(raw):
-            raise _bad(
-                path, f"tensor {quoted(name)} is damaged: its CRC-32 is {_checksum(raw)}, not {quoted(wanted_sum)}"
-            )
+            why = f"is damaged: its CRC-32 is {_checksum(raw)}, not {quoted(wanted_sum)}"
+            raise bad_file(path, f"tensor {quoted(name)} {why}")
         native = native if dtype == "BF16" else native.newbyteorder("<")
         if raw.ctypes.data % native.itemsize:  # the format's own library never writes such a file
             raw = raw.copy()
@@ -128,7 +124,7 @@ def _checksums(path: str | os.PathLike[str], metadata: Mapping[str, str]) -> dic
         if not isinstance(found, dict):
             raise ValueError(f"{quoted(found)} is not an object")
     except ValueError as error:
-        raise _bad(path, f"its header is damaged: __metadata__.{CHECKSUMS}: {error}") from None
+        raise bad_file(path, f"its header is damaged: __metadata__.{CHECKSUMS}: {error}") from None
     return found
 
 

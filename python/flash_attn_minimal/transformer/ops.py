@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from .. import _arrays
-from .._arrays import View
-from .._arrays.words import pass_cast, pass_contiguous
+from .._arrays import View, words
+from .._arrays.words import pass_cast
 from .._core import checks, recordings
 from .._core.fields import _empty, _put_tensor
 from .._core.frameworks import traceable
@@ -119,13 +119,11 @@ def rope(
     (array([-3., -4.,  1.,  2.], dtype=float32), array([-2.,  1., -4.,  3.], dtype=float32))
     """
     xv = _input("x", x)
-    if len(xv.shape) != 4:
-        raise BadArgument(f"x has shape {tuple(xv.shape)}: expected (batch, seqlen, nheads, headdim)")
+    checks.shape("x", xv, len(xv.shape) == 4, "(batch, seqlen, nheads, headdim)")
     args = _args(RopeArgs, xv, programmatic, num_threads)
     args.batch, args.seqlen, args.nheads, args.headdim = xv.shape
     cv, sv = _input("cos", cos, xv), _input("sin", sin, xv)
-    if len(cv.shape) != 2 or cv.shape[1] < 1:
-        raise BadArgument(f"cos has shape {tuple(cv.shape)}: expected (positions, rotary_dim / 2)")
+    checks.shape("cos", cv, len(cv.shape) == 2 and cv.shape[1] > 0, "(positions, rotary_dim / 2)")
     if tuple(sv.shape) != tuple(cv.shape) or sv.dtype != cv.dtype:
         raise BadArgument(f"sin is {sv.dtype} {tuple(sv.shape)}, but cos is {cv.dtype} {tuple(cv.shape)}")
     if sv.strides[0] != cv.strides[0] and cv.shape[0] > 1:
@@ -139,10 +137,8 @@ def rope(
     views = [xv, cv, sv]
     if positions is not None:
         pv = _integers("positions", positions, xv, "int32")
-        if tuple(pv.shape) not in ((args.batch,), (args.batch, args.seqlen)):
-            raise BadArgument(
-                f"positions has shape {tuple(pv.shape)}: expected ({args.batch},) or ({args.batch}, {args.seqlen})"
-            )
+        first, each = (args.batch,), (args.batch, args.seqlen)
+        checks.shape("positions", pv, tuple(pv.shape) in (first, each), f"{first} or {each}")
         args.positions, args.per_token = pv.pointer, len(pv.shape) == 2
         views.append(pv)
     ov = _output(out, "x", xv, tuple(xv.shape), xv.dtype)
@@ -395,7 +391,7 @@ def _linear_args(
     _put_kernel(args, kernel)
     if len(shape) != 2 or shape[1] != args.in_features:
         turned = len(shape) == 2 and shape[0] == args.in_features and not packed
-        advice = (pass_contiguous(xv.door.name, "weight.T") or "; pass weight.T") if turned else ""
+        advice = (words.advice(xv.door.name, "contiguous", "weight.T") or "; pass weight.T") if turned else ""
         raise BadArgument(f"weight has shape {shape}: expected (out_features, {args.in_features}){advice}")
     args.out_features = shape[0]
     if not packed:
@@ -464,28 +460,23 @@ def sample(
     args.top_p = checks.number("top_p", top_p)
     if not 0 < args.top_p <= 1:
         raise BadArgument(f"top_p={top_p} is outside 0 < top_p <= 1")
-    args.seed, args.offset = (
-        checks.integer("seed", seed, 0, 2**64 - 1),
-        checks.integer("offset", offset, 0, 2**64 - 1),
-    )
+    args.seed = checks.integer("seed", seed, 0, 2**64 - 1)
+    args.offset = checks.integer("offset", offset, 0, 2**64 - 1)
     views = [lv]
     if step is not None:
         views.append(_integers("step", step, lv, "int32", "logits"))
-        if math.prod(views[-1].shape) not in (1, rows):
-            raise BadArgument(f"step has shape {tuple(views[-1].shape)}: expected one number, or ({rows},)")
+        checks.shape("step", views[-1], math.prod(views[-1].shape) in (1, rows), f"one number, or ({rows},)")
         args.step, args.step_stride = views[-1].pointer, int(math.prod(views[-1].shape) != 1)
     if seeds is not None:
         views.append(_integers("seeds", seeds, lv, "int64", "logits"))
-        if math.prod(views[-1].shape) != rows:
-            raise BadArgument(f"seeds has shape {tuple(views[-1].shape)}: expected ({rows},)")
+        checks.shape("seeds", views[-1], math.prod(views[-1].shape) == rows, (rows,))
         args.seeds = views[-1].pointer
     shape = tuple(lv.shape[:-1])
     if out is None:
         ov = lv.door.empty(lv, shape, "int32")
     else:
         ov = _integers("out", out, lv, "int32", "logits")
-        if tuple(ov.shape) != shape:
-            raise BadArgument(f"out has shape {tuple(ov.shape)}: expected {shape}")
+        checks.shape("out", ov, tuple(ov.shape) == shape, shape)
         checks.writable("out", ov)
         lv.door.stream([lv, ov])  # waits for the stream of `out`, if it has another one
         ov.written = True
@@ -517,10 +508,8 @@ def _input(name: str, array: Any, first: View | None = None, shape: tuple[int, .
     if first:
         checks.same_place(name, view, "x", first, "float32" if view.dtype not in checks.FLOATS else view.dtype)
     checks.floats(name, view, cast=True)
-    if shape is not None and tuple(view.shape) != shape:
-        raise BadArgument(f"{name} has shape {tuple(view.shape)}: expected {shape}")
-    if not view.shape:
-        raise BadArgument(f"{name} has shape (): expected at least one axis")
+    checks.shape(name, view, shape is None or tuple(view.shape) == shape, shape)
+    checks.shape(name, view, bool(view.shape), "at least one axis")
     checks.last_axis(name, view)
     return view
 
@@ -555,12 +544,10 @@ def _integers(name: str, array: Any, first: View, dtype: str, first_name: str = 
 
 
 def _output(array: Any, first_name: str, first: View, shape: tuple[int, ...], dtype: str | None) -> View:
-    if array is None:
-        return _empty(
-            first, shape, first.dtype if dtype is None else checks.dtype_name("out_dtype", dtype, checks.FLOATS)
-        )
     if dtype is not None:
         dtype = checks.dtype_name("out_dtype", dtype, checks.FLOATS)
+    if array is None:
+        return _empty(first, shape, dtype or first.dtype)
     view = _arrays.view(array, "out")
     view.door.check_seen()
     checks.same_place("out", view, first_name, first)

@@ -40,13 +40,11 @@ from .. import _arrays
 from .._arrays import View, to_numpy
 from .._core import checks, recordings
 from .._core.files import Fields, json_of, quoted
-from .._core.library import KERNEL_TABLES
 from .._core.options import DType
-from .._core.queries import kernel_table
 from .._core.structs import CPU, DTYPES, new
 from ..errors import BadArgument
 from ._library import W4_FORMATS, W4DequantizeArgs, W4PackArgs, W4QuantizeArgs, load
-from ._safetensors import ALL, FLOATS, read_metadata, read_safetensors, write_safetensors
+from ._safetensors import ALL, FLOATS, bad_file, read_metadata, read_safetensors, write_safetensors
 
 BLOCK = {"nvfp4": 16, "mxfp4": 32, "int4": 128}
 _SCALES = {"nvfp4": ("uint8", "F8_E4M3"), "mxfp4": ("uint8", "U8"), "int4": ("float16", "F16")}
@@ -111,10 +109,8 @@ class W4Weight:
         format = checks.one_of("format", format, W4_FORMATS)
         view = _arrays.view(w, "w")
         checks.floats("w", view, cast=True)
-        if len(view.shape) != 2 or 0 in view.shape:
-            raise BadArgument(
-                f"w has shape {tuple(view.shape)}: expected (out_features, in_features), neither of them 0"
-            )
+        fits = len(view.shape) == 2 and 0 not in view.shape
+        checks.shape("w", view, fits, "(out_features, in_features), neither of them 0")
         checks.last_axis("w", view)
         rows, columns = view.shape
         args = new(W4QuantizeArgs)
@@ -158,8 +154,7 @@ class W4Weight:
         _put_weight(args, "weight", self.format, *self.shape, views)
         size = ct.c_int64()
         load().fa_w4_packed_bytes(args.weight_format, *self.shape, args.pair, size)
-        packed = PackedW4(self.format, dtype, bool(pair), self.shape, size.value)
-        packed._allocate(views[0])
+        packed = PackedW4(self.format, dtype, bool(pair), self.shape, size.value, views[0])
         args.packed, args.packed_bytes = packed._view.pointer, size.value
         load().fa_w4_pack(args, views[0].door.stream(views))
         recordings.wrote([*views, packed._view])
@@ -167,9 +162,7 @@ class W4Weight:
 
     def to(self, convert: Callable[[Any], Any]) -> W4Weight:
         """The weight with each array converted: `weight.to(cupy.asarray)` copies a NumPy weight to the GPU."""
-        return W4Weight(
-            self.format, convert(self.codes), convert(self.scales), convert(self.tensor_scale), self.in_features
-        )
+        return W4Weight(self.format, *map(convert, (self.codes, self.scales, self.tensor_scale)), self.in_features)
 
     def save(self, path: str | os.PathLike[str], name: str = "weight") -> None:
         """Writes a safetensors file; see save()."""
@@ -233,23 +226,19 @@ class PackedW4:
     `data` is its memory, uint8. The order is the library's own and may change with a release, so files do not hold it.
     """
 
-    def __init__(self, format: str, dtype: str, pair: bool, shape: tuple[int, int], size: int):
-        self.format, self.dtype, self.pair, self.shape, self.bytes = format, dtype, pair, shape, size
-        self.data: Any = None
-        self._view: View
-
-    def __repr__(self) -> str:
-        pair = ", pair=True" if self.pair else ""
-        return f"PackedW4({self.format!r}, {self.shape[0]} x {self.shape[1]}, dtype={self.dtype!r}{pair})"
-
-    def _allocate(self, like: View) -> None:
+    def __init__(self, format: str, dtype: str, pair: bool, shape: tuple[int, int], size: int, like: View):
         """Allocates aligned memory of the framework and on the device of `like`."""
+        self.format, self.dtype, self.pair, self.shape, self.bytes = format, dtype, pair, shape, size
         view = like.door.empty(like, (self.bytes + (_ALIGNMENT if like.device == CPU else 0),), "uint8")
         if like.device == CPU:  # frameworks align to 64 bytes or less there
             owner = view.owner[0] if isinstance(view.owner, tuple) else view.owner  # for JAX a NumPy array
             start = -view.pointer % _ALIGNMENT
             view = _arrays.view(owner[start : start + self.bytes], "packed")
         self.data, self._view = view.door.result(view), view
+
+    def __repr__(self) -> str:
+        pair = ", pair=True" if self.pair else ""
+        return f"PackedW4({self.format!r}, {self.shape[0]} x {self.shape[1]}, dtype={self.dtype!r}{pair})"
 
 
 def _put_weight(args: ct.Structure, name: str, format: str, rows: int, columns: int, views: list[View]) -> None:
@@ -258,11 +247,6 @@ def _put_weight(args: ct.Structure, name: str, format: str, rows: int, columns: 
     setattr(args, f"{name}_in_features", columns)
     for part, view in zip(("codes", "scales", "tensor_scale"), views, strict=True):
         setattr(args, f"{name}_{part}", view.pointer)
-
-
-def linear_kernels() -> list[dict[str, str]]:
-    """The kernels of linear with a packed weight, best first on each device: [{"name", "device", "summary"}, ...]."""
-    return kernel_table(load(), KERNEL_TABLES["w4_linear"])
 
 
 # ---- files ----
@@ -290,12 +274,8 @@ def load_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, s
     """Reads a file of save(): ({name: W4Weight or NumPy array}, metadata). The arrays are views of the mapped file;
     checksums are compared."""
     metadata = read_metadata(path)
-
-    def bad(why: str) -> BadArgument:
-        return BadArgument(f"safetensors file {os.fspath(path)!r}: {why}")
-
     if _KEY not in metadata:
-        raise bad(f"its metadata have no {_KEY!r}: it holds no 4-bit weights of this package")
+        raise bad_file(path, f"its metadata have no {_KEY!r}: it holds no 4-bit weights of this package")
     tensors = read_safetensors(path, ALL)
     where = f"safetensors file {os.fspath(path)!r}: its metadata are damaged"
     entries = Fields(where, json_of(f"{where}: {_KEY}", metadata[_KEY]), f"{_KEY}.").fields
@@ -309,7 +289,7 @@ def load_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, s
             parts = [tensors.pop(f"{name}.{part}") for part in ("codes", "scales", "tensor_scale")]
             weights[name] = W4Weight(format, *parts, in_features)
         except KeyError as error:
-            raise bad(f"it lacks the tensor {error}") from None
+            raise bad_file(path, f"it lacks the tensor {error}") from None
         except BadArgument as error:
-            raise bad(f"weight {quoted(name)}: {error}") from None
+            raise bad_file(path, f"weight {quoted(name)}: {error}") from None
     return weights | tensors, {key: text for key, text in metadata.items() if key not in (_KEY, "crc32")}

@@ -28,30 +28,9 @@ The functions of compiled modules (flash_attn_2_cuda, flash_attn_3._C) are not h
 
 from . import bert_padding, flash_attn_interface, hopper, layers
 from ._install import install, uninstall
-from .flash_attn_interface import (
-    flash_attn_func,
-    flash_attn_kvpacked_func,
-    flash_attn_qkvpacked_func,
-    flash_attn_varlen_func,
-    flash_attn_varlen_kvpacked_func,
-    flash_attn_varlen_qkvpacked_func,
-    flash_attn_with_kvcache,
-)
+from .flash_attn_interface import *  # noqa: F403
 
 __version__ = "2.8.4"  # the release of flash_attn whose functions these are
 
-__all__ = [
-    "bert_padding",
-    "flash_attn_func",
-    "flash_attn_interface",
-    "flash_attn_kvpacked_func",
-    "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_func",
-    "flash_attn_varlen_kvpacked_func",
-    "flash_attn_varlen_qkvpacked_func",
-    "flash_attn_with_kvcache",
-    "hopper",
-    "install",
-    "layers",
-    "uninstall",
-]
+__all__ = ["bert_padding", "flash_attn_interface", "hopper", "install", "layers", "uninstall"]
+__all__ += flash_attn_interface.__all__

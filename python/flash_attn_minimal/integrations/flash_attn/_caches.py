@@ -5,6 +5,7 @@ q. They are prepared here with PyTorch's own operations; the core does the rest.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -128,86 +129,75 @@ def per_head(descale: torch.Tensor | None, group: int) -> Any:
     return 1.0 if descale is None else descale.float().repeat_interleave(group, -1)[:, None, :, None]
 
 
-def with_kvcache(q: torch.Tensor, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def scaled(x: torch.Tensor, factor: Any, cu_seqlens_q: torch.Tensor | None) -> torch.Tensor:
+    """The rows x (batch, seqlen, nheads, .), or packed (total, nheads, .), times factors of per_head."""
+    if not isinstance(factor, torch.Tensor):
+        return x
+    if cu_seqlens_q is not None:
+        factor = factor[owners(cu_seqlens_q, x.shape[0])[0], 0]
+    return (x.float() * factor).to(x.dtype)
+
+
+def with_kvcache(**arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """FlashAttention-3's flash_attn_with_kvcache: out and lse, for packed rows as in attend_packed. The arguments are
-    those of _with_kvcache. A refused call leaves the cache as it was."""
-    written: list[Callable[[], None]] = []
+    those of hopper.flash_attn_with_kvcache, with `options` for the core. A refused call leaves the cache as it was."""
+    step = SimpleNamespace(**arguments, written=[])  # written: functions that undo the writes to the cache
     try:
-        return _with_kvcache(q, written=written, **arguments)
+        return _with_kvcache(step)
     except (BadArgument, Unsupported):
-        for undo in reversed(written):
+        for undo in reversed(step.written):
             undo()
         raise
 
 
-def _with_kvcache(
-    q, *, k_cache, v_cache, k, v, qv, rotary_cos, rotary_sin, cache_seqlens, batch_idx, leftpad, table, cu_seqlens_q,
-    cu_seqlens_k_new, max_seqlen_q, rotary_seqlens, q_descale, k_descale, v_descale, rotary_interleaved,
-    options: dict[str, Any], written: list[Callable[[], None]],
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """with_kvcache. written: gets functions that undo the writes to the cache."""
-    for pair in ({"k": k, "v": v}, {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin}):
-        if len(missing := [name for name, x in pair.items() if x is None]) == 1:
+def _with_kvcache(s: SimpleNamespace) -> tuple[torch.Tensor, torch.Tensor]:
+    for pair in (("k", "v"), ("rotary_cos", "rotary_sin")):
+        if len(missing := [name for name in pair if getattr(s, name) is None]) == 1:
             raise RuntimeError(f"{missing[0]} is None, but {' and '.join(pair)} come together")
-    eight_bit, descales = k_cache.dtype in (torch.float8_e4m3fn, torch.int8), (q_descale, k_descale, v_descale)
+    descales, kind = (s.q_descale, s.k_descale, s.v_descale), s.k_cache.dtype
+    eight_bit = kind in (torch.float8_e4m3fn, torch.int8)
     if not eight_bit and any(x is not None for x in descales):
-        raise RuntimeError(f"q_descale, k_descale or v_descale is given, but k_cache is {k_cache.dtype}: not of 8 bits")
-    if table is not None and batch_idx is not None:
-        table, batch_idx = _rows_of(q, table, batch_idx, cache_seqlens), None
-    if q.dtype == torch.float8_e4m3fn:
-        q = q.to(torch.bfloat16)
-    rotary = rotary_cos is not None
-    rotary_seqlens = None if rotary_seqlens is cache_seqlens else rotary_seqlens
-    prepared = (
-        cu_seqlens_q is not None
-        or cu_seqlens_k_new is not None
-        or qv is not None
-        or (rotary and rotary_seqlens is not None)
-    )
-    step = {
-        "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "cache_seqlens": cache_seqlens, "batch_idx": batch_idx,
-        "table": table, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k_new": cu_seqlens_k_new,
-        "rotary_seqlens": rotary_seqlens,
-    }  # fmt: skip
+        raise RuntimeError(f"q_descale, k_descale or v_descale is given, but k_cache is {kind}: not of 8 bits")
+    if s.page_table is not None and s.cache_batch_idx is not None:
+        s.page_table, s.cache_batch_idx = _rows_of(s.q, s.page_table, s.cache_batch_idx, s.cache_seqlens), None
+    if s.q.dtype == torch.float8_e4m3fn:
+        s.q = s.q.to(torch.bfloat16)
+    if s.rotary_seqlens is s.cache_seqlens:
+        s.rotary_seqlens = None
+    elsewhere = s.rotary_cos is not None and s.rotary_seqlens is not None
+    prepared = elsewhere or any(x is not None for x in (s.cu_seqlens_q, s.cu_seqlens_k_new, s.qv))
     if prepared or eight_bit:
-        _check_step(
-            q, **step, qv=qv, rotary_cos=rotary_cos, rotary_sin=rotary_sin, max_seqlen_q=max_seqlen_q, descales=descales
-        )
+        _check_step(s)
     if prepared:
         # The core rotates and appends only a dense batch at the positions of its keys. Everything else is done here.
-        turn = (rotary_cos, rotary_sin, rotary_interleaved) if rotary else None
-        q, cache_seqlens = _rotate_and_append(q, **step, rotary=turn, options=options, written=written)
-        k = v = rotary_cos = rotary_sin = None
-    if qv is not None:
-        k_cache, v_cache = joined(v_cache, k_cache)
-        q = torch.cat([qv, q], -1)
-    where = {"cache_batch_idx": batch_idx, "cache_leftpad": leftpad, "block_table": table}
+        s.q, s.cache_seqlens = _rotate_and_append(s)
+        s.k = s.v = s.rotary_cos = s.rotary_sin = None
+    if s.qv is not None:
+        s.k_cache, s.v_cache = joined(s.v_cache, s.k_cache)
+        s.q = torch.cat([s.qv, s.q], -1)
+    group = s.q.shape[-2] // max(s.k_cache.shape[-2], 1)
     if eight_bit:  # the factors belong to sequences, not to the cache: those of q and k go into q, those of v into out
-        group = q.shape[-2] // k_cache.shape[-2]
-        factor = per_head(q_descale, group) * per_head(k_descale, group)
-        if isinstance(factor, torch.Tensor):
-            if cu_seqlens_q is not None:
-                factor = factor[owners(cu_seqlens_q, q.shape[0])[0], 0]
-            q = (q.float() * factor).to(q.dtype)
-        k, v = (None if x is None else x.to(q.dtype) for x in (k, v))
-        rotary_cos, rotary_sin = (None if x is None else x.to(q.dtype) for x in (rotary_cos, rotary_sin))
-        ones = torch.ones(k_cache.shape[-2], device=q.device)
-        options = options | {"k_scale": ones, "v_scale": ones}
-    if cu_seqlens_q is None:
+        s.q = scaled(s.q, per_head(s.q_descale, group) * per_head(s.k_descale, group), s.cu_seqlens_q)
+        for name in ("k", "v", "rotary_cos", "rotary_sin"):
+            if (x := getattr(s, name)) is not None:
+                setattr(s, name, x.to(s.q.dtype))
+        ones = torch.ones(s.k_cache.shape[-2], device=s.q.device)
+        s.options = s.options | {"k_scale": ones, "v_scale": ones}
+    where = {"cache_batch_idx": s.cache_batch_idx, "cache_leftpad": s.cache_leftpad, "block_table": s.page_table}
+    if s.cu_seqlens_q is None:
         out, lse = flash_attn_with_kvcache(
-            q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, return_lse=True,
-            rotary_interleaved=rotary_interleaved, **where, **options,
+            s.q, s.k_cache, s.v_cache, s.k, s.v, s.rotary_cos, s.rotary_sin, s.cache_seqlens, return_lse=True,
+            rotary_interleaved=s.rotary_interleaved, **where, **s.options,
         )  # fmt: skip
     else:
-        lengths = (
-            k_cache.shape[1] * (1 if table is None else table.shape[1]) if cache_seqlens is None else cache_seqlens
-        )
-        out, lse = attend_packed(q, k_cache, v_cache, cu_seqlens_q, max_seqlen_q, lengths, where, options)
-    if v_descale is not None:
-        factor = per_head(v_descale, group)
-        factor = factor if cu_seqlens_q is None else factor[owners(cu_seqlens_q, q.shape[0])[0], 0]
-        out = (out.float() * factor).to(out.dtype)
-    return out, lse
+        lengths = _room(s) if s.cache_seqlens is None else s.cache_seqlens
+        out, lse = attend_packed(s.q, s.k_cache, s.v_cache, s.cu_seqlens_q, s.max_seqlen_q, lengths, where, s.options)
+    return scaled(out, per_head(s.v_descale, group), s.cu_seqlens_q), lse
+
+
+def _room(s: SimpleNamespace) -> int:
+    """The most keys that a sequence can have."""
+    return s.k_cache.shape[1] * (1 if s.page_table is None else s.page_table.shape[1])
 
 
 def _rows_of(q: torch.Tensor, table: torch.Tensor, batch_idx: torch.Tensor, cache_seqlens: Any) -> torch.Tensor:
@@ -227,61 +217,56 @@ def _rows_of(q: torch.Tensor, table: torch.Tensor, batch_idx: torch.Tensor, cach
     return torch.where(exists[:, None], table[batch_idx.clamp(0, table.shape[0] - 1).long()], -1)
 
 
-def _check_step(
-    q, *, k_cache, v_cache, k, v, qv, rotary_cos, rotary_sin, cache_seqlens, batch_idx, table, cu_seqlens_q,
-    cu_seqlens_k_new, max_seqlen_q, rotary_seqlens, descales,
-) -> None:  # fmt: skip
+def _check_step(s: SimpleNamespace) -> None:
     """Checks the shapes that the operations here rely on. The core does not see all of these arrays."""
-    if cu_seqlens_q is None:
+    q, k_cache, batch_idx, table = s.q, s.k_cache, s.cache_batch_idx, s.page_table
+    if s.cu_seqlens_q is None:
         check_array(q, "q", q, "batch", "seqlen_q", "nheads", "headdim")
         batch = q.shape[0]
     else:
         check_array(q, "q", q, "total_q", "nheads", "headdim")
-        check_packed("cu_seqlens_q", cu_seqlens_q, q.shape[0], max_seqlen_q, "max_seqlen_q")
-        batch = cu_seqlens_q.shape[0] - 1
+        check_packed("cu_seqlens_q", s.cu_seqlens_q, q.shape[0], s.max_seqlen_q, "max_seqlen_q")
+        batch = s.cu_seqlens_q.shape[0] - 1
     nheads, headdim = q.shape[-2:]
-    check_array(q, "qv", qv, *q.shape[:-1], "headdim_v")
+    check_array(q, "qv", s.qv, *q.shape[:-1], "headdim_v")
     check_array(q, "k_cache", k_cache, "entries", "seqlen_cache", "nheads_k", headdim)
-    check_array(q, "v_cache", v_cache, *k_cache.shape[:3], "headdim_v" if qv is None else qv.shape[-1])
+    check_array(q, "v_cache", s.v_cache, *k_cache.shape[:3], "headdim_v" if s.qv is None else s.qv.shape[-1])
     nheads_k = k_cache.shape[2]
     if not nheads_k or nheads % nheads_k:
         raise RuntimeError(f"nheads={nheads} is not a multiple of nheads_k={nheads_k}")
-    for name, x in zip(("q_descale", "k_descale", "v_descale"), descales, strict=True):
-        check_array(q, name, x, batch, nheads_k)
+    for name in ("q_descale", "k_descale", "v_descale"):
+        check_array(q, name, getattr(s, name), batch, nheads_k)
     check_array(q, "cache_batch_idx", batch_idx, batch)
     check_array(q, "page_table", table, batch, "pages of a sequence")
     if table is batch_idx is None and k_cache.shape[0] < batch:
         raise RuntimeError(f"k_cache has {k_cache.shape[0]} entries for batch={batch} without cache_batch_idx")
     if table is not None and not k_cache.shape[1]:
         raise RuntimeError(f"k_cache has shape {tuple(k_cache.shape)}: a page has at least one row")
-    if isinstance(cache_seqlens, torch.Tensor):
-        check_array(q, "cache_seqlens", cache_seqlens, batch)
-    check_array(q, "rotary_seqlens", rotary_seqlens, batch)
-    if rotary_cos is not None:
-        check_array(q, "rotary_cos", rotary_cos, "positions", "rotary_dim / 2")
-        check_array(q, "rotary_sin", rotary_sin, *rotary_cos.shape)
-        if 2 * rotary_cos.shape[1] > headdim:
-            raise RuntimeError(f"rotary_cos has shape {tuple(rotary_cos.shape)}: more than headdim={headdim} dims turn")
-    if k is not None:
-        new: tuple = (batch, "seqlen_new") if cu_seqlens_k_new is None else ("total_k",)
-        check_array(q, "k", k, *new, nheads_k, headdim)
-        check_array(q, "v", v, *k.shape[:-1], v_cache.shape[-1])
-        if cu_seqlens_k_new is not None:
-            check_packed("cu_seqlens_k_new", cu_seqlens_k_new, k.shape[0])
-            check_array(q, "cu_seqlens_k_new", cu_seqlens_k_new, batch + 1)
+    if isinstance(s.cache_seqlens, torch.Tensor):
+        check_array(q, "cache_seqlens", s.cache_seqlens, batch)
+    check_array(q, "rotary_seqlens", s.rotary_seqlens, batch)
+    if (cos := s.rotary_cos) is not None:
+        check_array(q, "rotary_cos", cos, "positions", "rotary_dim / 2")
+        check_array(q, "rotary_sin", s.rotary_sin, *cos.shape)
+        if 2 * cos.shape[1] > headdim:
+            raise RuntimeError(f"rotary_cos has shape {tuple(cos.shape)}: more than headdim={headdim} dims turn")
+    if s.k is not None:
+        new: tuple = (batch, "seqlen_new") if s.cu_seqlens_k_new is None else ("total_k",)
+        check_array(q, "k", s.k, *new, nheads_k, headdim)
+        check_array(q, "v", s.v, *s.k.shape[:-1], s.v_cache.shape[-1])
+        if s.cu_seqlens_k_new is not None:
+            check_packed("cu_seqlens_k_new", s.cu_seqlens_k_new, s.k.shape[0])
+            check_array(q, "cu_seqlens_k_new", s.cu_seqlens_k_new, batch + 1)
 
 
-def _rotate_and_append(
-    q, *, k_cache, v_cache, k, v, rotary, cache_seqlens, batch_idx, table, cu_seqlens_q, cu_seqlens_k_new,
-    rotary_seqlens, options, written,
-):  # fmt: skip
+def _rotate_and_append(s: SimpleNamespace) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Rotates q, and rotates the new keys and appends them to the cache. Returns q and the new lengths.
 
     A sequence whose length is below 0 is idle: it appends nothing, and its length stays below 0. On a GPU, where the
-    host does not read lengths, a sequence whose new keys do not fit into its entry appends nothing either. written:
-    gets functions that undo the writes."""
+    host does not read lengths, a sequence whose new keys do not fit into its entry appends nothing either."""
+    q, k, v, cu_seqlens_q, cu_seqlens_k_new = s.q, s.k, s.v, s.cu_seqlens_q, s.cu_seqlens_k_new
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-    room = k_cache.shape[1] * (1 if table is None else table.shape[1])
+    cache_seqlens, room = s.cache_seqlens, _room(s)
     new = 0 if k is None else k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff().long()
     if isinstance(cache_seqlens, torch.Tensor):
         before = cache_seqlens.long().expand(batch)
@@ -292,42 +277,39 @@ def _rotate_and_append(
     idle = before < 0
     if cache_seqlens is None and k is not None and readable(before) and idle.any():
         raise RuntimeError(f"k has {room - int(before.min())} keys for one sequence, more than the {room} of its entry")
-    first = before if rotary_seqlens is None else rotary_seqlens
-    if rotary is not None:
-        cos, sin, interleaved = rotary
-        ordered = options["causal"] or max(options["window_size"]) >= 0 or options["attention_chunk"] > 0
+    first = before if s.rotary_seqlens is None else s.rotary_seqlens
+    rotates = s.rotary_cos is not None
+    if rotates:
+        causal, window, chunk = (s.options[name] for name in ("causal", "window_size", "attention_chunk"))
+        ordered = causal or max(window) >= 0 or chunk > 0
         if cu_seqlens_q is None:
             positions = first[:, None] + torch.arange(q.shape[1], device=q.device) * ordered
             counts = ~idle[:, None].expand_as(positions)
         else:
             owner, number = owners(cu_seqlens_q, q.shape[0])
             positions, counts = first[owner] + number * ordered, inside(cu_seqlens_q, q.shape[0]) & ~idle[owner]
-        q = rotate(q, cos, sin, positions, interleaved, counts)
+        q = rotate(q, s.rotary_cos, s.rotary_sin, positions, s.rotary_interleaved, counts)
     if k is None:
         return q, None if cache_seqlens is None else before.int()
     after = torch.where(idle, before, before + new)
     if readable(after) and batch and after.max() > room:
         raise RuntimeError(
             f"cache_seqlens={before.tolist()}: with the new keys a sequence has {after.tolist()}, "
-            f"more than the {room} keys of {'a cache entry' if table is None else 'a row of page_table'}"
+            f"more than the {room} keys of {'a cache entry' if s.page_table is None else 'a row of page_table'}"
         )
     fits = ~idle & (after <= room)
     if cu_seqlens_k_new is None:
         owner = torch.arange(batch, device=q.device).repeat_interleave(k.shape[1])
-        number = torch.arange(k.shape[1], device=q.device)
-        row = (before[:, None] + number).flatten()
-        position = row if first is before else (first[:, None] + number).flatten()
-        k, v = k.flatten(0, 1), v.flatten(0, 1)
-        counts = fits[:, None].expand(batch, number.shape[0]).flatten()
+        number = torch.arange(k.shape[1], device=q.device).repeat(batch)
+        k, v, counts = k.flatten(0, 1), v.flatten(0, 1), fits[owner]
     else:
         owner, number = owners(cu_seqlens_k_new, k.shape[0])
-        row = before[owner] + number
-        position = row if first is before else first[owner] + number
         counts = inside(cu_seqlens_k_new, k.shape[0]) & fits[owner]
-    if rotary is not None:
-        k = rotate(k, cos, sin, position, interleaved, counts)
-    if k.shape[0] and batch and room and k_cache.shape[0]:
+    row = before[owner] + number
+    if rotates:
+        k = rotate(k, s.rotary_cos, s.rotary_sin, first[owner] + number, s.rotary_interleaved, counts)
+    if k.shape[0] and batch and room and s.k_cache.shape[0]:
         row = row.clamp(0, room - 1)  # inside the entry, also for keys that do not count
-        places = Places(k_cache, owner, row, counts, batch_idx, table)
-        written += [places.write(k_cache, k), places.write(v_cache, v)]
+        places = Places(s.k_cache, owner, row, counts, s.cache_batch_idx, s.page_table)
+        s.written += [places.write(s.k_cache, k), places.write(s.v_cache, v)]
     return q, after.clamp(-1, room).int()

@@ -14,6 +14,7 @@ from ..._arrays import torch_modes
 from ..._core import checks
 from ...errors import FlashAttnError
 from ...torch._seeded import draw_dropout as _draw_dropout
+from ._packed import owners
 
 _Arguments, _Result = ParamSpec("_Arguments"), TypeVar("_Result")
 
@@ -185,8 +186,7 @@ def signed_probabilities(q, k, varlen: tuple | None, options: dict[str, Any]) ->
     else:
         cu_q, cu_k, seqlen_q, seqlen_k = varlen
         batch = cu_q.shape[0] - 1
-        rows = torch.arange(k.shape[0], device=q.device)
-        key = rows - cu_k[torch.searchsorted(cu_k[1:].contiguous(), rows, right=True).clamp_max(batch - 1)]
+        _, key = owners(cu_k, k.shape[0])
         packed = _probabilities(
             lambda v: core.flash_attn_varlen_func(q32, k32, v.expand(-1, nheads_k, -1), *varlen, **scores),
             key, seqlen_k,

@@ -38,18 +38,16 @@ def _get_block_size_n(device: Any, head_dim: int, is_dropout: bool, is_causal: b
     return 2**30
 
 
-def _attend(q, k, v, varlen: tuple | None, options: dict[str, Any], return_attn_probs: bool) -> Any:
-    """Runs a call. varlen: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)."""
+def _attend(q, k, v, varlen: tuple | None, options: dict[str, Any], return_attn_probs: bool, drops: bool = True) -> Any:
+    """Runs a call. varlen: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k); drops: whether S_dmask is
+    computed with return_attn_probs."""
     q, k, v = dense_rows(q, k, v)
-    if varlen is None:
-        results = core.flash_attn_func(q, k, v, return_lse=bool(return_attn_probs), **options)
-    else:
-        results = core.flash_attn_varlen_func(q, k, v, *varlen, return_lse=bool(return_attn_probs), **options)
-    return (*results, _s_dmask(q, k, varlen, options)) if return_attn_probs else results
-
-
-def _s_dmask(q, k, varlen: tuple | None, options: dict[str, Any], wanted: bool = True) -> torch.Tensor:
-    return signed_probabilities(q, k, varlen, options) if wanted and options.get("dropout_p") else q.new_empty(0)
+    run, lengths = (core.flash_attn_func, ()) if varlen is None else (core.flash_attn_varlen_func, varlen)
+    results = run(q, k, v, *lengths, return_lse=bool(return_attn_probs), **options)
+    if not return_attn_probs:
+        return results
+    drops = drops and options.get("dropout_p")
+    return *results, signed_probabilities(q, k, varlen, options) if drops else q.new_empty(0)
 
 
 @refusing
@@ -207,9 +205,7 @@ def _flash_attn_forward(
     options = score_options(softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
     options |= draw_dropout(dropout_p, q.device)
     with torch.no_grad():
-        q, k, v = dense_rows(q, k, v)
-        out, lse = core.flash_attn_func(q, k, v, return_lse=True, **options)
-        return out, lse, _s_dmask(q, k, None, options, return_softmax), _rng_state(options)
+        return *_attend(q, k, v, None, options, True, return_softmax), _rng_state(options)
 
 
 @refusing
@@ -236,17 +232,7 @@ def _flash_attn_varlen_forward(
             return out, lse, q.new_empty(0), _rng_state({})
         options |= draw_dropout(dropout_p, q.device)
         varlen = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        q, k, v = dense_rows(q, k, v)
-        out, lse = core.flash_attn_varlen_func(q, k, v, *varlen, return_lse=True, **options)
-        return out, lse, _s_dmask(q, k, varlen, options, return_softmax), _rng_state(options)
-
-
-def _backward(dout, q, k, v, out, lse, dq, dk, dv, lengths: dict[str, Any], options: dict[str, Any]) -> torch.Tensor:
-    """Writes dq, dk and dv; returns the sums of dout * out over the head dim, laid out like lse."""
-    dout, q, k, v, out = dense_rows(dout, q, k, v, out)
-    with torch.no_grad():
-        backward(dout, q, k, v, out, lse.contiguous(), dq=dq, dk=dk, dv=dv, **lengths, **options)
-        return (dout.float() * out.float()).sum(-1).transpose(-1, -2)
+        return *_attend(q, k, v, varlen, options, True, return_softmax), _rng_state(options)
 
 
 @refusing
@@ -254,10 +240,13 @@ def _flash_attn_backward(
     dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left, window_size_right,
     softcap, alibi_slopes, deterministic, rng_state=None,
 ):  # fmt: skip
-    """Writes those of dq, dk and dv that are not None."""
-    options = score_options(softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
-    options |= {"deterministic": deterministic, **_drawn(dropout_p, rng_state)}
-    return _backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, {}, options)
+    """Writes those of dq, dk and dv that are not None; returns the sums of dout * out over the head dim, laid out like
+    softmax_lse."""
+    return _flash_attn_varlen_backward(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, *(None,) * 4, dropout_p=dropout_p, softmax_scale=softmax_scale,
+        causal=causal, window_size_left=window_size_left, window_size_right=window_size_right, softcap=softcap,
+        alibi_slopes=alibi_slopes, deterministic=deterministic, rng_state=rng_state,
+    )  # fmt: skip
 
 
 @refusing
@@ -266,15 +255,19 @@ def _flash_attn_varlen_backward(
     softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
     zero_tensors=False,
 ):  # fmt: skip
-    """Writes those of dq, dk and dv that are not None. zero_tensors: also set rows of no sequence to zero."""
+    """_flash_attn_backward of packed sequences. zero_tensors: also set rows of no sequence to zero."""
     options = score_options(softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
     options |= {"deterministic": deterministic, **_drawn(dropout_p, rng_state)}
-    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-    lengths = dict(zip(names, (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), strict=True))
     for gradient in (dq, dk, dv):
         if zero_tensors and gradient is not None:
             gradient.zero_()
-    return _backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, lengths, options)
+    dout, q, k, v, out = dense_rows(dout, q, k, v, out)
+    with torch.no_grad():
+        backward(
+            dout, q, k, v, out, softmax_lse.contiguous(), dq=dq, dk=dk, dv=dv, cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, **options,
+        )  # fmt: skip
+        return (dout.float() * out.float()).sum(-1).transpose(-1, -2)
 
 
 _wrapped_flash_attn_forward, _wrapped_flash_attn_backward = _flash_attn_forward, _flash_attn_backward

@@ -18,7 +18,7 @@ from ...kvcache import flash_attn_with_kvcache as core_with_kvcache
 from ...torch._inputs import dense_rows
 from . import _caches
 from ._calls import check_array, parts, refusing, score_options, without_gradient
-from ._packed import Used, owners
+from ._packed import Used
 
 __all__ = [
     "flash_attn_combine",
@@ -30,12 +30,6 @@ __all__ = [
 ]
 
 _MOST_HEADDIM = 512  # in calls without a cache; calls over a cache take 576
-
-
-def _scale(softmax_scale: float | None, q: torch.Tensor, qv: torch.Tensor | None) -> float:
-    if softmax_scale is not None:
-        return softmax_scale
-    return (q.shape[-1] + (0 if qv is None else qv.shape[-1])) ** -0.5
 
 
 def _attend(q, k, v, qv, varlen: tuple | None, descales: tuple, options: dict[str, Any]) -> Any:
@@ -58,9 +52,8 @@ def _attend(q, k, v, qv, varlen: tuple | None, descales: tuple, options: dict[st
         if q.shape[-1] > _MOST_HEADDIM:
             return _over_a_cache(q, k, v, varlen, options)
         k, v = _caches.joined(v, k)
-    if varlen is None:
-        return core.flash_attn_func(q, k, v, return_lse=True, **options)
-    return core.flash_attn_varlen_func(q, k, v, *varlen, return_lse=True, **options)
+    run, lengths = (core.flash_attn_func, ()) if varlen is None else (core.flash_attn_varlen_func, varlen)
+    return run(q, k, v, *lengths, return_lse=True, **options)
 
 
 @without_gradient("headdim + headdim_v is above 512 with qv: attention of such rows has no backward pass")
@@ -84,26 +77,21 @@ def _float8(q, k, v, varlen, descales, options) -> tuple[torch.Tensor, torch.Ten
         check_array(q, name, x, batch, k.shape[-2])
     ones = torch.ones(batch, k.shape[-2], device=q.device)
     q_descale, k_descale, v_descale = (ones if x is None else x.float() for x in descales)
-    q_descale = q_descale.repeat_interleave(group, -1)
-    function, lengths = (core.flash_attn_func, ()) if varlen is None else (core.flash_attn_varlen_func, varlen)
+    factors = {"q_descale": q_descale.repeat_interleave(group, -1), "k_descale": k_descale, "v_descale": v_descale}
+    run, lengths = (core.flash_attn_func, ()) if varlen is None else (core.flash_attn_varlen_func, varlen)
     try:
-        return function(
-            q, k, v, *lengths, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, return_lse=True, **options
-        )
+        return run(q, k, v, *lengths, return_lse=True, **factors, **options)
     except Unsupported:
         pass
-    q_factor, v_factor = q_descale * k_descale.repeat_interleave(group, -1), v_descale.repeat_interleave(group, -1)
-    if varlen is None:
-        q_factor, v_factor = q_factor[:, None, :, None], v_factor[:, None, :, None]
-    else:
-        owner, _ = owners(varlen[0], q.shape[0])
-        q_factor, v_factor = q_factor[owner][..., None], v_factor[owner][..., None]
-    q, k, v = (q.float() * q_factor).bfloat16(), k.bfloat16(), v.bfloat16()
-    out, lse = function(q, k, v, *lengths, return_lse=True, **options)
-    return (out.float() * v_factor).to(out.dtype), lse
+    cu_q = None if varlen is None else varlen[0]
+    q = _caches.scaled(q.bfloat16(), _caches.per_head(q_descale, group) * _caches.per_head(k_descale, group), cu_q)
+    out, lse = run(q, k.bfloat16(), v.bfloat16(), *lengths, return_lse=True, **options)
+    return _caches.scaled(out, _caches.per_head(v_descale, group), cu_q), lse
 
 
-def _options(softmax_scale, causal, window_size, attention_chunk, softcap, deterministic) -> dict[str, Any]:
+def _options(q, qv, softmax_scale, causal, window_size, attention_chunk, softcap, deterministic) -> dict[str, Any]:
+    if softmax_scale is None:
+        softmax_scale = (q.shape[-1] + (0 if qv is None else qv.shape[-1])) ** -0.5
     options = score_options(softmax_scale, causal, window_size, softcap)
     return options | {"attention_chunk": attention_chunk, "deterministic": deterministic}
 
@@ -135,7 +123,7 @@ def flash_attn_func(
     headdim_v) ** -0.5. headdim + headdim_v is at most 576, with gradients 512. q_descale, k_descale and v_descale
     (batch, nheads_k): factors that the values of float8_e4m3fn inputs are multiplied by. Returns out, and with
     return_attn_probs the pair (out, lse)."""
-    options = _options(_scale(softmax_scale, q, qv), causal, window_size, attention_chunk, softcap, deterministic)
+    options = _options(q, qv, softmax_scale, causal, window_size, attention_chunk, softcap, deterministic)
     out, lse = _attend(q, k, v, qv, None, (q_descale, k_descale, v_descale), options)
     return (out, lse) if return_attn_probs else out
 
@@ -205,7 +193,7 @@ def flash_attn_varlen_func(
 
     seqused_q, seqused_k (batch,) int32: only this many rows of each sequence count, the first ones. Other rows of q
     have out = 0 and lse = -inf, and other rows of all arrays have zero gradients."""
-    options = _options(_scale(softmax_scale, q, qv), causal, window_size, attention_chunk, softcap, deterministic)
+    options = _options(q, qv, softmax_scale, causal, window_size, attention_chunk, softcap, deterministic)
     rows = keys = None
     if seqused_q is not None:
         check_array(q, "q", q, "total_q", "nheads", "headdim")
@@ -274,13 +262,13 @@ def flash_attn_with_kvcache(
         raise RuntimeError(
             "max_seqlen_q is None with cu_seqlens_q: packed rows need the length of the longest sequence"
         )
-    options = _options(_scale(softmax_scale, q, qv), causal, window_size, attention_chunk, softcap, False)
+    options = _options(q, qv, softmax_scale, causal, window_size, attention_chunk, softcap, False)
     del options["deterministic"]
     q, k, v, qv, rotary_cos, rotary_sin = dense_rows(q, k, v, qv, rotary_cos, rotary_sin)
     out, lse = _caches.with_kvcache(
-        q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, qv=qv, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
-        cache_seqlens=cache_seqlens, batch_idx=cache_batch_idx, leftpad=cache_leftpad, table=page_table,
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q,
+        q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, qv=qv, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+        cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad,
+        page_table=page_table, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q,
         rotary_seqlens=rotary_seqlens, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
         rotary_interleaved=rotary_interleaved, options=options | {"num_splits": num_splits},
     )  # fmt: skip

@@ -17,10 +17,9 @@ import torch
 import torch.nn.functional as F
 
 from ...errors import BadArgument, Unsupported
-from ._form import Form
+from ._form import Form, form_of
 from ._found import ARGUMENTS, Call, Found
 from ._masks import read_mask
-from ._options import form_of
 from ._scores import read_score
 from ._terms import Term, evaluate, reads, trace
 
@@ -70,13 +69,13 @@ def flex_attention(
             raise BadArgument("score_mod is given beside a Form: recognise(score_mod, mask_mod, ...) takes both")
         form = block_mask
     else:
-        if torch.compiler.is_compiling() and not (score_mod is None and block_mask is None):
+        plain = score_mod is None and block_mask is None
+        if torch.compiler.is_compiling() and not plain:
             raise Unsupported(
                 "a score_mod or block_mask in compiled code: call recognise(score_mod, mask_mod, ...) before, "
                 "and pass the Form that it returns as block_mask"
             )
         sizes = *query.shape[:3], key.shape[2]
-        plain = score_mod is None and block_mask is None
         form = Form(*sizes) if plain else recognise(score_mod, block_mask, *sizes, query.device)
     found = form(query, key, value, scale, enable_gqa, bool(return_lse) or return_aux is not None)
     if return_aux is None:

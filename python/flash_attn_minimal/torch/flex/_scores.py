@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
 import torch
 
-from ._form import is_finite
 from ._found import Call, Found, refuse
 from ._linear import PAIR, difference_of, linear_of, number_of
 from ._live import Step
@@ -86,7 +86,7 @@ def _scaled(x: Any) -> tuple[float, float]:
         factor, softcap = inside * outer, inside
         if softcap <= 0:
             refuse(whole, f"a softcap of {softcap}: expected one above 0")
-    if not is_finite(factor, softcap):
+    if not (math.isfinite(factor) and math.isfinite(softcap)):
         refuse(whole, f"a factor of {factor} and a softcap of {softcap}")
     return factor, softcap
 
@@ -105,17 +105,13 @@ def _read_added(x: Any, sign: int, found: Found, call: Call) -> None:
         if not call.values(x).is_floating_point():
             values = Step(torch.Tensor.float, (values,))
         found.biases.append(values if sign > 0 else Step(operator.neg, (values,)))
-    elif _is_index_of_floats(x) and (stored := in_memory(x, call)) is not None:
+    elif x.operation == "index" and x.arguments[0].is_floating_point() and (stored := in_memory(x, call)) is not None:
         found.biases.append(stored if sign > 0 else Step(operator.neg, (stored,)))
     elif not _read_alibi(x, sign, found, call):
         refuse(
             x, "not ALiBi, a bias in memory or one of b, h and kv_idx alone, which can be added to a score; "
             "flex_attention of PyTorch serves it"
         )  # fmt: skip
-
-
-def _is_index_of_floats(x: Term) -> bool:
-    return x.operation == "index" and x.arguments[0].is_floating_point()
 
 
 def _factors(x: Any) -> tuple[int, list[Any], list[Any]] | None:

@@ -228,13 +228,12 @@ def same(a: Any, b: Any, renamed: dict[str, str]) -> bool:
     if isinstance(a, Term) or isinstance(b, Term):
         return False
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        return a is b or (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and _one_view(a, b))
+        return a is b or (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and _about(a) == _about(b))
     return type(a) is type(b) and a == b
 
 
-def _one_view(a: torch.Tensor, b: torch.Tensor) -> bool:
-    about = [(x.data_ptr(), x.shape, x.stride(), x.dtype, x.is_neg()) for x in (a, b)]
-    return about[0] == about[1]
+def _about(x: torch.Tensor) -> tuple:
+    return x.data_ptr(), x.shape, x.stride(), x.dtype, x.is_neg()
 
 
 def flat(x: Any, *operations: str) -> Iterator[Any]:
