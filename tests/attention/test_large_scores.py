@@ -4,6 +4,7 @@ recomputes it (docs/contract.md, section 3). And numbers at the ends of float32.
 import accuracy
 import numpy as np
 import pytest
+from conftest import cpu_kernels
 
 import flash_attn_minimal as fa
 from flash_attn_lab import reference
@@ -197,20 +198,14 @@ def test_key_sums_at_large_scores(kernel, size, rows, causal):
 # ---- the ends of float32, on the CPU ----
 
 
-def cpu_kernels():
-    return [kernel["name"] for kernel in fa.kernels() if kernel["device"] == "cpu" and available(kernel["name"])]
-
-
-def available(name):
-    q = np.zeros((1, 1, 1, 8), np.float32)
-    return fa.query(q, q, q, kernel=name).status == "FA_OK"
+FLOAT32 = [name for name in cpu_kernels() if name != "cpu_amx"]
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"dropout_p": 0.25, "dropout_seed": 1}, {"softcap": 5.0}, {"mask": True}, {"causal": True}], ids=str
 )
 @pytest.mark.parametrize("rows,keys", [(1, 4), (3, 100), (64, 250), (130, 40)])
-@pytest.mark.parametrize("name", cpu_kernels())
+@pytest.mark.parametrize("name", FLOAT32)
 def test_sums_beyond_float32(name, rows, keys, options):
     """With V of 1e38, P V is beyond float32 before the division by the sum of P, and finite afterwards."""
     if options.get("causal") and rows > keys:
@@ -225,7 +220,7 @@ def test_sums_beyond_float32(name, rows, keys, options):
     np.testing.assert_allclose(lse, want_lse, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", cpu_kernels())
+@pytest.mark.parametrize("name", FLOAT32)
 def test_a_long_cache_of_large_values(name):
     """The pieces of a long cache are merged without overflow of float32."""
     q, k, v = normal(1, 1, 2, 16), normal(1, 7000, 1, 16, seed=1), np.sign(normal(1, 7000, 1, 16, seed=2))
@@ -235,7 +230,7 @@ def test_a_long_cache_of_large_values(name):
 
 
 @pytest.mark.parametrize("rows", [1, 70])
-@pytest.mark.parametrize("name", cpu_kernels())
+@pytest.mark.parametrize("name", FLOAT32)
 @pytest.mark.parametrize("q_size,k_size,scale", [(1e38, 1e-36, 0.02), (1e20, 1e20, 1e-38), (3e38, 1e-38, 100.0)])
 def test_products_beyond_float32(name, rows, q_size, k_size, scale):
     """softmax_scale is applied after the product, so the score can be in range even if the product overflows
@@ -248,7 +243,7 @@ def test_products_beyond_float32(name, rows, q_size, k_size, scale):
     np.testing.assert_allclose(lse, exact_lse, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", cpu_kernels())
+@pytest.mark.parametrize("name", FLOAT32)
 def test_what_is_not_finite_stays_so(name):
     """An infinity or a NaN that a row sees reaches its result."""
     q, k, v, _ = arrays(5, 40, "float32")
@@ -260,7 +255,7 @@ def test_what_is_not_finite_stays_so(name):
 
 
 @pytest.mark.parametrize("rows", [1, 70])
-@pytest.mark.parametrize("name", cpu_kernels())
+@pytest.mark.parametrize("name", FLOAT32)
 def test_what_hides_among_sums_beyond_float32(name, rows):
     """Many runs of NaN that no row sees, together with V of 1e38; and rows whose bias or sink gives no finite
     result."""

@@ -22,6 +22,7 @@ struct TileRegisters {
             uint8_t rows[16] = {};
         } shape;
         for (int i = 0; i < 8; ++i) shape.row_bytes[i] = 64, shape.rows[i] = 16;
+        __asm__ volatile("" : "+m"(shape));  // GCC's intrinsic says that it reads 8 bytes, so it would drop the other stores
         _tile_loadconfig(&shape);
     }
     ~TileRegisters() { _tile_release(); }
