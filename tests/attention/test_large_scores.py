@@ -4,7 +4,7 @@ recomputes it (docs/contract.md, section 3). And numbers at the ends of float32.
 import accuracy
 import numpy as np
 import pytest
-from conftest import cpu_kernels
+from conftest import cpu_kernels, ml_dtypes
 
 import flash_attn_minimal as fa
 from flash_attn_lab import reference
@@ -276,3 +276,22 @@ def test_what_hides_among_sums_beyond_float32(name, rows):
     out = fa.flash_attn_func(q, k, v, kernel=name, sinks=np.array([np.nan, 0], np.float32))
     assert np.isnan(out[:, :, 0]).all()
     assert np.isfinite(out[:, :, 1]).all()
+
+
+@pytest.mark.skipif("cpu_amx" not in cpu_kernels() or ml_dtypes is None, reason="no AMX, or no bfloat16 in NumPy")
+@pytest.mark.parametrize("rows", [3, 64, 600])  # those of 3 are too few for a tile register
+def test_subnormal_numbers_of_tile_registers(rows):
+    """AMX takes subnormal numbers as 0, so a result is off by at most the largest of them."""
+    least = np.float32(2.0**-126)
+    q, k, v = normal(1, rows, 2, 40), normal(1, 250, 2, 40, seed=1), least * normal(1, 250, 2, 40, seed=2)
+    q, k, v = (x.astype(ml_dtypes.bfloat16) for x in (q, k, v))
+    out = fa.flash_attn_func(q, k, v, kernel="cpu_amx").astype(np.float32)
+    want = fa.flash_attn_func(q, k, v, kernel="cpu_naive").astype(np.float32)
+    assert (abs(out - want) <= least).all()
+    assert (out == want).all() or rows > 8
+    q[..., 0], k[..., 0] = 1e38, 1e-39  # adds 0.1 to every score, or nothing
+    lse = fa.flash_attn_func(q, k, v, kernel="cpu_amx", return_lse=True, softmax_scale=1.0)[1]
+    more = fa.flash_attn_func(q, k, v, kernel="cpu_naive", return_lse=True, softmax_scale=1.0)[1]
+    k[..., 0] = 0
+    none = fa.flash_attn_func(q, k, v, kernel="cpu_naive", return_lse=True, softmax_scale=1.0)[1]
+    np.testing.assert_allclose(lse, more if rows <= 8 else none, rtol=1e-6, atol=1e-5)
