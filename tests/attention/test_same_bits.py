@@ -287,6 +287,18 @@ def test_every_row_has_the_same_bits(cases, name):
         assert same(got, case.exact[case.rows - len(got) :])
 
 
+@pytest.mark.parametrize("name", TILED)
+def test_where_the_first_key_of_a_window_lies(name):
+    """A row's sums do not depend on where the windows of the other rows of its tile begin."""
+    rng = np.random.default_rng([SEED, 2])
+    dtype = "bfloat16" if name == "cpu_amx" else "float32"
+    q, k, v = ([CPU.array(rng.standard_normal((1024, heads, 32), dtype=np.float32), dtype)] for heads in (8, 1, 1))
+    for left in (95, 300):
+        case = Case(q, k, v, {"kernel": name, "window_size": (left, 0)}, rng)
+        for step in (1, STEP):
+            assert same(cached(case, chunks(case, step), **INVARIANT), case.exact)
+
+
 @pytest.mark.parametrize("name", OTHER)
 def test_other_bits_within_rounding(usual, name):
     """Right, but some case of many differs: otherwise the table would be too modest."""
