@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import ml_dtypes, torch
+from conftest import cpu_kernels, ml_dtypes, torch
 
 import flash_attn_minimal as fa
 from flash_attn_minimal.transformer import ops
@@ -158,3 +158,52 @@ def test_the_number_of_threads_follows_the_affinity():
     several = found["two"]  # 0 where a quota leaves one processor
     assert several in "01"
     assert found == {"two": several, "one": "0", "given": "1", "environment": "1", "child": "0", "two again": several}
+
+
+STACKS = """
+import ctypes, os, sys
+import ml_dtypes
+import numpy as np
+import flash_attn_minimal as fa
+
+class Stack(ctypes.Structure):
+    _fields_ = [("at", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+
+memory = ctypes.create_string_buffer(1 << 16)
+def signal_stack(size):
+    return ctypes.CDLL(None).sigaltstack(ctypes.byref(Stack(ctypes.addressof(memory), 0, size)), None) == 0
+
+x = np.random.default_rng(0).standard_normal((1, 130, 2, 64), dtype=np.float32).astype(ml_dtypes.bfloat16)
+for step in sys.argv[1:]:
+    if step == "call":
+        out = fa.flash_attn_func(x, x, x, num_threads=2)
+        assert np.allclose(np.float32(out), np.float32(fa.flash_attn_func(x, x, x, kernel="cpu_naive")), atol=2e-2)
+        print(fa.query(x, x, x).kernel)
+    elif step == "fork":
+        sys.stdout.flush()
+        if child := os.fork():
+            assert os.waitpid(child, 0)[1] == 0
+            break
+    else:
+        print(signal_stack(int(step)))
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif("cpu_amx" not in cpu_kernels() or ml_dtypes is None, reason="no AMX, or no bfloat16 in NumPy")
+@pytest.mark.parametrize(
+    "steps, said",
+    [
+        ("8192 call", ["True", "other"]),
+        ("65536 call call", ["True", "cpu_amx", "cpu_amx"]),
+        ("call 8192 65536 call", ["cpu_amx", "False", "True", "cpu_amx"]),
+        ("call fork call", ["cpu_amx", "cpu_amx"]),
+    ],
+)
+def test_signal_stacks_and_tile_registers(steps, said):
+    """Linux gives the tile registers only where their state fits on every signal stack; a child inherits them."""
+    done = subprocess.run([sys.executable, "-c", STACKS, *steps.split()], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = done.stdout.split()
+    assert ["other" if "cpu_" in x and x != "cpu_amx" else x for x in found] == said

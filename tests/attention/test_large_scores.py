@@ -4,6 +4,7 @@ recomputes it (docs/contract.md, section 3). And numbers at the ends of float32.
 import accuracy
 import numpy as np
 import pytest
+from conftest import cpu_kernels, ml_dtypes
 
 import flash_attn_minimal as fa
 from flash_attn_lab import reference
@@ -197,20 +198,14 @@ def test_key_sums_at_large_scores(kernel, size, rows, causal):
 # ---- the ends of float32, on the CPU ----
 
 
-def cpu_kernels():
-    return [kernel["name"] for kernel in fa.kernels() if kernel["device"] == "cpu" and available(kernel["name"])]
-
-
-def available(name):
-    q = np.zeros((1, 1, 1, 8), np.float32)
-    return fa.query(q, q, q, kernel=name).status == "FA_OK"
+FLOAT32 = [name for name in cpu_kernels() if name != "cpu_amx"]
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"dropout_p": 0.25, "dropout_seed": 1}, {"softcap": 5.0}, {"mask": True}, {"causal": True}], ids=str
 )
 @pytest.mark.parametrize("rows,keys", [(1, 4), (3, 100), (64, 250), (130, 40)])
-@pytest.mark.parametrize("name", cpu_kernels())
+@pytest.mark.parametrize("name", FLOAT32)
 def test_sums_beyond_float32(name, rows, keys, options):
     """With V of 1e38, P V is beyond float32 before the division by the sum of P, and finite afterwards."""
     if options.get("causal") and rows > keys:
@@ -225,7 +220,7 @@ def test_sums_beyond_float32(name, rows, keys, options):
     np.testing.assert_allclose(lse, want_lse, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", cpu_kernels())
+@pytest.mark.parametrize("name", FLOAT32)
 def test_a_long_cache_of_large_values(name):
     """The pieces of a long cache are merged without overflow of float32."""
     q, k, v = normal(1, 1, 2, 16), normal(1, 7000, 1, 16, seed=1), np.sign(normal(1, 7000, 1, 16, seed=2))
@@ -235,7 +230,7 @@ def test_a_long_cache_of_large_values(name):
 
 
 @pytest.mark.parametrize("rows", [1, 70])
-@pytest.mark.parametrize("name", cpu_kernels())
+@pytest.mark.parametrize("name", FLOAT32)
 @pytest.mark.parametrize("q_size,k_size,scale", [(1e38, 1e-36, 0.02), (1e20, 1e20, 1e-38), (3e38, 1e-38, 100.0)])
 def test_products_beyond_float32(name, rows, q_size, k_size, scale):
     """softmax_scale is applied after the product, so the score can be in range even if the product overflows
@@ -248,7 +243,7 @@ def test_products_beyond_float32(name, rows, q_size, k_size, scale):
     np.testing.assert_allclose(lse, exact_lse, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", cpu_kernels())
+@pytest.mark.parametrize("name", FLOAT32)
 def test_what_is_not_finite_stays_so(name):
     """An infinity or a NaN that a row sees reaches its result."""
     q, k, v, _ = arrays(5, 40, "float32")
@@ -260,7 +255,7 @@ def test_what_is_not_finite_stays_so(name):
 
 
 @pytest.mark.parametrize("rows", [1, 70])
-@pytest.mark.parametrize("name", cpu_kernels())
+@pytest.mark.parametrize("name", FLOAT32)
 def test_what_hides_among_sums_beyond_float32(name, rows):
     """Many runs of NaN that no row sees, together with V of 1e38; and rows whose bias or sink gives no finite
     result."""
@@ -281,3 +276,22 @@ def test_what_hides_among_sums_beyond_float32(name, rows):
     out = fa.flash_attn_func(q, k, v, kernel=name, sinks=np.array([np.nan, 0], np.float32))
     assert np.isnan(out[:, :, 0]).all()
     assert np.isfinite(out[:, :, 1]).all()
+
+
+@pytest.mark.skipif("cpu_amx" not in cpu_kernels() or ml_dtypes is None, reason="no AMX, or no bfloat16 in NumPy")
+@pytest.mark.parametrize("rows", [3, 64, 600])  # those of 3 are too few for a tile register
+def test_subnormal_numbers_of_tile_registers(rows):
+    """AMX takes subnormal numbers as 0, so a result is off by at most the largest of them."""
+    least = np.float32(2.0**-126)
+    q, k, v = normal(1, rows, 2, 40), normal(1, 250, 2, 40, seed=1), least * normal(1, 250, 2, 40, seed=2)
+    q, k, v = (x.astype(ml_dtypes.bfloat16) for x in (q, k, v))
+    out = fa.flash_attn_func(q, k, v, kernel="cpu_amx").astype(np.float32)
+    want = fa.flash_attn_func(q, k, v, kernel="cpu_naive").astype(np.float32)
+    assert (abs(out - want) <= least).all()
+    assert (out == want).all() or rows > 8
+    q[..., 0], k[..., 0] = 1e38, 1e-39  # adds 0.1 to every score, or nothing
+    lse = fa.flash_attn_func(q, k, v, kernel="cpu_amx", return_lse=True, softmax_scale=1.0)[1]
+    more = fa.flash_attn_func(q, k, v, kernel="cpu_naive", return_lse=True, softmax_scale=1.0)[1]
+    k[..., 0] = 0
+    none = fa.flash_attn_func(q, k, v, kernel="cpu_naive", return_lse=True, softmax_scale=1.0)[1]
+    np.testing.assert_allclose(lse, more if rows <= 8 else none, rtol=1e-6, atol=1e-5)

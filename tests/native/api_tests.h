@@ -150,7 +150,7 @@ inline void query_matches_launch(const Context& context) {
 inline void workspace_is_exact(const Context& context) {
     int needed = 0;
     for (const std::string& name : context.kernels) {
-        Problem p = small(context);
+        Problem p = small(context, name == "cpu_amx" ? FA_BFLOAT16 : FA_FLOAT32);
         fa_attention_args args = p.args();
         args.kernel = name.c_str();
         const fa_attention_plan plan = query(args);

@@ -22,6 +22,7 @@ struct TileRegisters {
             uint8_t rows[16] = {};
         } shape;
         for (int i = 0; i < 8; ++i) shape.row_bytes[i] = 64, shape.rows[i] = 16;
+        __asm__ volatile("" : "+m"(shape));  // GCC's intrinsic says that it reads 8 bytes, so it would drop the other stores
         _tile_loadconfig(&shape);
     }
     ~TileRegisters() { _tile_release(); }
@@ -105,20 +106,21 @@ FA_INLINE void pack_queries(const float* q, int width, int headdim, uint32_t* to
     for (int d = 0; d < whole(headdim, kSummed); d += 2)
         for (int n = 0; n < width; ++n) *(UVec*)(to + (d / 2 * width + n) * L) = pairs(at(d, n), at(d + 1, n));
 }
-// K (keys, headdim) in floats -> rows of bfloat16, padded with zeros to whole instructions.
-FA_INLINE void pack_keys(const float* k, int64_t ld_k, int keys, int headdim, uint16_t* to) {
+// K (keys, headdim) in floats, from row `from` on -> rows of bfloat16, padded with zeros to whole instructions.
+FA_INLINE void pack_keys(const float* k, int64_t ld_k, int from, int keys, int headdim, uint16_t* to) {
     const int row = whole(headdim, kSummed);
-    for (int j = 0; j < keys; ++j)
+    for (int j = from; j < keys; ++j)
         for (int d = 0; d < row; d += L) {  // a row of floats is padded with zeros to a whole vector
             const UVec x = d < headdim ? *(const UVec*)(k + j * ld_k + d) : UVec{};
             *(HalfVec*)(to + j * row + d) = __builtin_convertvector(x >> 16, HalfVec);
         }
 }
-// V (keys, headdim_v) in floats -> V^T: rows of kTileKeys bfloat16, with zeros behind the last key of the last instruction.
-FA_INLINE void pack_values(const float* v, int64_t ld_v, int keys, int headdim_v, uint16_t* to) {
-    for (int j = 0; j < keys; j += kSummed)
+// V (keys, headdim_v) in floats, from row `from` on -> V^T: rows of kTileKeys bfloat16, with zeros in the rest of the first and the last
+// instruction.
+FA_INLINE void pack_values(const float* v, int64_t ld_v, int from, int keys, int headdim_v, uint16_t* to) {
+    for (int j = from / kSummed * kSummed; j < keys; j += kSummed)
         for (int d = 0; d < headdim_v; d += L) {
-            const auto at = [&](int key) { return key < keys ? *(const Vec*)(v + key * ld_v + d) : Vec{}; };
+            const auto at = [&](int key) { return key >= from && key < keys ? *(const Vec*)(v + key * ld_v + d) : Vec{}; };
             Vec x[L];  // x[i]: keys j + 2i and j + 2i + 1 of 16 columns
             for (int i = 0; i < L; ++i) x[i] = (Vec)pairs(at(j + 2 * i), at(j + 2 * i + 1));
             transpose(x);

@@ -422,15 +422,15 @@ struct Tile {
 #endif
     }
 
-    // What the products need of the keys and values in the scratch.
-    void prepare_keys([[maybe_unused]] int keys) const {
+    // What the products need of keys and values from .. keys - 1 in the scratch.
+    void prepare_keys([[maybe_unused]] int from, [[maybe_unused]] int keys) const {
 #if FA_AMX
-        pack_keys(scratch.k, scratch.ld_k, keys, p.headdim, scratch.k16);
+        pack_keys(scratch.k, scratch.ld_k, from, keys, p.headdim, scratch.k16);
 #endif
     }
-    void prepare_values([[maybe_unused]] int keys) const {
+    void prepare_values([[maybe_unused]] int from, [[maybe_unused]] int keys) const {
 #if FA_AMX
-        pack_values(scratch.v, scratch.ld_v, keys, p.headdim_v, scratch.v16);
+        pack_values(scratch.v, scratch.ld_v, from, keys, p.headdim_v, scratch.v16);
 #endif
     }
     // S^T of a group for keys begin .. end - 1 of the tile.
@@ -471,8 +471,8 @@ struct Tile {
 
     // Rows of V that hold an infinity or a NaN are left out of the product, because 0 x NaN would reach queries that cannot see them. They
     // are added afterwards, to the queries that see them.
-    void take_out_special_values(int keys, bool* special) const {
-        for (int j = 0; j < keys; ++j) {
+    void take_out_special_values(int from, int keys, bool* special) const {
+        for (int j = from; j < keys; ++j) {
             float* v = scratch.v + j * scratch.ld_v;
             special[j] = false;
             for (int d = 0; d < p.headdim_v; ++d) special[j] |= !(v[d] * 0.0f == 0.0f);
@@ -519,9 +519,9 @@ struct Tile {
         }
     }
 
-    void copy_keys(int first, int keys) const {
+    void copy_keys(int first, int keys, float* to) const {
         const int64_t start = t.sequence.k + t.head_k * p.k.head;
-        FA_ISA::copy_keys(p, p.k, p.cache.k_scale, start, t.batch, t.head_k, first, keys, p.headdim, scratch.k, scratch.ld_k);
+        FA_ISA::copy_keys(p, p.k, p.cache.k_scale, start, t.batch, t.head_k, first, keys, p.headdim, to, scratch.ld_k);
     }
     bool copy_values(int first, int keys, float* to) const {
         const int64_t start = t.sequence.v + t.head_k * p.v.head;
@@ -620,15 +620,16 @@ struct Tile {
         if (vectors == 0) return store_statistics();
         if (t.key_begin < t.key_end) for_groups([&](auto width, int n) { group(n, width.value).load_queries(); });
 
-        // Key tiles start at multiples of kTileKeys, so that the result of a row does not depend on the other rows of its tile.
+        // Key tiles start at multiples of kTileKeys, so that the result of a row does not depend on the other rows of its tile. No row sees
+        // a key of the first tile before key + from. The others keep their places, because AMX sums the keys of an instruction together.
         for (int64_t first = seen_from(t.key_begin), next; first < t.key_end; first = next) {
-            const int key = int(first), keys = int(end_of_tile(first) - first);
+            const int from = int(first % kTileKeys), key = int(first) - from, keys = int(end_of_tile(first)) - key;
             next = seen_from(end_of_tile(first));
-            copy_keys(key, keys);
-            const bool finite = copy_values(key, keys, scratch.v);
+            copy_keys(int(first), keys - from, scratch.k + from * scratch.ld_k);
+            const bool finite = copy_values(int(first), keys - from, scratch.v + from * scratch.ld_v);
             bool special[kTileKeys];
-            if (!finite) take_out_special_values(keys, special);
-            prepare_keys(keys), prepare_values(keys);
+            if (!finite) take_out_special_values(from, keys, special);
+            prepare_keys(from, keys), prepare_values(from, keys);
 
             Prefetch prefetch = prefetch_tile(next);
             for_groups([&](auto width, int n) {
@@ -659,8 +660,8 @@ struct Tile {
         for_groups([&](auto width, int n) { group(n, width.value).load_queries(); });
         for (int64_t first = seen_from(t.key_begin); first < t.key_end; first = seen_from(end_of_tile(first))) {
             const int key = int(first), keys = int(end_of_tile(first) - first);
-            copy_keys(key, keys);
-            prepare_keys(keys);
+            copy_keys(key, keys, scratch.k);
+            prepare_keys(0, keys);
             Prefetch prefetch = {};
             for_groups([&](auto width, int n) {
                 constexpr int kWidth = decltype(width)::value;
