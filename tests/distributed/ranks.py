@@ -16,6 +16,7 @@ import pytest
 from conftest import CPU, CUDA, CUDA_DEVICES, NO_CUDA, Device
 
 import flash_attn_minimal as fa
+from flash_attn_lab import reference
 from flash_attn_minimal import distributed as fad
 
 # FLASH_ATTN_TEST_RANKS=8: every group of the tests has at least 8 ranks, which may share GPUs.
@@ -264,6 +265,8 @@ def check_results(case: accuracy.Case, got: dict[str, np.ndarray], backward: boo
         other = getattr(plain, name)
         if name == "dsinks":
             floor += _noise_of_dsinks(case)
+        if name == "dbias":
+            floor += _noise_of_dbias(case)
         if name in ("dbias", "dsinks"):
             dtype = "float32"
         else:
@@ -280,6 +283,22 @@ def _noise_of_dsinks(case: accuracy.Case) -> float:
     chance = np.exp(options["sinks"][:, None] - lse, where=np.isfinite(lse), out=np.zeros(lse.shape, np.float32))
     each = (packed(dout, case) * packed(out, case) * chance.T[:, :, None]) ** 2
     return float(2 * accuracy.EPSILON[case.dtype] * np.sqrt(each.sum(axis=(0, 2)).max(initial=0)))
+
+
+def _noise_of_dbias(case: accuracy.Case) -> float:
+    """The error of dbias from rounding out: dbias sums P (dP - dout . out) over rows that share a bias. Its variance is
+    at most the sum of P (dout * out)^2, which is a gradient of v."""
+    arrays, _, _ = accuracy.expected_backward(case)
+    (dout, q, k, v, out, _, options), cu = arrays, (case.cu_seqlens_q, case.cu_seqlens_k)
+    squares = np.square(np.asarray(dout, np.float64) * np.asarray(out, np.float64)).sum(-1, keepdims=True)
+    spread = np.broadcast_to(squares, out.shape)
+    options = {name: x for name, x in options.items() if name != "dlse"}
+    backward = reference.standard_attention_backward
+    if case.varlen:
+        found = reference.varlen_backward(backward, spread, q, k, v, *cu, **options)
+    else:
+        found = backward(spread, q, k, v, **options)
+    return float(accuracy.EPSILON[case.dtype] * np.sqrt(np.nanmax(found.dv, initial=0)))
 
 
 def one_call(case: accuracy.Case, device: Device = CPU) -> tuple[np.ndarray, np.ndarray]:
