@@ -99,6 +99,8 @@ def test_what_others_include_is_there():
         *(ROOT / "tests/native").iterdir(),
         *(ROOT / "examples").rglob("*.c"),
     ]:
+        if file.suffix == ".pyc":
+            continue
         for name in re.findall(r'^\s*#\s*include "([^"]+)"', file.read_text(), re.MULTILINE):
             if not any(
                 (place / name).is_file() for place in (file.parent, CUDA, ROOT, ROOT / "tests", ROOT / "tests/native")
