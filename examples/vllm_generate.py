@@ -23,7 +23,8 @@ with tempfile.TemporaryDirectory() as folder:
     model.save_pretrained(folder)
     engine = LLM(folder, attention_backend=adapter.register(), **options)  # vLLM registers an installed package itself
 prompts = [{"prompt_token_ids": ids} for ids in ([1, 2, 3], list(range(90)))]
-for output in engine.generate(prompts, SamplingParams(temperature=0, max_tokens=9, detokenize=False), use_tqdm=False):
+greedy = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, detokenize=False)
+for output in engine.generate(prompts, greedy, use_tqdm=False):
     ids = torch.tensor([output.prompt_token_ids])
     expected = model.generate(ids, max_new_tokens=9, do_sample=False, eos_token_id=None)[0, ids.shape[1] :]
     assert output.outputs[0].token_ids == expected.tolist()
