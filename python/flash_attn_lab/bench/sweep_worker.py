@@ -38,7 +38,9 @@ COMPILES = {"fa4": 0.1}  # peers that compile for each kind of call, and the par
 
 
 class Compiled:
-    """Remembers for which kinds of calls a peer has compiled a kernel, and how long that took."""
+    """The peers of the sweep. Remembers for which kinds of calls one has compiled a kernel, and how long that took."""
+
+    suite, rehearses = "sweep", True
 
     def __init__(self):
         self.start = time.monotonic()
@@ -66,6 +68,7 @@ class ByName:
     """In the place of peers: the library's own kernels, each forced by its name. Those that take far longer than the
     library's choice are left out."""
 
+    suite, rehearses = "dispatch", False
     FAR = 3
 
     def __init__(self, machine):
@@ -128,13 +131,13 @@ def measured(
             mine = ours(arrays)
         except Refused as refusal:
             return {"refused": str(refusal)}
-        packages = turn.file and not isinstance(compiled, ByName)
-        rehearsed = [name for name in peers if packages and prepared(name, arrays)]
+        compiled = compiled or Compiled()
+        rehearsed = [name for name in peers if turn.file and compiled.rehearses and prepared(name, arrays)]
         machine.synchronize()
     for name in rehearsed:
         rehearse(name, arrays)
     with turn:
-        return _measured(machine, arrays, mine, check, protocol, seed, peers, compiled or Compiled())
+        return _measured(machine, arrays, mine, check, protocol, seed, peers, compiled)
 
 
 def _measured(
@@ -147,8 +150,7 @@ def _measured(
             systems.append(compiled.peer(name, arrays))
         except Refused:
             continue
-    suite = "dispatch" if isinstance(compiled, ByName) else "sweep"
-    row: dict[str, Any] = {"suite": suite, "system": "ours", "kernel": mine.kernel, "call": str(call)}
+    row: dict[str, Any] = {"suite": compiled.suite, "system": "ours", "kernel": mine.kernel, "call": str(call)}
     row |= {"pass": "bwd" if call.backward else "fwd", "dtype": call.dtype}  # the rest is in the line
     comparable = "dropout" not in call.options  # whose bits are each library's own
     before = time.perf_counter()

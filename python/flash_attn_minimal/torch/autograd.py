@@ -18,6 +18,7 @@ from .._core import statistics as _statistics
 from .._core.checks import flag, integer, shape
 from .._core.forward import attend, call, given_arrays, seeds
 from .._core.options import Options
+from .._core.repeats import SEEDS
 from ..backward import _differentiate, find_gradients
 from ..errors import Unsupported
 from . import _operators as operators
@@ -226,7 +227,7 @@ class _Attention(torch.autograd.Function):
 
 torch_modes.uncompiled(_Attention.backward)
 _BEFORE = 3  # the number of arguments before the arrays
-_SEEDS = [2 + [*NUMBERS].index(name) for name in ("dropout_seed", "dropout_offset")]  # in _Recorder.rest
+_SEEDS = [2 + [*NUMBERS].index(name) for name in SEEDS]  # in _Recorder.rest
 # Function.apply would also look for wrappers of finished transforms, which takes 2 us; see _unwrapped.
 _record = super(torch.autograd.Function, _Attention).apply
 
