@@ -375,9 +375,7 @@ void walk(const char* kind, int count, const Table& table, fa_status (*query)(co
                 if (printing) std::printf("  %s: %d %zu %s\n", table.name(k), forced.status, forced.workspace_bytes, text);
                 any = any || forced.status == FA_OK;
                 const bool chosen = !std::strcmp(plan.kernel, table.name(k));
-                // Its plans with a bias await a measurement: they serve callers who name the kernel (AttentionParams::by_name).
-                const bool other_plan = !std::strcmp(plan.kernel, "wgmma_pair_sm90");
-                if (chosen && (forced.status != FA_OK || (forced.workspace_bytes != plan.workspace_bytes && !other_plan)))
+                if (chosen && (forced.status != FA_OK || forced.workspace_bytes != plan.workspace_bytes))
                     complain("%s %d on %s: %s is chosen, but by its name: %s, %zu bytes instead of %zu", kind, i, place.name, plan.kernel,
                              forced.status == FA_OK ? "served" : text, forced.workspace_bytes, plan.workspace_bytes);
                 if (forced.status != FA_OK && !*text) complain("%s %d on %s: %s gives no reason", kind, i, place.name, table.name(k));

@@ -291,18 +291,20 @@ void test_choice() {
           [](P& p, auto*, auto* mask) { p.blocks.data = mask, p.cu_seqlens_q = p.cu_seqlens_k = ends; });
     general("mask of pairs, packed sequences",
             [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 0, 1}, p.cu_seqlens_q = p.cu_seqlens_k = ends; });
-    const auto copied_mask = [&](const char* what, const auto& change) { narrow(Id::kD64Bias, Id::kD128Bias, what, change); };
-    copied_mask("mask of pairs and scale below zero", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 0, 1}, p.scale = -1; });
+    const auto biases = [&](const char* what, const auto& change) {
+        each(Id::kD64Bias, Id::kD128Bias, Id::kD192Bias, Id::kD192Bias, Id::kD256Bias, what, change);
+    };
+    biases("mask of pairs and scale below zero", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 0, 1}, p.scale = -1; });
     general("mask of pairs and softcap", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 0, 1}, p.softcap = 50; });
     general("mask of pairs and alibi", [](P& p, auto* slopes, auto* mask) { p.mask = {mask, 7, 0, 1}, p.alibi_slopes = slopes; });
     general("mask of one row", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 0, 1}, p.seqlen_q = 1; });
-    copied_mask("mask of keys of query heads", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 9, 0}; });
+    biases("mask of keys of query heads", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 9, 0}; });
     narrow(Id::kD64BiasDropout, Id::kD128BiasDropout, "mask of pairs and dropout",
            [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 0, 1}, p.dropout_threshold = 9; });
     general("mask of pairs and dropout in a short call",
             [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 0, 1}, p.dropout_threshold = 9, p.seqlen_q = p.seqlen_k = 60; });
     const auto with_bias = [&](const char* what, const auto& change) {
-        narrow(Id::kD64Bias, Id::kD128Bias, what, [&](P& p, auto* slopes, auto* mask) {
+        biases(what, [&](P& p, auto* slopes, auto* mask) {
             p.dtype = p.bias_dtype = DType::kFloat16, p.bias = {reinterpret_cast<const void*>(uintptr_t(4096)), 0, 64, 8};
             change(p, slopes, mask);
         });
@@ -316,9 +318,10 @@ void test_choice() {
     with_bias("bias", [](P&, auto*, auto*) {});
     with_bias("bias, window and mask", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 0, 0}, p.window_left = 5; });
     with_bias("bias of every row, scale below zero", [](P& p, auto*, auto*) { p.bias.row = 0, p.scale = -1; });
-    narrow(Id::kD64BiasFloat32, Id::kD128BiasFloat32, "bias of float32", [](P& p, auto*, auto*) {
-        p.dtype = DType::kFloat16, p.bias_dtype = DType::kFloat32, p.bias = {reinterpret_cast<const void*>(uintptr_t(4096)), 0, 64, 8};
-    });
+    each(Id::kD64BiasFloat32, Id::kD128BiasFloat32, Id::kD192BiasFloat32, Id::kD192BiasFloat32, Id::kD256BiasFloat32, "bias of float32",
+         [](P& p, auto*, auto*) {
+             p.dtype = DType::kFloat16, p.bias_dtype = DType::kFloat32, p.bias = {reinterpret_cast<const void*>(uintptr_t(4096)), 0, 64, 8};
+         });
     without_tiles("bias of float32 and dropout", [](P& p, auto*, auto*) { p.bias_dtype = DType::kFloat32, p.dropout_threshold = 9; });
     with_bias("bias with rows of 12 bytes", [](P& p, auto*, auto*) { p.bias.row = 6; });
     with_bias("bias that begins anywhere", [](P& p, auto*, auto*) { p.bias.data = reinterpret_cast<const void*>(uintptr_t(4098)); });
@@ -328,22 +331,7 @@ void test_choice() {
         p.dtype = p.bias_dtype = DType::kFloat16, p.bias = {reinterpret_cast<const void*>(uintptr_t(4096)), 0, 64, 8};
         p.dropout_threshold = 9;
     });
-    // A caller who names the kernel gets plans with a bias above head dim 128, too.
-    const auto by_name = [&](Id d64, Id d128, Id d192, Id d256, const char* what, const auto& change) {
-        each(d64, d128, d192, d192, d256, what, [&](P& p, auto* slopes, auto* mask) {
-            p.dtype = p.bias_dtype = DType::kFloat16, p.bias = {reinterpret_cast<const void*>(uintptr_t(4096)), 0, 64, 8}, p.by_name = true;
-            change(p, slopes, mask);
-        });
-    };
-    by_name(Id::kD64Bias, Id::kD128Bias, Id::kD192Bias, Id::kD256Bias, "bias, by name", [](P&, auto*, auto*) {});
-    by_name(Id::kD64Bias, Id::kD128Bias, Id::kD192Bias, Id::kD256Bias, "bias with rows of 12 bytes and mask of pairs, by name",
-            [](P& p, auto*, auto* mask) { p.bias.row = 6, p.mask = {mask, 7, 0, 1}; });
-    by_name(Id::kD64BiasFloat32, Id::kD128BiasFloat32, Id::kD192BiasFloat32, Id::kD256BiasFloat32, "bias of float32, by name",
-            [](P& p, auto*, auto*) { p.bias_dtype = DType::kFloat32; });
-    narrow(Id::kD64BiasDropout, Id::kD128BiasDropout, "bias and dropout, by name", [](P& p, auto*, auto*) {
-        p.dtype = p.bias_dtype = DType::kFloat16, p.bias = {reinterpret_cast<const void*>(uintptr_t(4096)), 0, 64, 8};
-        p.dropout_threshold = 9, p.by_name = true;
-    });
+    with_bias("bias with rows of 12 bytes and mask of pairs", [](P& p, auto*, auto* mask) { p.bias.row = 6, p.mask = {mask, 7, 0, 1}; });
     with_bias("bias and mask of pairs", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 0, 1}; });
     const auto dropout = [&](const char* what, const auto& change) {
         each(Id::kD64Dropout, Id::kD128Dropout, Id::kD192Dropout, Id::kD192Dropout, Id::kD256Dropout, what,

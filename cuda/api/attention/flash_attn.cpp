@@ -1,8 +1,6 @@
 // flash_attn.cpp: the exported functions. Each validates its arguments, chooses a kernel, checks the workspace and launches.
 #include "flash_attn.h"
 
-#include <cstdlib>
-
 #include "api/attention/registry.h"
 #include "api/attention/validate.h"
 #include "api/common/dispatch.h"
@@ -111,8 +109,6 @@ struct BackwardCall : Call<BackwardKernel, BackwardParams> {
 
     fa_status prepare(const fa_attention_backward_args* args, Pointers pointers, Lines* why_not) {
         if (const fa_status status = Base::prepare(args, pointers, why_not); status != FA_OK) return status;
-        const char* const variable = std::getenv("FLASH_ATTN_BACKWARD_KERNEL");
-        params.forward.by_name = forward.kernel || (variable && *variable);
         char text[256];
         const char* const reason = scores_refuse(params, device, text, sizeof text);
         return reason ? fail(FA_UNSUPPORTED, "%s", reason) : FA_OK;

@@ -24,6 +24,9 @@ fa_status launch_whole(const AppendParams&, const DeviceInfo&, void* stream);
 // Whether wgmma_split_sm90 can serve the call and is the fastest kernel for it. Kernels before it in the table then yield to it.
 bool wgmma_split_is_best(const AttentionParams&, const DeviceInfo&);
 
+// Whether mma_sm80, which starts faster, is the faster kernel for a call of few queries and keys in 16 bits.
+bool mma_wins_short_calls(const AttentionParams&, const DeviceInfo&);
+
 const char* key_sums_refuses(const AttentionParams&, const DeviceInfo&, char* text, size_t size);
 fa_status launch_key_sums(const AttentionParams&, const DeviceInfo&, void* stream);   // from the lse of a forward kernel
 fa_status clear_statistics(const AttentionParams&, const DeviceInfo&, void* stream);  // for a call without queries, which runs no kernel

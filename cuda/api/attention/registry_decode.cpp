@@ -32,16 +32,15 @@ const char* lanes_cluster_refuses(const AttentionParams& p, const DeviceInfo& de
 
 // Why a kernel outside this table is faster, or nullptr.
 const char* others_are_faster(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
-    if (has_8bit_cache(p) || decode_wins_with_options(p, device)) return nullptr;
+    const bool options = decode_has_options(p);
+    const bool short_window = p.window_left >= 0 && !p.cache.entries && mma_wins_short_calls(p, device);
+    if (has_8bit_cache(p) || (options && !short_window && decode_wins(p, device))) return nullptr;
     if (rows_of_key_head(p) > 64)
         return say(text, size, "seqlen_q=%d x %d heads of a key head: other kernels are faster from 65 rows on", p.seqlen_q, p.group);
     if (wgmma_split_is_best(p, device)) return "wgmma_split_sm90 is faster for so many rows and keys";
     if (p.cache.entries) return nullptr;
-    // K and V without a cache: decode kernels win where the heads alone leave half of the SMs idle, or share keys and have one
-    // row each (H200).
-    if (p.seqlen_k >= 512 && p.seqlen_q <= 16 &&
-        (int64_t(p.batch) * p.nheads * 2 <= device.multiprocessors || (p.seqlen_q == 1 && p.group > 1)))
-        return nullptr;
+    // K and V without a cache.
+    if (!options && p.seqlen_q <= 16 && !mma_wins_short_calls(p, device) && decode_wins(p, device)) return nullptr;
     return say(text, size, "batch=%d x nheads=%d, seqlen_q=%d, seqlen_k=%d, no cache: other kernels are faster", p.batch, p.nheads,
                p.seqlen_q, p.seqlen_k);
 }
@@ -90,6 +89,11 @@ const char* cluster_yields(const AttentionParams& p, const DeviceInfo& device, c
     if (const char* reason = others_are_faster(p, device, text, size)) return reason;
     if (decode_cluster_wins(p, device)) return nullptr;
     return "a launch with the keys in pieces is faster for so many keys or sequences, or one row";
+}
+const char* ring_yields(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
+    if (const char* reason = others_are_faster(p, device, text, size)) return reason;
+    return decode_split_beats_ring(p, device) ? "decode_split_sm80 is faster with a window, for few keys, or for rows of this length"
+                                              : nullptr;
 }
 const char* ring_refuses(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
     if (const char* reason = takes_16_rows(p, device, text, size)) return reason;
@@ -161,7 +165,7 @@ constexpr Kernel kKernels[] = {
                 .memory = Memory::kWideRows},
      .refuses = FA_SM90(ring_refuses),
      .fits = FA_SM90(fits<DecodeKernel::kRing>),
-     .yields = FA_SM90(others_are_faster),
+     .yields = FA_SM90(ring_yields),
      .workspace = FA_SM90(workspace<DecodeKernel::kRing>),
      .launch = FA_SM90(run<DecodeKernel::kRing>)},
     {.name = "decode_split_sm80",

@@ -1,5 +1,7 @@
 // registry_forward.cpp: the kernels of the forward pass, best first on each device: what each takes, and to which calls it yields. Those of
 // registry_decode.cpp come before them.
+#include <algorithm>
+
 #include "api/attention/limits.h"
 #include "api/attention/registry.h"
 #include "attention/common/float16_parts.h"
@@ -17,6 +19,10 @@
 
 namespace fa {
 namespace {
+
+#if FA_WITH_CUDA && FA_WITH_WGMMA_SM90
+bool wgmma_float32_is_best(const AttentionParams&, const DeviceInfo&);  // needs the table
+#endif
 
 // ---- CPU ----
 
@@ -92,13 +98,8 @@ bool has_items_for_tiles_of_64(const AttentionParams& p, const DeviceInfo&) {
     return work_items(p, 64) <= kMostBlocks && !rows_overflow(rows);
 }
 const char* wgmma_yields(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
-#if FA_WITH_MMA_SM80
-    const int d = p.headdim > p.headdim_v ? p.headdim : p.headdim_v;
-    if (!wgmma_scores_are_natural(p) &&
-        mma_is_faster_than_wgmma(d, int64_t(p.deciding_batch()) * p.nheads, p.seqlen_q, p.deciding_keys(), device.multiprocessors))
-        return say(text, size, "seqlen_q=%d, seqlen_k=%d: mma_sm80 is faster for short sequences", p.seqlen_q, p.seqlen_k);
-#endif
-    return nullptr;
+    if (!mma_wins_short_calls(p, device)) return nullptr;
+    return say(text, size, "seqlen_q=%d, seqlen_k=%d: mma_sm80 is faster for short sequences", p.seqlen_q, p.seqlen_k);
 }
 const char* wgmma_refuses(const AttentionParams& p, const DeviceInfo&, char*, size_t) {
     if (p.intervals.data && (p.blocks.data || !wgmma_intervals_serve(p)))
@@ -115,11 +116,21 @@ const char* wgmma_variant(const AttentionParams& p, const DeviceInfo& device) {
 bool has_blocks_for_parts(const AttentionParams& p, const DeviceInfo&) {
     return p.batch * (ceil_div(p.seqlen_q, 32) * p.nheads + ceil_div(p.seqlen_k, 16) * p.nheads_k) <= kMostBlocks;
 }
+const char* tf32_yields(const AttentionParams& p, const DeviceInfo& device, char*, size_t) {
+    // 8 x 2048, 2 heads, head dim 160: 477 -> 254 us; head dim 72: 138 -> 181.
+    const int d = p.headdim > p.headdim_v ? p.headdim : p.headdim_v;
+    if (d > 96 && p.seqlen_q >= 768 && p.seqlen_k >= 768 && wgmma_float32_is_best(p, device))
+        return "wgmma_float32_sm90 is faster, and more accurate";
+    return nullptr;
+}
 const char* float16_parts_yield(const AttentionParams& p, const DeviceInfo&, char* text, size_t size) {
     if (float16_parts_are_faster(p)) return nullptr;
     return say(text, size, "seqlen_q=%d, seqlen_k=%d: mma_float32_sm80 is faster for short calls", p.seqlen_q, p.seqlen_k);
 }
 const char* wide_yields(const AttentionParams& p, const DeviceInfo&, char* text, size_t size) {
+    // 4 x 5 queries over 128 keys of 128 / 8 heads, head dim 384: 44.7 -> 24.4 us.
+    if (p.seqlen_q <= 16 && p.deciding_keys() <= 256)
+        return say(text, size, "seqlen_q=%d, seqlen_k=%d: mma_sm80 is faster for so few queries and keys", p.seqlen_q, p.seqlen_k);
     if (p.headdim > kWgmmaMaxHeadDim || p.headdim_v > kWgmmaMaxHeadDim) return nullptr;
     return say(text, size, "headdim=%d, headdim_v=%d: up to %d other kernels are faster", p.headdim, p.headdim_v, kWgmmaMaxHeadDim);
 }
@@ -214,6 +225,7 @@ constexpr Kernel kKernels[] = {
                 .takes = kAllFeatures & ~(k8BitCache | kPages),
                 .needs = kTf32},
      .fits = FA_SM80(has_blocks_for_tiles_of_32),
+     .yields = FA_SM90(tf32_yields),
      .workspace = FA_SM80(bounds_workspace),
      .launch = FA_SM80(forward_mma_tf32_sm80)},
     {.name = "wgmma_float32_sm90",
@@ -318,13 +330,39 @@ constexpr const Kernel& kernel_called(const char* name) {
     return *kernel;
 }
 constexpr const Kernel& kSplit = kernel_called("wgmma_split_sm90");
+bool serves_well(const Kernel& kernel, const AttentionParams& p, const DeviceInfo& device) {
+    char text[1];
+    if (!kernel.built() || (kernel.yields && kernel.yields(p, device, text, 0))) return false;
+    return !refusal(kernel, features_of(p), p, device, text, 0).reason;
+}
+#if FA_WITH_CUDA && FA_WITH_WGMMA_SM90
+bool wgmma_float32_is_best(const AttentionParams& p, const DeviceInfo& device) {
+    return serves_well(kernel_called("wgmma_float32_sm90"), p, device);
+}
+#endif
 
 }  // namespace
 
-bool wgmma_split_is_best(const AttentionParams& p, const DeviceInfo& device) {
-    char text[1];
-    if (!kSplit.built() || kSplit.yields(p, device, text, 0)) return false;
-    return !refusal(kSplit, features_of(p), p, device, text, 0).reason;
+bool wgmma_split_is_best(const AttentionParams& p, const DeviceInfo& device) { return serves_well(kSplit, p, device); }
+
+bool mma_wins_short_calls([[maybe_unused]] const AttentionParams& p, [[maybe_unused]] const DeviceInfo& device) {
+#if FA_WITH_CUDA && FA_WITH_MMA_SM80
+    if (p.dtype == DType::kFloat32) return false;
+    const int d = p.headdim > p.headdim_v ? p.headdim : p.headdim_v;
+    const int64_t heads = int64_t(p.deciding_batch()) * p.nheads, left = p.window_left, right = p.window_right;
+    const int64_t rows = p.cu_seqlens_q && p.batch ? (int64_t(p.total_q) + p.batch - 1) / p.batch : p.seqlen_q;
+    int64_t keys = p.deciding_keys();
+    if (left >= 0) keys = std::min(keys, left + std::min<int64_t>(rows, 64) + (right >= 0 ? right : keys));
+    int64_t steps = (keys + 63) / 64;
+    // Plans with options of the scores start as fast as others, but a tile takes this kernel far longer.
+    if (wgmma_scores_are_natural(p)) return d <= 128 && steps <= 1 && (rows + 63) / 64 * heads <= 4 * int64_t(device.multiprocessors);
+    if (d <= 64 && left < 0 && right >= 0 && rows == keys && steps > 4) steps = steps / 2 + 1;  // 2 x 8 x 378: 8.6 -> 7.3 us
+    // 11 x 16 queries over 2048 keys, 16 heads of 80, a window of 1040 keys: 21.9 -> 12.7 us.
+    if (left >= 0 && d <= 128 && rows <= 16 && p.group == 1 && steps <= 20 && heads >= device.multiprocessors) return true;
+    return mma_is_faster_than_wgmma(d, p.group, heads, rows, steps, device.multiprocessors);
+#else
+    return false;
+#endif
 }
 
 Table<Kernel> forward_kernels() {

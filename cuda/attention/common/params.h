@@ -111,7 +111,6 @@ struct AttentionParams {
 
     bool allow_tf32;
     bool fast_accum;  // fp8 only
-    bool by_name;     // backward pass: the caller has named the kernel, which may then follow plans that await a measurement
     int32_t num_threads;
     void* workspace;
 

@@ -132,10 +132,14 @@ inline bool mma_tile_runs_at_once(const MmaTile& tile, int64_t heads, int64_t se
 //                      1 x 32 x 256   7.7 -> 6.8 (7.9)    8 x 32 x 128   10.0 -> 9.7 (9.1)    32 x 32 x 128  24.2 -> 30.9 (22.1)
 //     head dim 128     1 x 16 x 16    6.4 -> 3.4 (5.0)    8 x 16 x 64     8.4 -> 6.3 (6.9)    32 x 16 x 64   18.2 -> 15.9 (16.5)
 //                      1 x 16 x 256   9.0 -> 8.4 (9.3)    8 x 16 x 128    9.9 -> 9.8 (9.7)    4 x 16 x 256   10.6 -> 12.6 (10.8)
-inline bool mma_is_faster_than_wgmma(int headdim, int64_t heads, int64_t seqlen_q, int64_t seqlen_k, int multiprocessors) {
-    const int64_t blocks = (seqlen_q + 63) / 64 * heads, steps = (seqlen_k + 63) / 64;
-    if (headdim > 128) return seqlen_q <= 32 && seqlen_k <= 32;  // 6.1 -> 4.6; at 64 rows they are equal
-    if (seqlen_q <= 64 && steps <= 4) return true;  // half of a 128-row block is padding. 16 queries, 256 keys, 32 x 32 heads: 29.5 -> 22.2
+//     rows of several heads that share no keys, 64 x 4 x 8 over 511 keys of head dim 96: 18.5 -> 13.8; head dim 160, 8 x 16 x 64: 9.3
+//     -> 6.2
+// steps: tiles of 64 keys that a row sees on average; rows: of a head, on average.
+inline bool mma_is_faster_than_wgmma(int headdim, int group, int64_t heads, int64_t rows, int64_t steps, int multiprocessors) {
+    const int64_t blocks = (rows + 63) / 64 * heads;
+    if (headdim > 128) return rows <= 64 && (steps <= 1 || (steps == 2 && blocks <= 2 * multiprocessors));
+    if (rows <= 64 && steps <= 4) return true;  // half of a 128-row block is padding. 16 queries, 256 keys, 32 x 32 heads: 29.5 -> 22.2
+    if (rows <= 16 && steps <= 8 && group == 1 && blocks >= multiprocessors) return true;
     if (steps <= 2) return blocks <= int64_t(mma_tile(headdim, headdim, MmaSm::k99).blocks_per_sm) * multiprocessors;
     if (steps <= 4) return blocks <= multiprocessors;
     return headdim <= 64 && steps <= 8 && 2 * blocks <= multiprocessors;  // 1 x 4 x 512: 9.7 -> 9.2

@@ -44,19 +44,20 @@ inline double time_of_parts(const AttentionParams& p, const BackwardPlan& plan, 
     return filled > longest ? filled : longest;
 }
 
-// The number of parts: 1, or a divisor of the group. More parts must gain more than the addition costs: two launches' time, and the traffic
-// of the sums, which at most 4 blocks for each multiprocessor have (128 keys x 256 columns: 70 MB; usually far less).
+// The number of parts: 1, or a divisor of the group. More parts must gain more than the addition costs: its launch, and the traffic of the
+// sums, which at most 4 blocks for each multiprocessor have (128 keys x 256 columns: 70 MB; usually far less).
 inline int backward_group_parts(const BackwardParams& b, const BackwardPlan& plan, int multiprocessors) {
     const AttentionParams& p = b.forward;
-    constexpr double kTilesOfAddition = 4, kGain = 0.92;
+    constexpr double kTilesOfAddition = 1.5, kGain = 0.95, kCached = 40e6;
     int best = 1;
     double best_time = kGain * time_of_parts(p, plan, multiprocessors, 1);
     const int64_t blocks = backward_blocks(p, plan);
     for (int parts = 2; parts <= p.group && blocks * parts <= 4 * int64_t(multiprocessors); ++parts) {
         if (p.group % parts) continue;
         const double columns = double(plan.columns() + plan.columns_v());
-        // A tile of 64 x 128 scores at head dim 128 takes 2 us; so do 5 MB, written and read.
-        const double traffic = double(blocks) * parts * plan.block_n * columns * 8 / 5e6;
+        // A tile of 64 x 128 scores at head dim 128 takes 2 us; so do 5 MB, written and read, or 10 MB that stay in L2.
+        const double bytes = double(blocks) * parts * plan.block_n * columns * 8;
+        const double traffic = bytes < kCached ? bytes / 10e6 : (bytes - kCached / 2) / 5e6;
         const double time = time_of_parts(p, plan, multiprocessors, parts) + kTilesOfAddition + traffic;
         if (time < best_time) best = parts, best_time = time;
     }

@@ -233,8 +233,8 @@ inline BackwardPlanId backward_choose(const AttentionParams& p) {
     if (p.intervals.data)
         return choose(Id::kD64Intervals, Id::kD128Intervals, Id::kD192V128Intervals, Id::kD192Intervals, Id::kD256Intervals);
     if (backward_serves_masks(p)) return choose(Id::kD64Masks, Id::kD128Masks, Id::kD192V128Masks, Id::kD192Masks, Id::kD256Masks);
-    // Above head dim 128 plans with a bias wait for a measurement, and there are none with dropout.
-    if ((d <= 128 || (p.by_name && !p.dropout_threshold)) && (backward_serves_bias(p) || backward_copies_bias(p))) {
+    const bool both = d > 128 && p.dropout_threshold;  // no plan above head dim 128
+    if (!both && (backward_serves_bias(p) || backward_copies_bias(p))) {
         if (bias_is_float32(p))
             return choose(Id::kD64BiasFloat32, Id::kD128BiasFloat32, Id::kD192BiasFloat32, Id::kD192BiasFloat32, Id::kD256BiasFloat32);
         if (p.dropout_threshold) return d <= 64 ? Id::kD64BiasDropout : Id::kD128BiasDropout;

@@ -79,7 +79,9 @@ __device__ __noinline__ void prepare_large_rows(const RowsParams& params) {
                                 });
 }
 
-constexpr int kBeforeBlocks = 2048 / kThreads;  // fill a multiprocessor, even if the rare large rows could use more registers
+// Each thread reads its part of several rows before it uses the first: a short call has few blocks and waits for memory, not for its rate.
+constexpr int kRowsInFlight = 4;
+constexpr int kBeforeBlocks = 1024 / kThreads;  // of a multiprocessor: registers for those rows
 // kBlocks: the call may have a mask by blocks.
 template <typename T, int kColumns, int kBlockM, bool kBlocks>
 __global__ void __launch_bounds__(kThreads, kBeforeBlocks) before_kernel(const __grid_constant__ RowsParams params) {
@@ -96,34 +98,50 @@ __global__ void __launch_bounds__(kThreads, kBeforeBlocks) before_kernel(const _
     if (!find_tile(params, blockIdx.x, at)) return;
     const int lane = threadIdx.x % kLanes;
     const T* out = static_cast<const T*>(p.out.data) + at.s.out + at.head * p.out.head + 8 * lane;
-    bool large = false;
     const T* dout =
         static_cast<const T*>(params.b.dout.data) + gradients_of(params.b, at.batch).dout + at.head * params.b.dout.head + 8 * lane;
+    const float* const lse = p.lse + lse_offset(p, at.s, at.head);
+    const float* const dlse = params.b.dlse ? params.b.dlse + lse_offset(p, at.s, at.head) : nullptr;
+    bool large = false;
+    constexpr int kTurns = kBlockM / kRows, kAtOnce = kTurns < kRowsInFlight ? kTurns : kRowsInFlight;
+    static_assert(kTurns % kAtOnce == 0);
+#pragma unroll 1
+    for (int r0 = threadIdx.x / kLanes; r0 < kBlockM; r0 += kAtOnce * kRows) {
+        uint4 xs[kAtOnce], ys[kAtOnce];
+        float own_lse[kAtOnce], own_dlse[kAtOnce];
 #pragma unroll
-    for (int r = threadIdx.x / kLanes; r < kBlockM; r += kRows) {
-        const int row = at.row0 + r;
-        float sum = 0.0f;
-        if (row < at.s.seqlen_q && 8 * lane < p.headdim_v) {
-            const uint4 x = *reinterpret_cast<const uint4*>(out + row * p.out.row);
-            const uint4 y = *reinterpret_cast<const uint4*>(dout + row * params.b.dout.row);
-            const uint32_t xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w};
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float2 a = unpack_16<T>(xs[i]), b = unpack_16<T>(ys[i]);
-                sum += a.x * b.x + a.y * b.y;
+        for (int i = 0; i < kAtOnce; ++i) {
+            const int row = at.row0 + r0 + i * kRows;
+            xs[i] = ys[i] = make_uint4(0, 0, 0, 0);
+            own_lse[i] = -INFINITY, own_dlse[i] = 0.0f;
+            if (row >= at.s.seqlen_q) continue;
+            if (8 * lane < p.headdim_v) {
+                xs[i] = *reinterpret_cast<const uint4*>(out + row * p.out.row);
+                ys[i] = *reinterpret_cast<const uint4*>(dout + row * params.b.dout.row);
+            }
+            if (lane == 0) {
+                own_lse[i] = lse[row];
+                if (dlse) own_dlse[i] = dlse[row];
             }
         }
 #pragma unroll
-        for (int i = kLanes / 2; i > 0; i /= 2) sum += __shfl_xor_sync(~0u, sum, i);
-        if (lane == 0) {
-            const int64_t place = at.tile * kBlockM + quad_order(r);
-            const int64_t own = lse_offset(p, at.s, at.head) + row;
-            const float lse = row < at.s.seqlen_q ? p.lse[own] : -INFINITY;
-            const bool empty = lse == -INFINITY;  // P = 0, so P (dP - delta) must be 0, too, whatever dlse holds
-            if (!empty && params.b.dlse) sum -= params.b.dlse[own];
-            params.tiles.lse[place] = row_statistic(lse);
-            large = large || is_large(lse);
-            params.tiles.delta[place] = empty ? 0.0f : sum;
+        for (int i = 0; i < kAtOnce; ++i) {
+            const uint32_t x[4] = {xs[i].x, xs[i].y, xs[i].z, xs[i].w}, y[4] = {ys[i].x, ys[i].y, ys[i].z, ys[i].w};
+            float sum = 0.0f;
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const float2 a = unpack_16<T>(x[j]), b = unpack_16<T>(y[j]);
+                sum += a.x * b.x + a.y * b.y;
+            }
+#pragma unroll
+            for (int j = kLanes / 2; j > 0; j /= 2) sum += __shfl_xor_sync(~0u, sum, j);
+            if (lane == 0) {
+                const int64_t place = at.tile * kBlockM + quad_order(r0 + i * kRows);
+                const bool empty = own_lse[i] == -INFINITY;  // P = 0, so P (dP - delta) must be 0, too, whatever dlse holds
+                params.tiles.lse[place] = row_statistic(own_lse[i]);
+                large = large || is_large(own_lse[i]);
+                params.tiles.delta[place] = empty ? 0.0f : sum - own_dlse[i];
+            }
         }
     }
     if (params.tiles.zeroed) {
@@ -167,10 +185,11 @@ __global__ void __launch_bounds__(kThreads) after_kernel(const __grid_constant__
     const bool meets = params.tiles.skipped ? params.tiles.turn[at.tile * kCounters] != 0 : blocks.begin < blocks.end;
     const bool written = params.tiles.zeroed || meets;
     T* rows = static_cast<T*>(params.b.dq.data) + gradients_of(params.b, at.batch).dq + at.head * params.b.dq.head;
-    const auto store = [&](int r, int column, const float(&x)[8]) {
+    // Read before the first store, for which later reads would wait. +inf where lse is -inf (before_kernel).
+    const auto statistic_of = [&](int r) { return params.tiles.lse[at.tile * kBlockM + quad_order(r)]; };
+    const auto store = [&](int r, int column, float statistic, const float(&x)[8]) {
         const int row = at.row0 + r;
         if (row >= at.s.seqlen_q || column >= p.headdim) return;
-        const float statistic = params.tiles.lse[at.tile * kBlockM + quad_order(r)];  // +inf where lse is -inf (before_kernel)
         const bool empty = is_empty_row(p, at.s, row, -statistic);
         store_columns(params, rows + row * params.b.dq.row + column, x, empty ? 0.0f : p.scale);
     };
@@ -181,24 +200,29 @@ __global__ void __launch_bounds__(kThreads) after_kernel(const __grid_constant__
         const int group = t % 8, quad = t / 8 % 4, c = t / 32;
         const float2* lanes = reinterpret_cast<const float2*>(params.tiles.dq) + (at.tile * kPieces + first) * (kDqPiece / 2) +
                               (c * 128 + group / 2 * 32 + quad) * 2 + group % 2;
-        float2 x[kPiecesOfBlock][8] = {};
+        float2 x[kPiecesOfBlock][8] = {}, statistics[kPiecesOfBlock] = {};
 #pragma unroll
-        for (int i = 0; i < kPiecesOfBlock; ++i)
-            if (written && first + i < kPieces)
+        for (int i = 0; i < kPiecesOfBlock; ++i) {
+            if (first + i >= kPieces) continue;
+            const int row = (first + i) * 64 + 8 * c + 2 * quad;
+            statistics[i] = {statistic_of(row), statistic_of(row + 1)};
+            if (written)
 #pragma unroll
                 for (int g = 0; g < 8; ++g) x[i][g] = lanes[i * (kDqPiece / 2) + 8 * g];
+        }
 #pragma unroll
         for (int i = 0; i < kPiecesOfBlock && first + i < kPieces; ++i) {
             const auto& y = x[i];
             const int row = (first + i) * 64 + 8 * c + 2 * quad;
-            store(row, 8 * group, {y[0].x, y[1].x, y[2].x, y[3].x, y[4].x, y[5].x, y[6].x, y[7].x});
-            store(row + 1, 8 * group, {y[0].y, y[1].y, y[2].y, y[3].y, y[4].y, y[5].y, y[6].y, y[7].y});
+            store(row, 8 * group, statistics[i].x, {y[0].x, y[1].x, y[2].x, y[3].x, y[4].x, y[5].x, y[6].x, y[7].x});
+            store(row + 1, 8 * group, statistics[i].y, {y[0].y, y[1].y, y[2].y, y[3].y, y[4].y, y[5].y, y[6].y, y[7].y});
         }
     } else {
         // A thread has columns 8 group .. + 7 of rows g and g + 8 of a warp's sixteen: the accumulator groups of a quad.
         const int group = t % 8, g = t / 8 % 8, warp = t / 64;
         const float4* quad = reinterpret_cast<const float4*>(params.tiles.dq) + (at.tile * kPieces + first) * (kDqPiece / 4) + group * 128 +
                              warp * 32 + g * 4;
+        const float low = statistic_of(16 * warp + g), high = statistic_of(16 * warp + g + 8);
         float4 x[kPiecesOfBlock][4] = {};
 #pragma unroll
         for (int i = 0; i < kPiecesOfBlock; ++i)
@@ -209,8 +233,8 @@ __global__ void __launch_bounds__(kThreads) after_kernel(const __grid_constant__
         for (int i = 0; i < kPiecesOfBlock; ++i) {
             const auto& y = x[i];
             const int column = (first + i) * 64 + 8 * group;
-            store(16 * warp + g, column, {y[0].x, y[0].y, y[1].x, y[1].y, y[2].x, y[2].y, y[3].x, y[3].y});
-            store(16 * warp + g + 8, column, {y[0].z, y[0].w, y[1].z, y[1].w, y[2].z, y[2].w, y[3].z, y[3].w});
+            store(16 * warp + g, column, low, {y[0].x, y[0].y, y[1].x, y[1].y, y[2].x, y[2].y, y[3].x, y[3].y});
+            store(16 * warp + g + 8, column, high, {y[0].z, y[0].w, y[1].z, y[1].w, y[2].z, y[2].w, y[3].z, y[3].w});
         }
     }
 }

@@ -56,20 +56,23 @@ inline int decode_cluster_blocks(const AttentionParams& p, const DeviceInfo& dev
 }
 
 // Whether decode_lanes_cluster_sm90 is faster than dividing units into pieces, measured on an H200 by the bytes of K and V per block. One
-// row: up to 128 KB. Up to four rows of 16 bits, which tensor cores multiply faster: up to 64 KB, and only where a key is appended, which
-// saves a launch. 8-bit caches: up to as many elements as of 16 bits, but a quarter of that with two blocks per multiprocessor, where
-// widening the bytes is the bound.
+// row: up to 128 KB. Several rows in float32: as many bytes times rows as two rows have. Up to four rows of 16 bits, which tensor cores
+// multiply faster: up to 64 KB, and only where a key is appended, which saves a launch. 8-bit caches: up to as many elements as of 16 bits,
+// but a quarter of that with two blocks per multiprocessor, where widening the bytes is the bound.
 inline bool decode_lanes_cluster_wins(const AttentionParams& p, const DeviceInfo& device) {
     const int64_t rows = rows_of_key_head(p);
     const bool tensor_cores = rows > 1 && p.dtype != DType::kFloat32;
     if (tensor_cores && p.cache.added != 1) return false;
     if (p.cache.num_splits) return true;
     const int64_t units = int64_t(p.deciding_batch()) * p.nheads_k, cluster = decode_cluster_blocks(p, device);
-    const int64_t bytes = int64_t(p.deciding_keys()) * (p.headdim + p.headdim_v) * (p.dtype == DType::kFloat32 ? 4 : 2) / cluster;
-    const bool one_round = units <= device.multiprocessors;  // with clusters of two
+    const int64_t columns = std::max(p.headdim, 64) + std::max(p.headdim_v, 64);  // a short row takes the time of 64 columns
+    const int64_t bytes = int64_t(p.deciding_keys()) * columns * (p.dtype == DType::kFloat32 ? 4 : 2) / cluster;
     const bool two_blocks = units * cluster > device.multiprocessors;
-    const int most = tensor_cores ? 64 : has_8bit_cache(p) && two_blocks ? 32 : 128;
-    return one_round && (!tensor_cores || rows <= 4) && bytes <= most * 1024;
+    const int64_t most = tensor_cores ? 64 : has_8bit_cache(p) && two_blocks ? 32 : rows > 4 ? 256 / rows : 128;
+    // With clusters of two, in one round; above head dim 128, where others start late, in two.
+    const bool few =
+        units <= device.multiprocessors || (decode_bucket(p) == 256 && units <= 2 * device.multiprocessors && bytes <= 64 * 1024);
+    return few && (!tensor_cores || rows <= 4) && bytes <= most * 1024;
 }
 
 // Whether decode_cluster_sm90 is faster than decode_ring_sm90 (H200): it is for short caches, because it needs one launch. With more than
@@ -81,6 +84,15 @@ inline bool decode_cluster_wins(const AttentionParams& p, const DeviceInfo& devi
     if (rows == 1 && !has_8bit_cache(p)) return false;
     if (p.deciding_keys() > 256 * cluster) return false;
     return p.cache.num_splits || (!p.cache.batch_invariant && cluster >= 4);
+}
+
+// Where decode_split_sm80 is faster than decode_ring_sm90 for 16-bit keys (H200): with a window, whose tiles are few; with few keys and
+// more sequences and heads than multiprocessors; and where rows are no whole lines of memory (head dim 96: 131 us instead of 184).
+inline bool decode_split_beats_ring(const AttentionParams& p, const DeviceInfo& device) {
+    const auto ragged = [](int columns) { return (columns > 32 && columns < 64) || (columns > 80 && columns < 128); };
+    if (has_8bit_cache(p)) return false;
+    return p.window_left >= 0 || ragged(p.headdim) || ragged(p.headdim_v) ||
+           (p.deciding_keys() <= 256 && int64_t(p.deciding_batch()) * p.nheads_k > device.multiprocessors);
 }
 
 // decode_ring_sm90: keys per TMA box, in tiles of `keys` keys. Below 16 the pages are too small for boxes.
@@ -149,6 +161,11 @@ inline DecodeParams decode_params(const DecodeShape& shape, const AttentionParam
     return d;
 }
 
+// Whether a call has options of its scores, which only some kernels take: what decode_reads_scores says, softcap, ALiBi, a left edge.
+inline bool decode_has_options(const AttentionParams& p) {
+    return decode_reads_scores(p) || p.softcap != 0 || p.alibi_slopes || p.window_left >= 0;
+}
+
 // The keys that some row of the longest sequence may see under causal and window.
 inline int64_t decode_span(const AttentionParams& p) {
     const int64_t keys = p.deciding_keys(), left = p.window_left, right = p.window_right;
@@ -156,26 +173,49 @@ inline int64_t decode_span(const AttentionParams& p) {
     return left < 0 ? end : std::min(end, left + p.seqlen_q + (right >= 0 ? right : end));
 }
 
-// Whether a call with options of its scores is faster here than in kernels whose blocks have all keys of their rows. (wgmma_split_sm90,
-// which divides the keys, too, takes none of these options.) By times in microseconds, those of an H200: launches and the first and last
-// tile; a tile of 128 keys; bytes of K and V per microsecond.
-inline bool decode_wins_with_options(const AttentionParams& p, const DeviceInfo& device) {
-    const bool reads = decode_reads_scores(p);
-    if (!reads && p.softcap == 0 && !p.alibi_slopes && p.window_left < 0) return false;
-    constexpr double kOverhead = 12, kOtherOverhead = 6;
-    const int64_t rows = rows_of_key_head(p), span = decode_span(p);
+// The time of decode_split_sm80 in microseconds (H200): launches, the first tile and the merge; then tiles of keys, which a block has one
+// after another, or the bytes of K and V. Kernels that read nothing for a score start faster.
+inline double decode_split_time(const AttentionParams& p, const DeviceInfo& device) {
+    const bool reads = decode_reads_scores(p), wide = rows_of_key_head(p) > 16;
+    const int bucket = decode_bucket(p), tile_keys = bucket == 64 ? 128 : 64;
+    const int64_t row_tiles = wide ? (rows_of_key_head(p) + 63) / 64 : 1, span = decode_span(p);
+    const double units = double(p.deciding_batch()) * p.nheads_k, resident = (bucket == 256 ? 1.0 : 2.0) * device.multiprocessors;
+    const double rounds = units * double(row_tiles) * double((span + tile_keys - 1) / tile_keys) / resident;
+    double tile = bucket == 64 ? (reads ? 6.0 : 4.0) : bucket == 128 ? (reads ? 6.0 : 3.7) : (reads ? 8.0 : 5.2);
+    if (!wide) tile = bucket == 256 && reads ? 2.4 + 0.1 * double(rows_of_key_head(p)) : 2.0;
+    const double bytes = units * double(span) * (p.headdim + p.headdim_v) * 2;
+    const double start = span <= tile_keys ? 4 : reads || wide ? 9 : span <= 2048 ? 4 : 6;
+    return start + std::max((rounds > 1 ? rounds : 1) * tile, bytes / 4.3e6);
+}
+// The same of decode_lanes_sm80, float32: bound by its multiplications from a few rows on.
+inline double decode_lanes_time(const AttentionParams& p) {
+    const double bytes = double(p.deciding_batch()) * p.nheads_k * double(decode_span(p)) * (p.headdim + p.headdim_v) * 4;
+    return (decode_span(p) <= 64 ? 4 : decode_scores_are_natural(p) ? 12 : 6) + (1 + double(rows_of_key_head(p)) / 16) * bytes / 3.8e6;
+}
+// The same of kernels whose blocks have 128 rows of one head and all their keys.
+inline double whole_rows_time(const AttentionParams& p, const DeviceInfo& device) {
+    const bool single = p.dtype == DType::kFloat32;
     const int bucket = decode_bucket(p);
+    const int64_t blocks = (int64_t(p.seqlen_q) + 127) / 128 * p.nheads * p.deciding_batch(), span = decode_span(p);
+    const int64_t rounds = (blocks + device.multiprocessors - 1) / device.multiprocessors;
+    const double tile = (bucket == 64    ? 1.0
+                         : bucket == 128 ? 1.45
+                                         : 2.9) *
+                        (decode_reads_scores(p) ? 1.6 : 1.0) * (single ? p.allow_tf32 ? 2.0 : 5.0 : 1.0);
+    const double bytes = double(p.deciding_batch()) * p.nheads_k * double(span) * (p.headdim + p.headdim_v) * (single ? 4 : 2);
+    return std::max(2 + double(rounds) * std::max(5.5, double(span) / 128 * tile + 1.5), bytes / (bucket == 64    ? 2.9e6
+                                                                                                  : bucket == 128 ? 3.4e6
+                                                                                                                  : 4e6));
+}
+
+// Whether the kernels of this folder are faster for a call than those whose blocks have all keys of their rows: a call with options of its
+// scores (wgmma_split_sm90, which divides the keys, too, takes none), or one without a cache.
+inline bool decode_wins(const AttentionParams& p, const DeviceInfo& device) {
+    const int64_t rows = rows_of_key_head(p);
     const bool single = p.dtype == DType::kFloat32;
     if (single && rows > 32) return false;
-    if (rows > 64 && (rows > 256 || span < 8192)) return false;  // products take longer than reads
-    const int64_t other_blocks = (int64_t(p.seqlen_q) + 127) / 128 * p.nheads * p.deciding_batch();
-    const int64_t rounds = (other_blocks + device.multiprocessors - 1) / device.multiprocessors;
-    const double tile = (bucket == 64 ? 1.0 : bucket == 128 ? 1.45 : 2.9) * (reads ? 1.6 : 1.0) * (single ? p.allow_tf32 ? 2.0 : 5.0 : 1.0);
-    const double others = kOtherOverhead + double(rounds) * double(span) / 128 * tile;
-    const double bytes = double(p.deciding_batch()) * p.nheads_k * double(span) * (p.headdim + p.headdim_v) * (single ? 4 : 2);
-    // Tiles of 64 rows read the keys once each; float32 is bound by its multiplications from a few rows on.
-    const double passes = single ? 1 + double(rows) / 16 : rows <= 16 ? 1 : double((rows + 63) / 64) * 1.3;
-    return kOverhead + passes * bytes / 3.8e6 < others;
+    if (rows > 64 && (rows > 256 || decode_span(p) < 8192)) return false;  // products take longer than reads
+    return (single ? decode_lanes_time(p) : decode_split_time(p, device)) < whole_rows_time(p, device);
 }
 
 cudaError_t decode_split_sm80(const DecodeParams& d, const DeviceInfo& device, cudaStream_t stream);
