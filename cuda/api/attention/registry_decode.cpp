@@ -40,7 +40,11 @@ const char* others_are_faster(const AttentionParams& p, const DeviceInfo& device
     if (wgmma_split_is_best(p, device)) return "wgmma_split_sm90 is faster for so many rows and keys";
     if (p.cache.entries) return nullptr;
     // K and V without a cache.
-    if (!options && p.seqlen_q <= 16 && !mma_wins_short_calls(p, device) && decode_wins(p, device)) return nullptr;
+    // Where mma_sm80 is fast, it still reads the keys of a group once for each head.
+    const bool shorter = mma_wins_short_calls(p, device) &&
+                         (p.deciding_keys() <= 128 ||
+                          (p.group == 1 && (p.deciding_keys() <= 256 || int64_t(p.deciding_batch()) * p.nheads >= device.multiprocessors)));
+    if (!options && p.seqlen_q <= 16 && !shorter && decode_wins(p, device)) return nullptr;
     return say(text, size, "batch=%d x nheads=%d, seqlen_q=%d, seqlen_k=%d, no cache: other kernels are faster", p.batch, p.nheads,
                p.seqlen_q, p.seqlen_k);
 }

@@ -117,9 +117,10 @@ bool has_blocks_for_parts(const AttentionParams& p, const DeviceInfo&) {
     return p.batch * (ceil_div(p.seqlen_q, 32) * p.nheads + ceil_div(p.seqlen_k, 16) * p.nheads_k) <= kMostBlocks;
 }
 const char* tf32_yields(const AttentionParams& p, const DeviceInfo& device, char*, size_t) {
-    // 8 x 2048, 2 heads, head dim 160: 477 -> 254 us; head dim 72: 138 -> 181.
+    // 8 x 2048, 2 heads, head dim 160: 477 -> 254 us; 1 x 256 over 2061 keys, causal, head dim 192: 238 -> 113 us. At head dim 128 options
+    // decide: 8 x 1024, 24/12 heads with a mask of pairs 1895 -> 1022 us; 8 x 1025, 4 heads without 224 -> 489 us.
     const int d = p.headdim > p.headdim_v ? p.headdim : p.headdim_v;
-    if (d > 96 && p.seqlen_q >= 768 && p.seqlen_k >= 768 && wgmma_float32_is_best(p, device))
+    if ((d > 128 || (d > 96 && wgmma_scores_are_natural(p))) && p.seqlen_q >= 256 && p.seqlen_k >= 768 && wgmma_float32_is_best(p, device))
         return "wgmma_float32_sm90 is faster, and more accurate";
     return nullptr;
 }
@@ -355,7 +356,8 @@ bool mma_wins_short_calls([[maybe_unused]] const AttentionParams& p, [[maybe_unu
     if (left >= 0) keys = std::min(keys, left + std::min<int64_t>(rows, 64) + (right >= 0 ? right : keys));
     int64_t steps = (keys + 63) / 64;
     // Plans with options of the scores start as fast as others, but a tile takes this kernel far longer.
-    if (wgmma_scores_are_natural(p)) return d <= 128 && steps <= 1 && (rows + 63) / 64 * heads <= 4 * int64_t(device.multiprocessors);
+    if (wgmma_scores_are_natural(p))
+        return keys <= (d <= 128 ? 64 : 32) && (rows <= 64 || (rows + 63) / 64 * heads <= 4 * int64_t(device.multiprocessors));
     if (d <= 64 && left < 0 && right >= 0 && rows == keys && steps > 4) steps = steps / 2 + 1;  // 2 x 8 x 378: 8.6 -> 7.3 us
     // 11 x 16 queries over 2048 keys, 16 heads of 80, a window of 1040 keys: 21.9 -> 12.7 us.
     if (left >= 0 && d <= 128 && rows <= 16 && p.group == 1 && steps <= 20 && heads >= device.multiprocessors) return true;

@@ -79,7 +79,7 @@ inline double visible_pairs(const AttentionParams& p) {
 // Whether the workspace may hold the copy. One of more than kSmallBiasCopy bytes has at most a quarter more elements than the memory that
 // its bias and its mask reach over. Padding stays below that from 29 keys on. A copy of a mask and a bias that differ on different axes
 // does not, nor does one of a bias whose rows overlap.
-constexpr int64_t kSmallBiasCopy = int64_t(256) << 20, kMostBiasCopy = int64_t(4) << 30;  // bytes
+constexpr int64_t kSmallBiasCopy = int64_t(1) << 30, kMostBiasCopy = int64_t(4) << 30;  // bytes
 inline bool bias_copy_fits(const AttentionParams& p, const BiasCopy& copy) {
     const auto reach = [&](const ScoreView& x) {  // elements; in double, because strides may be anything
         const auto axis = [](int64_t stride, int32_t size) { return std::abs(double(stride)) * (size - 1); };

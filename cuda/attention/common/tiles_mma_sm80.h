@@ -137,7 +137,9 @@ inline bool mma_tile_runs_at_once(const MmaTile& tile, int64_t heads, int64_t se
 // steps: tiles of 64 keys that a row sees on average; rows: of a head, on average.
 inline bool mma_is_faster_than_wgmma(int headdim, int group, int64_t heads, int64_t rows, int64_t steps, int multiprocessors) {
     const int64_t blocks = (rows + 63) / 64 * heads;
-    if (headdim > 128) return rows <= 64 && (steps <= 1 || (steps == 2 && blocks <= 2 * multiprocessors));
+    if (headdim > 128)
+        return (rows <= 64 && steps <= 1) || (rows <= 64 && steps <= 2 && blocks <= 2 * multiprocessors) ||
+               (steps <= 3 && blocks <= multiprocessors);
     if (rows <= 64 && steps <= 4) return true;  // half of a 128-row block is padding. 16 queries, 256 keys, 32 x 32 heads: 29.5 -> 22.2
     if (rows <= 16 && steps <= 8 && group == 1 && blocks >= multiprocessors) return true;
     if (steps <= 2) return blocks <= int64_t(mma_tile(headdim, headdim, MmaSm::k99).blocks_per_sm) * multiprocessors;

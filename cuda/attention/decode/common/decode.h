@@ -56,9 +56,10 @@ inline int decode_cluster_blocks(const AttentionParams& p, const DeviceInfo& dev
 }
 
 // Whether decode_lanes_cluster_sm90 is faster than dividing units into pieces, measured on an H200 by the bytes of K and V per block. One
-// row: up to 128 KB. Several rows in float32: as many bytes times rows as two rows have. Up to four rows of 16 bits, which tensor cores
-// multiply faster: up to 64 KB, and only where a key is appended, which saves a launch. 8-bit caches: up to as many elements as of 16 bits,
-// but a quarter of that with two blocks per multiprocessor, where widening the bytes is the bound.
+// row: up to 128 KB, or 64 KB of 16 bits where no key is appended in the same launch. Several rows in float32: as many bytes times rows as
+// two rows have. Up to four rows of 16 bits, which tensor cores multiply faster: up to 64 KB, and only where a key is appended, which saves
+// a launch. 8-bit caches: up to as many elements as of 16 bits, but a quarter of that with two blocks per multiprocessor, where widening
+// the bytes is the bound.
 inline bool decode_lanes_cluster_wins(const AttentionParams& p, const DeviceInfo& device) {
     const int64_t rows = rows_of_key_head(p);
     const bool tensor_cores = rows > 1 && p.dtype != DType::kFloat32;
@@ -68,7 +69,8 @@ inline bool decode_lanes_cluster_wins(const AttentionParams& p, const DeviceInfo
     const int64_t columns = std::max(p.headdim, 64) + std::max(p.headdim_v, 64);  // a short row takes the time of 64 columns
     const int64_t bytes = int64_t(p.deciding_keys()) * columns * (p.dtype == DType::kFloat32 ? 4 : 2) / cluster;
     const bool two_blocks = units * cluster > device.multiprocessors;
-    const int64_t most = tensor_cores ? 64 : has_8bit_cache(p) && two_blocks ? 32 : rows > 4 ? 256 / rows : 128;
+    const bool half = p.dtype != DType::kFloat32 && !has_8bit_cache(p) && p.cache.added != 1;
+    const int64_t most = tensor_cores || half ? 64 : has_8bit_cache(p) && two_blocks ? 32 : rows > 4 ? 256 / rows : 128;
     // With clusters of two, in one round; above head dim 128, where others start late, in two.
     const bool few =
         units <= device.multiprocessors || (decode_bucket(p) == 256 && units <= 2 * device.multiprocessors && bytes <= 64 * 1024);
@@ -76,20 +78,25 @@ inline bool decode_lanes_cluster_wins(const AttentionParams& p, const DeviceInfo
 }
 
 // Whether decode_cluster_sm90 is faster than decode_ring_sm90 (H200): it is for short caches, because it needs one launch. With more than
-// 256 keys per block, the copy engine and work for the whole GPU gain more than that. With more units than clusters of four fit, the ring
-// leaves most units whole and needs one launch, too. A batch_invariant call must make the same choice for every batch, large ones included.
+// 256 keys per block, or 512 to head dim 64, the copy engine and work for the whole GPU gain more than that. With more units than clusters
+// of two fit, the ring leaves most units whole and needs one launch, too. A batch_invariant call must make the same choice for every batch,
+// large ones included.
 inline bool decode_cluster_wins(const AttentionParams& p, const DeviceInfo& device) {
     const int64_t rows = rows_of_key_head(p);
     const int cluster = decode_cluster_blocks(p, device);
     if (rows == 1 && !has_8bit_cache(p)) return false;
-    if (p.deciding_keys() > 256 * cluster) return false;
-    return p.cache.num_splits || (!p.cache.batch_invariant && cluster >= 4);
+    if (p.deciding_keys() > (decode_bucket(p) == 64 ? 512 : 256) * cluster) return false;
+    const bool one_round = int64_t(p.deciding_batch()) * p.nheads_k <= device.multiprocessors;  // with clusters of two
+    return p.cache.num_splits || (!p.cache.batch_invariant && (cluster >= 4 || one_round));
 }
 
 // Where decode_split_sm80 is faster than decode_ring_sm90 for 16-bit keys (H200): with a window, whose tiles are few; with few keys and
-// more sequences and heads than multiprocessors; and where rows are no whole lines of memory (head dim 96: 131 us instead of 184).
+// more sequences and heads than multiprocessors; and where the rows of many keys are no whole lines of memory (head dim 96: 131 us instead
+// of 184).
 inline bool decode_split_beats_ring(const AttentionParams& p, const DeviceInfo& device) {
-    const auto ragged = [](int columns) { return (columns > 32 && columns < 64) || (columns > 80 && columns < 128); };
+    const auto ragged = [&](int columns) {
+        return (columns > 32 && columns < 64 && p.deciding_keys() >= 2048) || (columns > 80 && columns < 128 && p.deciding_keys() >= 8192);
+    };
     if (has_8bit_cache(p)) return false;
     return p.window_left >= 0 || ragged(p.headdim) || ragged(p.headdim_v) ||
            (p.deciding_keys() <= 256 && int64_t(p.deciding_batch()) * p.nheads_k > device.multiprocessors);
@@ -184,7 +191,7 @@ inline double decode_split_time(const AttentionParams& p, const DeviceInfo& devi
     double tile = bucket == 64 ? (reads ? 6.0 : 4.0) : bucket == 128 ? (reads ? 6.0 : 3.7) : (reads ? 8.0 : 5.2);
     if (!wide) tile = bucket == 256 && reads ? 2.4 + 0.1 * double(rows_of_key_head(p)) : 2.0;
     const double bytes = units * double(span) * (p.headdim + p.headdim_v) * 2;
-    const double start = span <= tile_keys ? 4 : reads || wide ? 9 : span <= 2048 ? 4 : 6;
+    const double start = span <= tile_keys ? 4 : wide ? 9 : reads ? 7 : span <= 2048 ? 4 : 6;
     return start + std::max((rounds > 1 ? rounds : 1) * tile, bytes / 4.3e6);
 }
 // The same of decode_lanes_sm80, float32: bound by its multiplications from a few rows on.

@@ -177,7 +177,9 @@ inline bool split_wins(const AttentionParams& p, const DeviceInfo& device) {
     if (p.tree.rows) return true;  // the other kernels with trees give a block all keys of its rows
     const int64_t rows = rows_of_key_head(p);
     // Above head dim 128 a tile of decode_split_sm80 takes as long as reading its keys: 8 x 4096, 64/32 heads, head dim 192: 207 -> 194 us.
-    if (!p.cache.batch_invariant && rows > 1 && rows <= 16 && decode_bucket(p) == 256 && p.seqlen_k >= 512) return true;
+    if (!p.cache.batch_invariant && rows > 1 && rows <= 16 && decode_bucket(p) == 256 && p.seqlen_k >= 512 &&
+        int64_t(p.batch) * p.nheads_k >= 16)
+        return true;
     if (p.deciding_keys() < 1024) return false;
     // decode_ring_sm90 reads long caches at the speed of memory, but is slow to start.
     if (rows <= 16) return rows > 8 && int64_t(p.deciding_batch()) * p.nheads_k * p.deciding_keys() < 65536;
