@@ -243,7 +243,7 @@ def test_masked_values_do_not_leak(backward_kernel, bad, dtype):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("headdim", [64, 128])
+@pytest.mark.parametrize("headdim", [64, 128, 192, 256])
 @pytest.mark.parametrize("rows", [True, False], ids=["bias of pairs", "bias of keys"])
 def test_bias_of_keys_that_no_row_sees(backward_kernel, rows, headdim, dtype, bad):
     """The bias of hidden pairs is not read. A tile has rows past the end: to these, some of the keys are not hidden."""

@@ -435,6 +435,66 @@ void wide_windows() {
                 }
 }
 
+// Packed sequences whose longest is said to be far longer than all together: a kernel whose grid has blocks for the longest in each of them
+// must not be preferred.
+void packed_far_below_the_longest() {
+    here = kPlaces[4].info;
+    const struct {
+        int32_t batch;
+        int64_t longest, total;
+    } kCalls[] = {{4, int64_t(1) << 30, 128}, {256, 1 << 24, 8192}, {64, 1 << 27, 2048}, {256, 8192, 8192}};
+    static int32_t lengths[257];
+    for (const auto& call : kCalls) {
+        fa_attention_args a;
+        std::memset(&a, 0, sizeof a);
+        a.struct_size = sizeof a, a.device = FA_CUDA, a.dtype = FA_BFLOAT16, a.num_threads = 1, a.causal = 1;
+        a.batch = call.batch, a.nheads = a.nheads_k = 32, a.headdim = 64, a.seqlen_q = a.seqlen_k = call.longest;
+        a.total_q = a.total_k = call.total, a.cu_seqlens_q = a.cu_seqlens_k = lengths;
+        a.q = a.k = a.v = a.out = {nullptr, 0, 32 * 64, 64};
+        a.has_window = 1, a.window_left = 64;
+        fa_attention_plan plan;
+        std::memset(&plan, 0, sizeof plan);
+        plan.struct_size = sizeof plan;
+        const fa_status status = fa_attention_query(&a, &plan);
+        if (status != FA_OK || std::strcmp(plan.kernel, "wgmma_sm90"))
+            complain("packed, %d sequences of at most %lld rows, %lld in all: %s", int(call.batch), static_cast<long long>(call.longest),
+                     static_cast<long long>(call.total), status == FA_OK ? plan.kernel : fa_last_error());
+    }
+}
+
+// With batch_invariant the kernel does not depend on whether a key is appended in the call.
+void appended_or_not() {
+    here = kPlaces[4].info;
+    for (const int32_t dtype : {FA_BFLOAT16, FA_FLOAT32})
+        for (const int32_t headdim : {32, 64, 128, 256})
+            for (const int32_t heads : {1, 4, 8, 32})
+                for (const int32_t group : {1, 2, 4, 8}) {
+                    std::string kernel;
+                    for (const int32_t added : {0, 1}) {
+                        fa_attention_args a;
+                        std::memset(&a, 0, sizeof a);
+                        a.struct_size = sizeof a, a.device = FA_CUDA, a.dtype = dtype, a.num_threads = 1;
+                        a.batch = 2, a.nheads_k = heads, a.nheads = heads * group, a.headdim = headdim, a.seqlen_q = 1, a.seqlen_k = 4096;
+                        const auto view = [&](int64_t rows, int64_t n) {
+                            return fa_tensor{nullptr, rows * n * headdim, n * headdim, headdim};
+                        };
+                        a.q = a.out = view(1, a.nheads), a.k = a.v = view(a.seqlen_k, heads);
+                        fa_kvcache_args c;
+                        std::memset(&c, 0, sizeof c);
+                        c.struct_size = sizeof c, c.attention = &a, c.cache_batch = a.batch, c.batch_invariant = 1, c.seqlen_new = added;
+                        if (added) c.k_new = c.v_new = view(1, heads);
+                        fa_attention_plan plan;
+                        std::memset(&plan, 0, sizeof plan);
+                        plan.struct_size = sizeof plan;
+                        if (fa_kvcache_query(&c, &plan) != FA_OK) complain("batch_invariant: %s", fa_last_error());
+                        if (kernel.empty()) kernel = plan.kernel;
+                        if (kernel != plan.kernel)
+                            complain("batch_invariant, headdim=%d, %d x %d heads: %s, with a key appended %s", headdim, heads, group,
+                                     kernel.c_str(), plan.kernel);
+                    }
+                }
+}
+
 // Tiles of mma_float32_sm80 may have 16 rows above head dim 256, however few columns V has: 17 rows of 2^31 - 65536 heads take too many.
 void blocks_of_wide_float32() {
     here = kPlaces[4].info;
@@ -601,6 +661,8 @@ int main(int argc, char** argv) {
     plans_for_blocks();
     wide_windows();
     blocks_of_wide_float32();
+    packed_far_below_the_longest();
+    appended_or_not();
     if (failures) std::printf("%d failures\n", failures);
     return failures ? 1 : 0;
 }

@@ -33,7 +33,8 @@ const char* lanes_cluster_refuses(const AttentionParams& p, const DeviceInfo& de
 // Why a kernel outside this table is faster, or nullptr.
 const char* others_are_faster(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
     const bool options = decode_has_options(p);
-    const bool short_window = p.window_left >= 0 && !p.cache.entries && mma_wins_short_calls(p, device);
+    if (p.cache.leftpad && p.cache.block_table) return nullptr;  // faster ones take no padding in pages
+    const bool short_window = decode_window_cuts(p) && !p.cache.entries && mma_wins_short_calls(p, device);
     if (has_8bit_cache(p) || (options && !short_window && decode_wins(p, device))) return nullptr;
     if (rows_of_key_head(p) > 64)
         return say(text, size, "seqlen_q=%d x %d heads of a key head: other kernels are faster from 65 rows on", p.seqlen_q, p.group);

@@ -222,7 +222,8 @@ struct PairKeysMain {
         if constexpr (Smem::kPlan.bias_float32) add_float32_bias<kBlockM>(s, p, tile, key0, opaque(step.lane));
         else add_bias<T, kBlockM>(s, p, tile, key0, opaque(step.lane));
         arrive_as_warp(step.lane, shared_address(&keys.bias_barriers.empty[slot]));
-        if (place >= ragged_place(p, w, kBlockM)) hide_rows_past_end(s, w.seqlen_q - place / w.width * kBlockM - opaque(step.lane) % 4 * 2);
+        if (place >= ragged_place<true>(p, w, kBlockM))
+            hide_rows_past_end(s, w.seqlen_q - place / w.width * kBlockM - opaque(step.lane) % 4 * 2);
     }
     // The bits of the thread's scores of the tile in a slot.
     __device__ __forceinline__ void read_seen(SeenPairs& seen, uint32_t slot, bool cut, int self) const {

@@ -56,20 +56,22 @@ inline int decode_cluster_blocks(const AttentionParams& p, const DeviceInfo& dev
 }
 
 // Whether decode_lanes_cluster_sm90 is faster than dividing units into pieces, measured on an H200 by the bytes of K and V per block. One
-// row: up to 128 KB, or 64 KB of 16 bits where no key is appended in the same launch. Several rows in float32: as many bytes times rows as
-// two rows have. Up to four rows of 16 bits, which tensor cores multiply faster: up to 64 KB, and only where a key is appended, which saves
-// a launch. 8-bit caches: up to as many elements as of 16 bits, but a quarter of that with two blocks per multiprocessor, where widening
-// the bytes is the bound.
+// row: up to 128 KB, or 64 KB of 16 bits where no key is appended in the same launch. More than four rows in float32: 256 KB over
+// the number of rows. Up to four rows of 16 bits, which tensor cores multiply faster: up to 64 KB, and only where a key is appended, which
+// saves a launch. 8-bit caches: up to as many elements as of 16 bits, but a quarter of that with two blocks per multiprocessor, where
+// widening the bytes is the bound.
 inline bool decode_lanes_cluster_wins(const AttentionParams& p, const DeviceInfo& device) {
     const int64_t rows = rows_of_key_head(p);
     const bool tensor_cores = rows > 1 && p.dtype != DType::kFloat32;
-    if (tensor_cores && p.cache.added != 1) return false;
+    // With batch_invariant a sequence takes the same kernel, whether a key is appended in the call or stands in the cache already.
+    const bool appends = p.cache.added == 1 && !p.cache.batch_invariant;
+    if (tensor_cores && !appends) return false;
     if (p.cache.num_splits) return true;
     const int64_t units = int64_t(p.deciding_batch()) * p.nheads_k, cluster = decode_cluster_blocks(p, device);
     const int64_t columns = std::max(p.headdim, 64) + std::max(p.headdim_v, 64);  // a short row takes the time of 64 columns
     const int64_t bytes = int64_t(p.deciding_keys()) * columns * (p.dtype == DType::kFloat32 ? 4 : 2) / cluster;
     const bool two_blocks = units * cluster > device.multiprocessors;
-    const bool half = p.dtype != DType::kFloat32 && !has_8bit_cache(p) && p.cache.added != 1;
+    const bool half = p.dtype != DType::kFloat32 && !has_8bit_cache(p) && !appends && !p.cache.batch_invariant;
     const int64_t most = tensor_cores || half ? 64 : has_8bit_cache(p) && two_blocks ? 32 : rows > 4 ? 256 / rows : 128;
     // With clusters of two, in one round; above head dim 128, where others start late, in two.
     const bool few =
@@ -88,18 +90,6 @@ inline bool decode_cluster_wins(const AttentionParams& p, const DeviceInfo& devi
     if (p.deciding_keys() > (decode_bucket(p) == 64 ? 512 : 256) * cluster) return false;
     const bool one_round = int64_t(p.deciding_batch()) * p.nheads_k <= device.multiprocessors;  // with clusters of two
     return p.cache.num_splits || (!p.cache.batch_invariant && (cluster >= 4 || one_round));
-}
-
-// Where decode_split_sm80 is faster than decode_ring_sm90 for 16-bit keys (H200): with a window, whose tiles are few; with few keys and
-// more sequences and heads than multiprocessors; and where the rows of many keys are no whole lines of memory (head dim 96: 131 us instead
-// of 184).
-inline bool decode_split_beats_ring(const AttentionParams& p, const DeviceInfo& device) {
-    const auto ragged = [&](int columns) {
-        return (columns > 32 && columns < 64 && p.deciding_keys() >= 2048) || (columns > 80 && columns < 128 && p.deciding_keys() >= 8192);
-    };
-    if (has_8bit_cache(p)) return false;
-    return p.window_left >= 0 || ragged(p.headdim) || ragged(p.headdim_v) ||
-           (p.deciding_keys() <= 256 && int64_t(p.deciding_batch()) * p.nheads_k > device.multiprocessors);
 }
 
 // decode_ring_sm90: keys per TMA box, in tiles of `keys` keys. Below 16 the pages are too small for boxes.
@@ -168,16 +158,33 @@ inline DecodeParams decode_params(const DecodeShape& shape, const AttentionParam
     return d;
 }
 
-// Whether a call has options of its scores, which only some kernels take: what decode_reads_scores says, softcap, ALiBi, a left edge.
-inline bool decode_has_options(const AttentionParams& p) {
-    return decode_reads_scores(p) || p.softcap != 0 || p.alibi_slopes || p.window_left >= 0;
-}
-
 // The keys that some row of the longest sequence may see under causal and window.
 inline int64_t decode_span(const AttentionParams& p) {
     const int64_t keys = p.deciding_keys(), left = p.window_left, right = p.window_right;
     const int64_t end = p.top_left && right >= 0 ? std::min(keys, p.seqlen_q + right) : keys;
     return left < 0 ? end : std::min(end, left + p.seqlen_q + (right >= 0 ? right : end));
+}
+
+// Whether a window hides keys from the last rows.
+inline bool decode_window_cuts(const AttentionParams& p) {
+    return p.window_left >= 0 && int64_t(p.window_left) + p.seqlen_q < p.deciding_keys();
+}
+// Whether a call has options of its scores, which only some kernels take: what decode_reads_scores says, softcap, ALiBi, such a window.
+inline bool decode_has_options(const AttentionParams& p) {
+    return decode_reads_scores(p) || p.softcap != 0 || p.alibi_slopes || decode_window_cuts(p);
+}
+
+// Where decode_split_sm80 is faster than decode_ring_sm90 for 16-bit keys (H200): with a window that leaves half of
+// the tiles or fewer; with few keys and
+// more sequences and heads than multiprocessors; and where the rows of many keys are no whole lines of memory (head dim 96: 131 us instead
+// of 184).
+inline bool decode_split_beats_ring(const AttentionParams& p, const DeviceInfo& device) {
+    const auto ragged = [&](int columns) {
+        return (columns > 32 && columns < 64 && p.deciding_keys() >= 2048) || (columns > 80 && columns < 128 && p.deciding_keys() >= 8192);
+    };
+    if (has_8bit_cache(p)) return false;
+    return 2 * decode_span(p) <= p.deciding_keys() || ragged(p.headdim) || ragged(p.headdim_v) ||
+           (p.deciding_keys() <= 256 && int64_t(p.deciding_batch()) * p.nheads_k > device.multiprocessors);
 }
 
 // The time of decode_split_sm80 in microseconds (H200): launches, the first tile and the merge; then tiles of keys, which a block has one

@@ -178,7 +178,7 @@ inline bool split_wins(const AttentionParams& p, const DeviceInfo& device) {
     const int64_t rows = rows_of_key_head(p);
     // Above head dim 128 a tile of decode_split_sm80 takes as long as reading its keys: 8 x 4096, 64/32 heads, head dim 192: 207 -> 194 us.
     if (!p.cache.batch_invariant && rows > 1 && rows <= 16 && decode_bucket(p) == 256 && p.seqlen_k >= 512 &&
-        int64_t(p.batch) * p.nheads_k >= 16)
+        int64_t(p.batch) * p.nheads_k >= 16 && !decode_lanes_cluster_wins(p, device))
         return true;
     if (p.deciding_keys() < 1024) return false;
     // decode_ring_sm90 reads long caches at the speed of memory, but is slow to start.
