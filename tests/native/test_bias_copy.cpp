@@ -81,7 +81,7 @@ void check_choices() {
     static const uint8_t mask[1] = {};
     static const int32_t lengths[] = {0, 1};
     const auto expect = [](const char* what, bool wanted, const auto& change) {
-        for (const int headdim : {40, 64, 128}) {
+        for (const int headdim : {40, 64, 128, 192, 256}) {
             AttentionParams p{};
             p.batch = 2, p.nheads = p.nheads_k = 4, p.group = 1, p.headdim = p.headdim_v = headdim, p.seqlen_q = p.seqlen_k = 1001;
             p.scale = 0.125f, p.window_left = p.window_right = -1, p.dtype = p.bias_dtype = DType::kBFloat16;
@@ -89,7 +89,9 @@ void check_choices() {
             change(p);
             const bool forward = wgmma_plan(wgmma_choose(p, 132)).bias && wgmma_copies_bias(p);
             const bool backward = backward_plan(backward_choose(p)).bias() && backward_copies_bias(p);
-            EXPECT(forward == wanted && backward == wanted, "head dim %d, %s: forward %d, backward %d", headdim, what, forward, backward);
+            const bool both = headdim > 128 && p.dropout_threshold;  // no plan backward
+            EXPECT(forward == wanted && backward == (wanted && !both), "head dim %d, %s: forward %d, backward %d", headdim, what, forward,
+                   backward);
         }
     };
     expect("rows of 1001", true, [](AttentionParams&) {});
@@ -114,10 +116,12 @@ void check_choices() {
     });
     expect("301 rows", true, [](AttentionParams& p) { p.seqlen_q = p.seqlen_k = p.bias.row = 301; });
     expect("a short call", false, [](AttentionParams& p) { p.seqlen_q = p.seqlen_k = p.bias.row = 61; });
-    expect("300 MiB", true, [](AttentionParams& p) { p.batch = 40, p.bias.head = 1001 * 1001, p.bias.batch = 4 * 1001 * 1001; });
-    expect("300 MiB from a mask of sequences and a bias of heads", false,
+    expect("1.2 GiB", true, [](AttentionParams& p) { p.batch = 160, p.bias.head = 1001 * 1001, p.bias.batch = 4 * 1001 * 1001; });
+    expect("300 MiB from a mask of sequences and a bias of heads", true,
            [](AttentionParams& p) { p.batch = 40, p.bias.head = 1001 * 1001, p.mask = {mask, 1001 * 1001, 0, 1001}; });
-    expect("300 MiB from rows that overlap", false, [](AttentionParams& p) { p.batch = 300, p.bias.row = 1, p.bias.batch = 2001; });
+    expect("1.2 GiB from a mask of sequences and a bias of heads", false,
+           [](AttentionParams& p) { p.batch = 160, p.bias.head = 1001 * 1001, p.mask = {mask, 1001 * 1001, 0, 1001}; });
+    expect("1.9 GiB from rows that overlap", false, [](AttentionParams& p) { p.batch = 1000, p.bias.row = 1, p.bias.batch = 2001; });
     expect("5 GiB", false, [](AttentionParams& p) { p.batch = 700, p.bias.head = 1001 * 1001, p.bias.batch = 4 * 1001 * 1001; });
     expect("float32, rows of 1001", true, [](AttentionParams& p) { p.bias_dtype = DType::kFloat32; });
     expect("float32, rows of 1004", false, [](AttentionParams& p) { p.bias_dtype = DType::kFloat32, p.bias.row = 1004; });
@@ -157,8 +161,7 @@ void check_limits_of_tiles() {
             p.bias = {reinterpret_cast<const void*>(uintptr_t(4096)), 0, 0, 0};
             change(p);
             const bool forward = wgmma_plan(wgmma_choose(p, 132)).bias, backward = backward_plan(backward_choose(p)).bias();
-            EXPECT(forward == wanted && backward == (wanted && headdim <= 128), "head dim %d, %s: forward %d, backward %d", headdim, what,
-                   forward, backward);
+            EXPECT(forward == wanted && backward == wanted, "head dim %d, %s: forward %d, backward %d", headdim, what, forward, backward);
         }
     };
     expect("2^30 keys", true, [](AttentionParams&) {});
