@@ -66,6 +66,25 @@ bool has_blocks_for_all_of_S(const AttentionParams& p, const DeviceInfo&) {
 bool has_blocks_for_tiles_of_32(const AttentionParams& p, const DeviceInfo&) {
     return ceil_div(p.seqlen_q, 32) * p.nheads * p.batch * (p.headdim_v > 192 || p.headdim > 256 ? 2 : 1) <= kMostBlocks;
 }
+// Whether mma_sm80 is faster than wgmma_sm90 for a short call, if it serves the call.
+bool mma_is_faster(const AttentionParams& p, const DeviceInfo& device) {
+    if (p.dtype == DType::kFloat32) return false;
+    const int d = p.headdim > p.headdim_v ? p.headdim : p.headdim_v;
+    const int64_t heads = int64_t(p.deciding_batch()) * p.nheads, left = p.window_left, right = p.window_right;
+    // Of packed sequences the average, unless a few are much longer: the grid has blocks for the longest in every sequence.
+    int64_t rows = p.cu_seqlens_q && p.batch ? (int64_t(p.total_q) + p.batch - 1) / p.batch : p.seqlen_q;
+    if (ceil_div(p.seqlen_q, 64) > 2 * ceil_div(rows, 64)) rows = p.seqlen_q;
+    int64_t keys = p.deciding_keys();
+    if (left >= 0) keys = std::min(keys, left + std::min<int64_t>(rows, 64) + (right >= 0 ? right : keys));
+    int64_t steps = ceil_div(keys, 64);
+    // Plans with options of the scores start as fast as others, but a tile takes this kernel far longer.
+    if (wgmma_scores_are_natural(p))
+        return keys <= (d <= 128 ? 64 : 32) && (rows <= 64 || ceil_div(rows, 64) * heads <= 4 * int64_t(device.multiprocessors));
+    if (d <= 64 && left < 0 && right == 0 && rows == keys && steps > 4) steps = steps / 2 + 1;  // 2 x 8 x 378: 8.6 -> 7.3 us
+    // 11 x 16 queries over 2048 keys, 16 heads of 80, a window of 1040 keys: 21.9 -> 12.7 us.
+    if (left >= 0 && d <= 128 && rows <= 16 && p.group == 1 && steps <= 20 && heads >= device.multiprocessors) return true;
+    return mma_is_faster_than_wgmma(d, p.group, heads, rows, steps, device.multiprocessors);
+}
 size_t bounds_workspace(const AttentionParams& p, const DeviceInfo&) { return interval_bounds_bytes(p, kBoundsKeys); }
 const char* takes_no_padding_in_pages(const AttentionParams& p, const DeviceInfo&, char*, size_t) {
     return p.cache.leftpad && p.cache.block_table ? "cache_leftpad is set: it takes none with pages" : nullptr;
@@ -330,36 +349,15 @@ constexpr const Kernel& kernel_called(const char* name) {
     while (!is_named(*kernel, name)) ++kernel;
     return *kernel;
 }
-constexpr const Kernel& kSplit = kernel_called("wgmma_split_sm90");
-#if FA_WITH_CUDA && FA_WITH_MMA_SM80
-bool mma_is_faster(const AttentionParams& p, const DeviceInfo& device) {
-    if (p.dtype == DType::kFloat32) return false;
-    const int d = p.headdim > p.headdim_v ? p.headdim : p.headdim_v;
-    const int64_t heads = int64_t(p.deciding_batch()) * p.nheads, left = p.window_left, right = p.window_right;
-    // Packed sequences: the average, unless a few are much longer, for its grid has blocks for the longest in every sequence.
-    int64_t rows = p.cu_seqlens_q && p.batch ? (int64_t(p.total_q) + p.batch - 1) / p.batch : p.seqlen_q;
-    if (ceil_div(p.seqlen_q, 64) > 2 * ceil_div(rows, 64)) rows = p.seqlen_q;
-    int64_t keys = p.deciding_keys();
-    if (left >= 0) keys = std::min(keys, left + std::min<int64_t>(rows, 64) + (right >= 0 ? right : keys));
-    int64_t steps = ceil_div(keys, 64);
-    // Plans with options of the scores start as fast as others, but a tile takes this kernel far longer.
-    if (wgmma_scores_are_natural(p))
-        return keys <= (d <= 128 ? 64 : 32) && (rows <= 64 || ceil_div(rows, 64) * heads <= 4 * int64_t(device.multiprocessors));
-    if (d <= 64 && left < 0 && right == 0 && rows == keys && steps > 4) steps = steps / 2 + 1;  // 2 x 8 x 378: 8.6 -> 7.3 us
-    // 11 x 16 queries over 2048 keys, 16 heads of 80, a window of 1040 keys: 21.9 -> 12.7 us.
-    if (left >= 0 && d <= 128 && rows <= 16 && p.group == 1 && steps <= 20 && heads >= device.multiprocessors) return true;
-    return mma_is_faster_than_wgmma(d, p.group, heads, rows, steps, device.multiprocessors);
-}
-#endif
+constexpr const Kernel &kSplit = kernel_called("wgmma_split_sm90"), &kFloat32Parts = kernel_called("wgmma_float32_sm90"),
+                       &kMma = kernel_called("mma_sm80");
 bool serves_well(const Kernel& kernel, const AttentionParams& p, const DeviceInfo& device) {
     char text[1];
     if (!kernel.built() || (kernel.yields && kernel.yields(p, device, text, 0))) return false;
     return !refusal(kernel, features_of(p), p, device, text, 0).reason;
 }
 #if FA_WITH_CUDA && FA_WITH_WGMMA_SM90
-bool wgmma_float32_is_best(const AttentionParams& p, const DeviceInfo& device) {
-    return serves_well(kernel_called("wgmma_float32_sm90"), p, device);
-}
+bool wgmma_float32_is_best(const AttentionParams& p, const DeviceInfo& device) { return serves_well(kFloat32Parts, p, device); }
 #endif
 
 }  // namespace
@@ -368,7 +366,7 @@ bool wgmma_split_is_best(const AttentionParams& p, const DeviceInfo& device) { r
 
 bool mma_wins_short_calls([[maybe_unused]] const AttentionParams& p, [[maybe_unused]] const DeviceInfo& device) {
 #if FA_WITH_CUDA && FA_WITH_MMA_SM80
-    return mma_is_faster(p, device) && serves_well(kernel_called("mma_sm80"), p, device);
+    return mma_is_faster(p, device) && serves_well(kMma, p, device);
 #else
     return false;
 #endif
