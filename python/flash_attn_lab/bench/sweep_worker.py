@@ -9,13 +9,14 @@ A worker whose device no longer works ends: after a row with "ends": true in its
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gc
 import json
 import os
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -31,7 +32,7 @@ from .timing import Protocol, Timing, interleave
 
 PEER_FACTOR = 5  # a peer may round more than ours; beyond this factor its answer is wrong, and it is left out
 HIDES_US = 1000  # a launch that takes longer hides the host's work for the next one
-SLOW_S = 0.3  # of one launch of each system: such calls get three rounds
+SLOW_S = {0.3: 3, 1.5: 1}  # of one launch of each system; the rounds of calls that take longer
 ALIKE = 0.03  # ours and a peer: the root mean square of their difference over that of ours
 ALIKE_FP8 = 0.2  # peers take the same call in bfloat16
 COMPILES = {"fa4": 0.1}  # peers that compile for each kind of call, and the part of a worker's time that this may take
@@ -137,13 +138,40 @@ def measured(
     for name in rehearsed:
         rehearse(name, arrays)
     with turn:
-        return _measured(machine, arrays, mine, check, protocol, seed, peers, compiled)
+        found = _measured(machine, arrays, mine, check, protocol, seed, peers, compiled)
+        del arrays, mine
+        machine.release()
+    return found.outcome()
+
+
+@dataclass
+class Measured:
+    """A call that has been timed, and what is still to be judged of its answers, on the host alone."""
+
+    row: dict[str, Any]
+    call: Call
+    times: dict[str, Timing]  # of ours first
+    unlike: list[str]  # peers that are not in the times
+    judge: Judge | None
+    seen: dict[str, list]  # of the answer of ours and of those peers in the times that differ from ours
+
+    def outcome(self) -> dict:
+        row, unlike = self.row, list(self.unlike)
+        for name, seen in self.seen.items():
+            error, budget = self.judge.judged(seen)
+            if name == "ours":
+                row["max_err"], row["err_budget"] = error, budget
+                if not error <= budget:
+                    return {"wrong": rounded(row | {"wrong": True})}
+            elif not error <= PEER_FACTOR * budget and self.times.pop(name, None):
+                unlike.append(name)
+        return {"row": rounded(row | _timed(self.call, self.times, unlike))}
 
 
 def _measured(
     machine, arrays: Arrays, mine: Made, check: bool, protocol: Protocol, seed: int, peers: list[str],
     compiled: Compiled | ByName,
-) -> dict:  # fmt: skip
+) -> Measured:  # fmt: skip
     call, systems = arrays.call, [mine]
     for name in peers:
         try:
@@ -156,43 +184,45 @@ def _measured(
     before = time.perf_counter()
     answer = _answer(mine, machine)
     unlike = [one for one in systems[1:] if not _alike(machine, call, answer if comparable else (), one)]
-    slow = time.perf_counter() - before > SLOW_S
+    seconds = time.perf_counter() - before
+    judge, seen = None, {}
     if (check or unlike) and Judge.affordable(call):
         judge = Judge(arrays, seed)
-        row["max_err"], row["err_budget"] = judge.verdict(answer)
-        if not row["max_err"] <= row["err_budget"]:
-            return {"wrong": rounded(row | {"wrong": True})}
-        if comparable:
-            unlike = [one for one in systems[1:] if not _right(judge, one, machine)]
-    systems = [one for one in systems if one not in unlike]
+        seen["ours"] = judge.seen(answer)
+        for one in unlike if comparable else ():
+            with contextlib.suppress(Exception):  # as in _alike
+                seen[one.name] = judge.seen(_answer(one, machine))
+    unlike = [one.name for one in unlike if one.name not in seen]
+    systems = [one for one in systems if one.name not in unlike]
     del answer
     graphs = True if machine.device == "cuda" else None  # the host's work is in no time, however long it takes a system
     if call.backward and "dropout" in call.options:
         graphs = False  # PyTorch's gradients alone in a graph read the seed at an address of the CPU
-    if slow:
-        protocol = replace(protocol, rounds=min(protocol.rounds, 3))
+    for limit, rounds in SLOW_S.items():
+        if seconds > limit:
+            protocol = replace(protocol, rounds=min(protocol.rounds, rounds))
     try:
         found = interleave(machine, [one.launch for one in systems], protocol, None, seed, graphs)
     except Exception:  # a peer's doing, if ours can be timed alone
         if systems == [mine]:
             raise
-        unlike += systems[1:]
+        unlike += [one.name for one in systems[1:]]
         systems = [mine]
         found = []
     if not found:
         machine.release()
         found = interleave(machine, [mine.launch], protocol, None, seed, graphs)
-    return {"row": rounded(row | _timed(call, [one.name for one in systems], found, [one.name for one in unlike]))}
+    times = dict(zip([one.name for one in systems], found, strict=True))
+    return Measured(row, call, times, unlike, judge, {name: one for name, one in seen.items() if name in times})
 
 
-def _timed(call: Call, names: list[str], found: list[Timing], unlike: list[str]) -> dict[str, Any]:
+def _timed(call: Call, times: dict[str, Timing], unlike: list[str]) -> dict[str, Any]:
     """The times of a row. Those with the host's work in them compare with their like alone."""
-    times = dict(zip(names, found, strict=True))
-    mine = times.pop("ours")
-    row: dict[str, Any] = mine.row(call.flops / 1e12)
-    row["peers"] = {name: float(f"{timing.row(0.0)['us']:.5g}") for name, timing in times.items()}
-    hosts = [name for name, t in zip(names, found, strict=True) if t.capture_failed and median(t.bursts) < HIDES_US]
-    like = [name for name in times if (name in hosts) == ("ours" in hosts)]
+    hosts = [name for name, t in times.items() if t.capture_failed and median(t.bursts) < HIDES_US]
+    row: dict[str, Any] = times["ours"].row(call.flops / 1e12)
+    others = {name: timing for name, timing in times.items() if name != "ours"}
+    row["peers"] = {name: float(f"{timing.row(0.0)['us']:.5g}") for name, timing in others.items()}
+    like = [name for name in others if (name in hosts) == ("ours" in hosts)]
     if like:
         row["best"] = min(like, key=row["peers"].__getitem__)
         row["ratio"] = row["peers"][row["best"]] / row["us"]
@@ -224,14 +254,6 @@ def _alike(machine, call: Call, mine: tuple, peer: Made) -> bool:
     except Exception:  # such as no memory for a second answer
         return False
     return True
-
-
-def _right(judge: Judge, system: Made, machine) -> bool:
-    try:
-        error, budget = judge.verdict(_answer(system, machine))
-    except Exception:  # as in _alike
-        return False
-    return error <= PEER_FACTOR * budget
 
 
 def answers(machine) -> bool:

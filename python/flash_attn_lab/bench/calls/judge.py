@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,13 @@ CHECK_WORK = 3e9  # multiplications of the float64 answer of what is looked at: 
 
 
 class Judge:
-    """The float64 answer of one head (backward: of one key head), and what an answer may be off there."""
+    """The float64 answer of one head (backward: of one key head), and what an answer may be off there. What it looks at
+    is copied to the host at once, so that judging needs no device."""
 
     def __init__(self, arrays: Arrays, seed: int = 0):
         call, host = arrays.call, arrays.machine.host
         draw = random.Random(f"judge {seed} {call}")
-        self.call, self.machine = call, arrays.machine
+        self.call = call
         first = 1 if call.batch > 1 and (call.is_cache or "key_mask" in call.options) else 0  # the first hides no key
         self.b, self.h_k = draw.randrange(first, call.batch), draw.randrange(call.nheads_k)
         lowest = self.h_k * call.group
@@ -39,31 +41,38 @@ class Judge:
         options = dict(arrays.options)
         for name in {"alibi_slopes", "sinks"} & options.keys():
             options[name] = host(options[name])
-        precision = "tf32" if "tf32" in call.ways else call.dtype
-        k, v = part(arrays.k, keys, self.h_k), part(arrays.v, keys, self.h_k)
-        self.samples: list[tuple[str, int, np.ndarray, np.ndarray]] = []  # array, head, exact, plain
-        sums: dict[str, Any] = {"exact": [0.0, 0.0], "plain": [0.0, 0.0]}
+        self.k, self.v = part(arrays.k, keys, self.h_k), part(arrays.v, keys, self.h_k)
+        self.given = []  # of each head: q, dout or None, options
         for h in self.heads:
-            given = options | {n: host(_plane(options[n], self.b, h)) for n in {"bias", "mask"} & options.keys()}
-            head = _head(call, part(arrays.q, whole, h), k, v, self.b, h, given)
+            mine = options | {n: host(_plane(options[n], self.b, h)) for n in {"bias", "mask"} & options.keys()}
+            dout = part(arrays.dout, whole, h) if call.backward else None
+            self.given.append((part(arrays.q, whole, h), dout, mine))
+
+    @cached_property
+    def samples(self) -> list[tuple[str, int, np.ndarray, np.ndarray]]:
+        """(array, head, exact, plain) of each array that is looked at."""
+        call, samples = self.call, []
+        precision = "tf32" if "tf32" in call.ways else call.dtype
+        sums: dict[str, Any] = {"exact": [0.0, 0.0], "plain": [0.0, 0.0]}
+        for h, (q, dout, options) in zip(self.heads, self.given, strict=True):
+            head = _head(call, q, self.k, self.v, self.b, h, options)
             if not call.backward:
                 exact, _ = reference._standard(head)
-                plain = _plain(head, precision)
-                self.samples.append(("out", h, exact, plain))
+                samples.append(("out", h, exact, _plain(head, precision)))
                 continue
-            dout = part(arrays.dout, whole, h).astype(np.float64)
-            zero = np.zeros(len(dout))
+            dout, zero = dout.astype(np.float64), np.zeros(len(dout))
             for kind, given in (("exact", head), ("plain", _rounded(head, precision))):
                 dq, dk, dv, *_ = reference._standard_backward(given, dout, zero)
                 if kind == "exact":
                     exact_dq = dq
                 else:
-                    self.samples.append(("dq", h, exact_dq, dq))
+                    samples.append(("dq", h, exact_dq, dq))
                 sums[kind][0] = sums[kind][0] + dk
                 sums[kind][1] = sums[kind][1] + dv
         if call.backward:
             for i, name in enumerate(("dk", "dv")):
-                self.samples.append((name, self.h_k, sums["exact"][i], sums["plain"][i]))
+                samples.append((name, self.h_k, sums["exact"][i], sums["plain"][i]))
+        return samples
 
     @staticmethod
     def affordable(call: Call) -> bool:
@@ -71,18 +80,29 @@ class Judge:
         heads = call.group if call.backward else 1
         return heads * n_q * n_k * (call.headdim + call.headdim_v) * (6 if call.backward else 2) <= CHECK_WORK
 
-    def verdict(self, answer, heads_second: bool = False) -> tuple[float, float]:
-        """(error, budget) of the array that is furthest off. NaN is an error of infinity."""
+    def seen(self, answer, heads_second: bool = False) -> list[np.ndarray]:
+        """The parts of an answer that are looked at, on the host, in the order of `samples`."""
         arrays = answer if isinstance(answer, tuple) else (answer,)
         if heads_second:
             arrays = tuple(x.transpose(1, 2) for x in arrays)
-        places = dict(zip(("dq", "dk", "dv") if self.call.backward else ("out",), arrays, strict=True))
+        if not self.call.backward:
+            return [self.part(arrays[0], self.rows_q, self.heads[0])]
+        dq, dk, dv = arrays
+        return [self.part(dq, self.rows_q, h) for h in self.heads] + [
+            self.part(x, self.rows_k, self.h_k) for x in (dk, dv)
+        ]
+
+    def judged(self, seen: list[np.ndarray]) -> tuple[float, float]:
+        """(error, budget) of the array that is furthest off. NaN is an error of infinity."""
         verdicts = [(0.0, 1.0)]
-        for name, h, exact, plain in self.samples:
-            got = self.part(places[name], self.rows_k if name in ("dk", "dv") else self.rows_q, h)
+        for got, (_, _, exact, plain) in zip(seen, self.samples, strict=True):
             error = float(np.abs(got - exact).max(initial=0)) if np.isfinite(got).all() else math.inf
             verdicts.append((error, self._budget(exact, plain)))
         return worst(verdicts)
+
+    def verdict(self, answer, heads_second: bool = False) -> tuple[float, float]:
+        """`judged` of an answer on the device."""
+        return self.judged(self.seen(answer, heads_second))
 
     def _budget(self, exact, plain) -> float:
         """Twice the error of the plain steps in the same precision, half a unit of the largest value, and a floor."""
