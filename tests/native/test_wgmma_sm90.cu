@@ -584,11 +584,11 @@ void test_group_parts() {
     static const int32_t ends[] = {0, 900, 1000};
     BackwardParams packed = shared_heads(2, 1000, 64, 32, true, 64);
     packed.forward.cu_seqlens_q = packed.forward.cu_seqlens_k = ends, packed.forward.total_q = packed.forward.total_k = 1000;
-    EXPECT(addition_blocks(packed.forward) == 2 * 16 * 2 * 32, "%lld blocks", (long long)addition_blocks(packed.forward));
+    EXPECT(addition_blocks(packed.forward) == 2 * 63 * 2 * 32, "%lld blocks", (long long)addition_blocks(packed.forward));
     packed.forward.seqlen_q = packed.forward.seqlen_k = 900;
-    EXPECT(addition_blocks(packed.forward) == 2 * 15 * 2 * 32, "%lld blocks", (long long)addition_blocks(packed.forward));
+    EXPECT(addition_blocks(packed.forward) == 2 * 57 * 2 * 32, "%lld blocks", (long long)addition_blocks(packed.forward));
     packed.forward.seqlen_q = packed.forward.seqlen_k = INT_MAX - 4096;
-    EXPECT(addition_blocks(packed.forward) == 2 * 16 * 2 * 32, "%lld blocks", (long long)addition_blocks(packed.forward));
+    EXPECT(addition_blocks(packed.forward) == 2 * 63 * 2 * 32, "%lld blocks", (long long)addition_blocks(packed.forward));
 }
 
 int main() {

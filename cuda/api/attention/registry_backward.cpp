@@ -101,7 +101,7 @@ bool has_blocks_for_parts(const BackwardParams& b, const DeviceInfo&) {
 }
 const char* float16_parts_yield(const BackwardParams& b, const DeviceInfo&, char* text, size_t size) {
     const AttentionParams& p = b.forward;
-    if (float16_parts_are_faster(p)) return nullptr;
+    if (float16_parts_are_faster(p, true)) return nullptr;
     return say(text, size, "seqlen_q=%d, seqlen_k=%d: mma_float32_sm80 is faster for short calls", p.seqlen_q, p.seqlen_k);
 }
 bool wgmma_fits(const BackwardParams& b, const DeviceInfo&) {

@@ -144,7 +144,7 @@ const char* tf32_yields(const AttentionParams& p, const DeviceInfo& device, char
     return nullptr;
 }
 const char* float16_parts_yield(const AttentionParams& p, const DeviceInfo&, char* text, size_t size) {
-    if (float16_parts_are_faster(p)) return nullptr;
+    if (float16_parts_are_faster(p, false)) return nullptr;
     return say(text, size, "seqlen_q=%d, seqlen_k=%d: mma_float32_sm80 is faster for short calls", p.seqlen_q, p.seqlen_k);
 }
 const char* wide_yields(const AttentionParams& p, const DeviceInfo&, char* text, size_t size) {

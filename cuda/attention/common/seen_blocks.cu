@@ -45,44 +45,76 @@ __device__ __forceinline__ uint32_t bits_of_bytes(uint32_t x) {
     x |= x >> 4, x |= x >> 2, x |= x >> 1;  // bit 0 of each byte; what comes from the byte above lands in its higher bits
     return (x & 0x01010101u) * 0x10204080u >> 28;
 }
-// Bit x: byte x of 16. `exist` of them may be read.
-template <bool kAligned>
-__device__ __forceinline__ uint32_t read_16(const uint8_t* bytes, int exist) {
-    if (kAligned && exist >= kLaneKeys) {
-        const uint4 x = __ldcs(reinterpret_cast<const uint4*>(bytes));
-        return bits_of_bytes(x.x) | bits_of_bytes(x.y) << 4 | bits_of_bytes(x.z) << 8 | bits_of_bytes(x.w) << 12;
-    }
-    uint32_t bits = 0;
-#pragma unroll
-    for (int x = 0; x < kLaneKeys; ++x)
-        if (x < exist && bytes[x]) bits |= 1u << x;
-    return bits;
+// The pairs of a row that causal, windows and block_mask leave to kKeys keys from `key` on. Rows past the end see all keys that exist.
+template <int kKeys>
+__device__ __forceinline__ uint32_t pairs_left(const AttentionParams& p, const Sequence& s, int b, int head, int i, int key) {
+    const bool exists = i < s.seqlen_q;
+    if (p.blocks.data && exists && key < s.seqlen_k && block_hides(p, b, head, i, key)) return 0;
+    const KeyRange range = exists ? key_range(p, s, i) : KeyRange{0, s.seqlen_k};
+    return uint32_t(bits_of_range<kKeys>(range.begin, range.end, key));
 }
-// The pairs of a row block and kGroup key blocks, as bits in shared memory: a warp takes 16 rows.
-template <bool kAligned>
-__device__ __forceinline__ void read_pairs(const AttentionParams& p, int b, int head, int row0, int key0,
-                                           uint64_t (&pairs)[kGroup][kWordsOfBlock]) {
+// The pairs of a row block and kGroup key blocks, as bits in shared memory. A warp takes 16 rows and asks for several of them before it
+// looks at the first: a small mask has few blocks and waits for memory, not for its rate.
+constexpr int kRowsOfWarp = kSeenBlock / kWarps;
+// Rows whose every 16 bytes may be read at once: a lane has kLaneKeys keys.
+__device__ __forceinline__ void read_aligned_pairs(const AttentionParams& p, int b, int head, int row0, int key0,
+                                                   uint64_t (&pairs)[kGroup][kWordsOfBlock]) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, key = key0 + lane * kLaneKeys;
     const Sequence s = sequence_of(p, b);
     const uint8_t* const mask = static_cast<const uint8_t*>(p.mask.data) + b * p.mask.batch + head * p.mask.head + key;
     uint16_t* const words = reinterpret_cast<uint16_t*>(pairs[lane / 4]) + lane % 4;
-    constexpr int kRows = kSeenBlock / kWarps, kAtOnce = kAligned ? 4 : 1;
+    const int exist = s.seqlen_k - key;  // keys of the lane
+    constexpr int kAtOnce = 8;
 #pragma unroll 1
-    for (int first = warp * kRows; first < (warp + 1) * kRows; first += kAtOnce) {
-        uint32_t bits[kAtOnce];
+    for (int first = warp * kRowsOfWarp; first < (warp + 1) * kRowsOfWarp; first += kAtOnce) {
+        uint4 x[kAtOnce];
 #pragma unroll
         for (int r = 0; r < kAtOnce; ++r) {
             const int i = row0 + first + r;
-            bits[r] = i < s.seqlen_q ? read_16<kAligned>(mask + i * p.mask.row, s.seqlen_k - key) : 0xFFFF;
+            x[r] = make_uint4(0, 0, 0, 0);
+            if (exist >= kLaneKeys && i < s.seqlen_q) x[r] = __ldcs(reinterpret_cast<const uint4*>(mask + i * p.mask.row));
         }
 #pragma unroll
         for (int r = 0; r < kAtOnce; ++r) {
             const int i = row0 + first + r;
-            const bool exists = i < s.seqlen_q;
-            const KeyRange range = exists ? key_range(p, s, i) : KeyRange{0, s.seqlen_k};
-            bits[r] &= uint32_t(bits_of_range<kLaneKeys>(range.begin, range.end, key));
-            if (p.blocks.data && exists && key < s.seqlen_k && block_hides(p, b, head, i, key)) bits[r] = 0;
-            words[4 * (first + r)] = uint16_t(bits[r]);
+            uint32_t bits = bits_of_bytes(x[r].x) | bits_of_bytes(x[r].y) << 4 | bits_of_bytes(x[r].z) << 8 | bits_of_bytes(x[r].w) << 12;
+            if (exist > 0 && exist < kLaneKeys && i < s.seqlen_q)
+                for (int c = 0; c < exist; ++c) bits |= (mask[i * p.mask.row + c] != 0) << c;
+            if (i >= s.seqlen_q) bits = 0xFFFF;
+            words[4 * (first + r)] = uint16_t(bits & pairs_left<kLaneKeys>(p, s, b, head, i, key));
+        }
+    }
+}
+// Other rows: a lane reads one byte of each 32, and the warp makes a word of them.
+__device__ __forceinline__ void read_pairs(const AttentionParams& p, int b, int head, int row0, int key0,
+                                           uint64_t (&pairs)[kGroup][kWordsOfBlock]) {
+    constexpr int kWords = kGroup * kSeenBlock / 32, kAtOnce = 2;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, key = key0 + lane * 32;  // of the word that the lane stores
+    const Sequence s = sequence_of(p, b);
+    const uint8_t* const mask = static_cast<const uint8_t*>(p.mask.data) + b * p.mask.batch + head * p.mask.head + key0 + lane;
+    const int exist = s.seqlen_k - key0 - lane;
+#pragma unroll 1
+    for (int first = warp * kRowsOfWarp; first < (warp + 1) * kRowsOfWarp; first += kAtOnce) {
+        uint8_t x[kAtOnce][kWords];
+#pragma unroll
+        for (int r = 0; r < kAtOnce; ++r)
+#pragma unroll
+            for (int n = 0; n < kWords; ++n) {
+                const int i = row0 + first + r;
+                x[r][n] = i >= s.seqlen_q;
+                if (32 * n < exist && i < s.seqlen_q) x[r][n] = mask[i * p.mask.row + 32 * n];
+            }
+#pragma unroll
+        for (int r = 0; r < kAtOnce; ++r) {
+            uint32_t bits = 0;
+#pragma unroll
+            for (int n = 0; n < kWords; ++n) {
+                const uint32_t word = __ballot_sync(~0u, x[r][n] != 0);
+                if (lane == n) bits = word;
+            }
+            if (lane < kWords)
+                reinterpret_cast<uint32_t*>(&pairs[lane / 2][first + r])[lane % 2] =
+                    bits & pairs_left<32>(p, s, b, head, row0 + first + r, key);
         }
     }
 }
@@ -114,8 +146,8 @@ __global__ void __launch_bounds__(kThreads) seen_by_pairs_kernel(const __grid_co
     first_of_entry(shape, entry, b, head);
 
     const uintptr_t address = reinterpret_cast<uintptr_t>(p.mask.data) | uintptr_t(p.mask.batch | p.mask.head | p.mask.row);
-    if (address % kLaneKeys == 0) read_pairs<true>(p, b, head, row0, first * kSeenBlock, pairs);
-    else read_pairs<false>(p, b, head, row0, first * kSeenBlock, pairs);
+    if (address % kLaneKeys == 0) read_aligned_pairs(p, b, head, row0, first * kSeenBlock, pairs);
+    else read_pairs(p, b, head, row0, first * kSeenBlock, pairs);
     __syncthreads();
 
     const int lane = threadIdx.x % 32, rows = p.seqlen_q - row0;

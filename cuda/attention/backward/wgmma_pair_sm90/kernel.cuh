@@ -55,7 +55,7 @@ __device__ __forceinline__ void describe_query_tile(const AttentionParams& p, co
         else if constexpr (kPlan.masks)
             put(keys.options.tile[slot], describe_tile<kPlan.block_m, kPlan.block_n>(schedule.masks, smem.work, at));
         else if (!kPlan.softcap && !kPlan.bias() && p.alibi_slopes)
-            put(keys.options.alibi[slot], alibi_tile<kPlan.block_m>(p, schedule.tiles, smem.work, at));
+            put(keys.options.alibi[slot], alibi_tile<kPlan.block_m>(p, smem.work, at));
     }
 }
 // The same of a tile of dout, for those of block 1. Softcap also loads lse; it arrives at dout_full beside the load of dout.

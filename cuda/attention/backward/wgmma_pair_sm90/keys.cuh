@@ -190,7 +190,7 @@ struct PairKeysMain {
     __device__ __forceinline__ void mask_scores(Scores& s, const Step& step, int place) {
         const int ln = opaque(step.lane);
         mask_fragment(s, w, first_key(step, ln), place / w.width * kBlockM + ln % 4 * 2);
-        if (kSoftcap || !some_large(schedule.tiles)) return;
+        if (kSoftcap || w.mask_place != w.kEveryTile) return;
         if constexpr (kOptions && !kSkips && !kBias)
             if (p.alibi_slopes) add_large_alibi(s, keys.options.alibi[step.slot], first_key(step, ln), ln % 4 * 2);
         adjust_products(s, keys.lse[step.slot], large_rows_of<kBlockM>(p, schedule.tiles, w, visited_at(step)), ln % 4);
@@ -231,7 +231,7 @@ struct PairKeysMain {
     }
     // The tile of the walk.
     __device__ __forceinline__ Visited visited_at(const Step& step) const {
-        if constexpr (kSkips) return {(keys.options.tile[step.slot].place_and_cut >> 1) / w.width, keys.options.tile[step.slot].head};
+        if constexpr (kSkips) return {tile_of_place(w, keys.options.tile[step.slot].place_and_cut >> 1), keys.options.tile[step.slot].head};
         else return visited(w, int(step.it));
     }
     // The key of element 0 of lane `ln`.

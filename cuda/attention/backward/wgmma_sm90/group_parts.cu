@@ -19,12 +19,24 @@ struct PartsParams {
 // 8 columns of a row: the sum of the parts from `from` on, which are `part` apart, times `factor`.
 template <typename T>
 __device__ __forceinline__ void add_columns(const float* from, int64_t part, int count, float factor, T* row, bool accumulate) {
+    constexpr int kAtOnce = 4;  // parts that are on their way together: short calls wait for memory, not for its rate
     float sum[8] = {};
 #pragma unroll 1
-    for (int i = 0; i < count; ++i, from += part) {
-        const float4 low = reinterpret_cast<const float4*>(from)[0], high = reinterpret_cast<const float4*>(from)[1];
-        sum[0] += low.x, sum[1] += low.y, sum[2] += low.z, sum[3] += low.w;
-        sum[4] += high.x, sum[5] += high.y, sum[6] += high.z, sum[7] += high.w;
+    for (int i = 0; i < count; i += kAtOnce, from += kAtOnce * part) {
+        float4 low[kAtOnce], high[kAtOnce];
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+            low[j] = high[j] = make_float4(0, 0, 0, 0);
+            if (i + j < count) {
+                low[j] = reinterpret_cast<const float4*>(from + j * part)[0];
+                high[j] = reinterpret_cast<const float4*>(from + j * part)[1];
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+            sum[0] += low[j].x, sum[1] += low[j].y, sum[2] += low[j].z, sum[3] += low[j].w;
+            sum[4] += high[j].x, sum[5] += high[j].y, sum[6] += high[j].z, sum[7] += high[j].w;
+        }
     }
     uint4* const place = reinterpret_cast<uint4*>(row);
     const uint4 old = accumulate ? *place : make_uint4(0, 0, 0, 0);

@@ -108,7 +108,7 @@ inline BackwardParams call_of_groups(const BackwardParams& b) {
 }
 
 // A block of the addition has kAddedKeys keys of a sequence. A packed call's seqlen_k may be far above the keys that there are.
-constexpr int kAddedKeys = 64;
+constexpr int kAddedKeys = 16;
 FA_HOST_DEVICE int addition_chunks(const AttentionParams& p) {
     const int most = p.cu_seqlens_q && p.total_k < p.seqlen_k ? p.total_k : p.seqlen_k;
     return (most + kAddedKeys - 1) / kAddedKeys;

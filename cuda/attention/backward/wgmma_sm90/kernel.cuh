@@ -69,6 +69,7 @@ __device__ __forceinline__ void take_and_load_keys(const CUtensorMap& map_k, con
         mbarrier_wait(shared_address(&smem.list.empty[n & 1]), n >> 1 & 1 ^ 1);
         while (index < schedule.blocks && !find_key_block<kBlockM, kBlockN>(p, schedule, index, w)) index = take();
         w.valid = index < schedule.blocks, w.it0 = it0;
+        if (!kPlan.general && !kPlan.softcap && some_large(schedule.tiles)) w.mask_place = w.kEveryTile;
         if constexpr (kPlan.intervals) {
             if (w.valid) leave_out_hidden<kBlockM, kBlockN>(p, schedule.bounds, schedule.masks, w);
         } else if constexpr (kPlan.masks) {
@@ -87,10 +88,10 @@ __device__ __forceinline__ void take_and_load_keys(const CUtensorMap& map_k, con
 
 // Writes what ALiBi needs to know of a tile of Q, once its slot is free.
 template <BackwardPlanId kId, typename T>
-__device__ __forceinline__ void describe_alibi(const AttentionParams& p, const QueryTiles& tiles, const BackwardWork& w,
-                                               BackwardSmem<T, kId>& smem, uint32_t it, Visited at) {
+__device__ __forceinline__ void describe_alibi(const AttentionParams& p, const BackwardWork& w, BackwardSmem<T, kId>& smem, uint32_t it,
+                                               Visited at) {
     constexpr int kStages = kBackwardPlan<kId>.stages;
-    const AlibiTile alibi = alibi_tile<kBackwardPlan<kId>.block_m>(p, tiles, w, at);
+    const AlibiTile alibi = alibi_tile<kBackwardPlan<kId>.block_m>(p, w, at);
     mbarrier_wait(shared_address(&smem.q_empty[it % kStages]), it / kStages & 1 ^ 1);
     smem.options.alibi[it % kStages] = alibi;
 }
@@ -126,7 +127,7 @@ __device__ __forceinline__ void load_queries(const CUtensorMap& map_q, const CUt
                 mbarrier_wait(shared_address(&smem.q_empty[it % kStages]), it / kStages & 1 ^ 1);
                 smem.options.tile[it % kStages] = seen;
             } else if constexpr (kBackwardPlan<kId>.options)
-                if (p.alibi_slopes) describe_alibi<kId>(p, schedule.tiles, w, smem, it, at);
+                if (p.alibi_slopes) describe_alibi<kId>(p, w, smem, it, at);
             if constexpr (kBackwardPlan<kId>.dropout) describe_dropout<kId>(p, w, smem, it, at);
             load_query_tile(map_q, schedule.q_loads, smem.q, schedule.tiles.lse, smem.lse, smem.q_full, smem.q_empty, it, row, head, batch,
                             tile);

@@ -98,8 +98,7 @@ struct MainWarpgroup {
         const int last = w.last_place, wrap = w.wrap_place, ragged = ragged_place<kBias>(p, w, kBlockM);
         const int left_place = kOptions ? left_place_of(p, w, kBlockM) : INT_MAX;
         int place = w.start_place;
-        // Where rows may be large, every tile takes the path of masked tiles.
-        const int mask_place = !kGeneral && !kSoftcap && some_large(schedule.tiles) ? INT_MAX : w.mask_place;
+        const int mask_place = w.mask_place;
         uint32_t hidden = 0;
         if constexpr (kOptions) {
             const int own = w.key0 + wg * 64 + warp * 16;
@@ -258,8 +257,8 @@ struct MainWarpgroup {
     // Hides pairs beyond the right edge, and corrects the scores of large rows.
     __device__ __forceinline__ void mask_scores(const BackwardWork& w, Scores& s, uint32_t slot, int place, uint32_t walked) const {
         const int ln = opaque(lane);
-        mask_fragment(s, w, first_key(w, ln), place / w.width * kBlockM + ln % 4 * 2);
-        if (!kSoftcap && some_large(schedule.tiles)) {
+        mask_fragment(s, w, first_key(w, ln), tile_of_place(w, place) * kBlockM + ln % 4 * 2);
+        if (!kSoftcap && w.mask_place == w.kEveryTile) {  // read from shared memory: masked tiles are many in short causal calls
             if constexpr (kOptions && !kSkips)
                 if (!kBias && p.alibi_slopes) add_large_alibi(s, smem.options.alibi[slot], first_key(w, ln), ln % 4 * 2);
             adjust_products(s, smem.lse[slot], large_rows_of<kBlockM>(p, schedule.tiles, w, visited_at(w, slot, walked)), ln % 4);
@@ -271,18 +270,18 @@ struct MainWarpgroup {
                                                   uint32_t walked) const {
         if constexpr (kBias) {
             add_tile_of_bias(s, it);
-            if (place >= ragged) hide_rows_past_end(s, w.seqlen_q - place / w.width * kBlockM - opaque(lane) % 4 * 2);
+            if (place >= ragged) hide_rows_past_end(s, w.seqlen_q - tile_of_place(w, place) * kBlockM - opaque(lane) % 4 * 2);
         }
         if constexpr (kSoftcap) cap_scores(s, schedule.softcap);
         if (place < mask_place) mask_scores(w, s, slot, place, walked);
         if (place >= left_place) {
             const int ln = opaque(lane);
-            mask_left_edge(s, w, first_key(w, ln), place / w.width * kBlockM + ln % 4 * 2);
+            mask_left_edge(s, w, first_key(w, ln), tile_of_place(w, place) * kBlockM + ln % 4 * 2);
         }
         if constexpr (kIntervals) {
             if (cut) {
                 const int ln = opaque(lane);
-                hide_rows<kBlockM>(p, s, w, smem.options.tile[slot].entry, first_key(w, ln), place / w.width * kBlockM, ln % 4 * 2);
+                hide_rows<kBlockM>(p, s, w, smem.options.tile[slot].entry, first_key(w, ln), tile_of_place(w, place) * kBlockM, ln % 4 * 2);
             }
         } else if constexpr (kMasks) {
             hide_pairs(s, seen);
@@ -297,7 +296,7 @@ struct MainWarpgroup {
     }
     // The tile of Q in a slot. walked: its number in the walk.
     __device__ __forceinline__ Visited visited_at(const BackwardWork& w, uint32_t slot, uint32_t walked) const {
-        if constexpr (kSkips) return {(smem.options.tile[slot].place_and_cut >> 1) / w.width, smem.options.tile[slot].head};
+        if constexpr (kSkips) return {tile_of_place(w, smem.options.tile[slot].place_and_cut >> 1), smem.options.tile[slot].head};
         else return visited(w, int(walked));
     }
     __device__ __forceinline__ void add_tile_of_bias(Scores& s, uint32_t it) const {

@@ -77,9 +77,9 @@ __device__ __forceinline__ bool wait_in_order(const QueryTiles& tiles, const Bac
 __device__ __forceinline__ Turn claim(const QueryTiles& tiles, int* counter) {
     constexpr int kClaimed = 1;
     const int seen = compare_exchange_acquire(counter, 0, kClaimed);
-    if (seen == 0) return {true, true};
-    wait_for_counter(counter, seen, kClaimed + tiles.blocks);
-    return {false, false};
+    const bool first = seen == 0;
+    if (!first) wait_for_counter(counter, seen, kClaimed + tiles.blocks);
+    return {first, first};  // two constants would be read from memory, which takes as long as the claim
 }
 
 // The thread that takes turns. Of kBlocks blocks that share keys: in order, each for itself (`rank`); else the thread of block 0, for all.

@@ -36,7 +36,10 @@ struct alignas(16) BackwardWork {
     // The main warpgroups instead count places: m * width + width - 1 - head, where width is the number of steps per tile (in order: the
     // heads of the group; free: 1). After last_place comes wrap_place.
     int width, start_place, last_place, wrap_place;
-    int mask_place;  // places before this one have rows that do not see all of the keys; keys past the end count as unseen
+    // Places before this one have rows that do not see all of the keys; keys past the end count as unseen. kEveryTile where rows of the call
+    // may be large: then every tile takes the path of masked tiles, which corrects them.
+    int mask_place;
+    static constexpr int kEveryTile = INT_MAX;
 };
 
 // The same with masks by intervals. The steps of the walk pass over the gaps: tiles of queries of which no head of the group sees a key.
@@ -62,6 +65,9 @@ FA_HOST_DEVICE int tile_of_step(const BackwardIntervalWork& w, int step) {
     return w.tiles ? SeenTile::from(w.tiles[step]).m : w.gaps.tile_of(step);
 }
 FA_HOST_DEVICE int tile_of_step(const BackwardMaskedWork& w, int step) { return SeenTile::from(w.tiles[step]).m; }
+
+// The tile of a place. A division takes 40 instructions, and mostly there is nothing to divide.
+FA_HOST_DEVICE int tile_of_place(const BackwardWork& w, int place) { return w.width == 1 ? place : place / w.width; }
 
 // What softcap multiplies by. An instruction takes these from the kernel's arguments, so they need no registers.
 struct SoftcapFactors {
@@ -245,13 +251,14 @@ template <typename Work, typename Visit>
 __device__ __forceinline__ void for_each_query_tile(const AttentionParams& p, const QueryTiles& tiles, const Work& w, const Visit& visit) {
     const uint32_t tile0 = first_query_tile(p, tiles, w);
     const int first = w.first_step, end = w.end_step, start = w.start_step;  // copies: shared memory is slow while products read it
+    const bool in_order = w.in_order;
     uint32_t it = w.it0;
-    int m = w.in_order ? w.end_m - 1 : start, head = 0;
+    int m = in_order ? w.end_m - 1 : start, head = 0;
 #pragma unroll 1
     for (int left = count_tiles(w); left > 0; --left) {
         const auto at = visit_of_step(w, m, head);
         visit(it++, at, tile0 + uint32_t(head * tiles.tiles + at.m));
-        if (w.in_order) {
+        if (in_order) {
             head = next_step(head, first, end);
             if (head == start) --m;
         } else {
