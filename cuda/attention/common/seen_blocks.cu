@@ -7,7 +7,7 @@
 namespace fa {
 namespace {
 
-constexpr int kThreads = 128, kWarps = kThreads / 32;
+constexpr int kThreads = 256, kWarps = kThreads / 32;
 struct SeenParams {
     AttentionParams attention;
     SeenBlocks to;
@@ -51,10 +51,14 @@ __device__ __forceinline__ uint32_t pairs_left(const AttentionParams& p, const S
     const bool exists = i < s.seqlen_q;
     if (p.blocks.data && exists && key < s.seqlen_k && block_hides(p, b, head, i, key)) return 0;
     const KeyRange range = exists ? key_range(p, s, i) : KeyRange{0, s.seqlen_k};
-    return uint32_t(bits_of_range<kKeys>(range.begin, range.end, key));
+    const auto up_to = [&](int end) {  // as bits_of_range, without words of 64 bits
+        const int count = clamp_to(end - key, 0, kKeys);
+        return count >= 32 ? ~0u : (1u << count) - 1;
+    };
+    return up_to(range.end) & ~up_to(range.begin);
 }
-// The pairs of a row block and kGroup key blocks, as bits in shared memory. A warp takes 16 rows and asks for several of them before it
-// looks at the first: a small mask has few blocks and waits for memory, not for its rate.
+// The pairs of a row block and kGroup key blocks, as bits in shared memory. A warp takes 8 rows and asks for all or several of them before
+// it looks at the first: a small mask has few blocks and waits for memory, not for its rate.
 constexpr int kRowsOfWarp = kSeenBlock / kWarps;
 // Rows whose every 16 bytes may be read at once: a lane has kLaneKeys keys.
 __device__ __forceinline__ void read_aligned_pairs(const AttentionParams& p, int b, int head, int row0, int key0,
@@ -64,31 +68,28 @@ __device__ __forceinline__ void read_aligned_pairs(const AttentionParams& p, int
     const uint8_t* const mask = static_cast<const uint8_t*>(p.mask.data) + b * p.mask.batch + head * p.mask.head + key;
     uint16_t* const words = reinterpret_cast<uint16_t*>(pairs[lane / 4]) + lane % 4;
     const int exist = s.seqlen_k - key;  // keys of the lane
-    constexpr int kAtOnce = 8;
-#pragma unroll 1
-    for (int first = warp * kRowsOfWarp; first < (warp + 1) * kRowsOfWarp; first += kAtOnce) {
-        uint4 x[kAtOnce];
+    const int first = warp * kRowsOfWarp;
+    uint4 x[kRowsOfWarp];
 #pragma unroll
-        for (int r = 0; r < kAtOnce; ++r) {
-            const int i = row0 + first + r;
-            x[r] = make_uint4(0, 0, 0, 0);
-            if (exist >= kLaneKeys && i < s.seqlen_q) x[r] = __ldcs(reinterpret_cast<const uint4*>(mask + i * p.mask.row));
-        }
+    for (int r = 0; r < kRowsOfWarp; ++r) {
+        const int i = row0 + first + r;
+        x[r] = make_uint4(0, 0, 0, 0);
+        if (exist >= kLaneKeys && i < s.seqlen_q) x[r] = __ldcs(reinterpret_cast<const uint4*>(mask + i * p.mask.row));
+    }
 #pragma unroll
-        for (int r = 0; r < kAtOnce; ++r) {
-            const int i = row0 + first + r;
-            uint32_t bits = bits_of_bytes(x[r].x) | bits_of_bytes(x[r].y) << 4 | bits_of_bytes(x[r].z) << 8 | bits_of_bytes(x[r].w) << 12;
-            if (exist > 0 && exist < kLaneKeys && i < s.seqlen_q)
-                for (int c = 0; c < exist; ++c) bits |= (mask[i * p.mask.row + c] != 0) << c;
-            if (i >= s.seqlen_q) bits = 0xFFFF;
-            words[4 * (first + r)] = uint16_t(bits & pairs_left<kLaneKeys>(p, s, b, head, i, key));
-        }
+    for (int r = 0; r < kRowsOfWarp; ++r) {
+        const int i = row0 + first + r;
+        uint32_t bits = bits_of_bytes(x[r].x) | bits_of_bytes(x[r].y) << 4 | bits_of_bytes(x[r].z) << 8 | bits_of_bytes(x[r].w) << 12;
+        if (exist > 0 && exist < kLaneKeys && i < s.seqlen_q)
+            for (int c = 0; c < exist; ++c) bits |= (mask[i * p.mask.row + c] != 0) << c;
+        if (i >= s.seqlen_q) bits = 0xFFFF;
+        words[4 * (first + r)] = uint16_t(bits & pairs_left<kLaneKeys>(p, s, b, head, i, key));
     }
 }
 // Other rows: a lane reads one byte of each 32, and the warp makes a word of them.
 __device__ __forceinline__ void read_pairs(const AttentionParams& p, int b, int head, int row0, int key0,
                                            uint64_t (&pairs)[kGroup][kWordsOfBlock]) {
-    constexpr int kWords = kGroup * kSeenBlock / 32, kAtOnce = 2;
+    constexpr int kWords = kGroup * kSeenBlock / 32, kAtOnce = 4;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, key = key0 + lane * 32;  // of the word that the lane stores
     const Sequence s = sequence_of(p, b);
     const uint8_t* const mask = static_cast<const uint8_t*>(p.mask.data) + b * p.mask.batch + head * p.mask.head + key0 + lane;
