@@ -262,6 +262,29 @@ def test_nested_blocks(calls):
     assert calls == 3 * [FORWARD]
 
 
+def test_flash_comes_first_while_the_library_is_active():
+    """On GPUs for which PyTorch prefers cuDNN no call would reach this library. Blocks inside bring the order back."""
+    if not hasattr(torch._C, "_set_sdp_priority_order"):
+        pytest.skip("this PyTorch has no order of backends")
+    order, own = torch._C._get_sdp_priority_order, torch._C._get_sdp_priority_order()
+    backends = torch.nn.attention.SDPBackend
+    flash, cudnn = int(backends.FLASH_ATTENTION), int(backends.CUDNN_ATTENTION)
+    prefers_cudnn = [cudnn, *(backend for backend in own if backend != cudnn)]
+    torch._C._set_sdp_priority_order(prefers_cudnn)
+    try:
+        with activate():
+            assert order()[:2] == [flash, cudnn] and sorted(order()) == sorted(own)
+            with activate():
+                pass
+            assert order()[0] == flash
+        assert order() == prefers_cudnn
+        with activate():
+            torch._C._set_sdp_priority_order(own)  # the caller's wish, which stays
+        assert order() == own
+    finally:
+        torch._C._set_sdp_priority_order(own)
+
+
 def test_blocks_that_end_in_the_order_of_their_begin(calls):
     """As those of two threads may: the library stays active until the last block ends, and not longer."""
     first, second = activate(), activate()

@@ -82,6 +82,8 @@ def _draw(kind: str, function, spec, draw: Draw) -> list | None:
         loose = function.FREE.get(name, ()) + (() if "out" in arrays else function.LOOSE.get(name, ()))
         if name == "q" and "cache_seqlens" not in arrays and "k_cache" in arrays:
             loose += (0,)  # a cache may have spare entries, and a single length counts for any batch
+        if name == "block_mask":  # two blocks of 128 may be three of 64
+            loose += tuple(axis for axis in (2, 3) if shape[axis] == 2)
         axes = [axis for axis, size in enumerate(shape) if size > 1 and axis not in loose]
         return [kind, name, draw.pick(axes)] if axes else None
     fewer = (

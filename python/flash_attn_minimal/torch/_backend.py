@@ -34,10 +34,12 @@ def activate() -> contextlib.AbstractContextManager[None]:
     which brings back what was active before. Such blocks may overlap: the last to end does that.
     torch.nn.attention.activate_flash_attention_impl("flash_attn_minimal") does the same, once this package is imported.
 
-    Served are calls for which PyTorch chooses its flash backend: torch.nn.attention.sdpa_kernel still decides. On the
-    CPU these are calls without dropout, in float32, float16 or bfloat16, with a mask if it needs no gradient. On a GPU
-    they are calls in float16 or bfloat16 without mask and dropout, and packed sequences (varlen_attn, jagged tensors).
-    A call that PyTorch's own implementation answers says why in a warning, once for each reason.
+    Served are calls for which PyTorch chooses its flash backend: torch.nn.attention.sdpa_kernel still decides. Where
+    PyTorch prefers cuDNN (Hopper and later), flash comes first while the library is active; setting that order starts
+    CUDA. On the CPU these are calls without dropout, in float32, float16 or bfloat16, with a mask if it needs no
+    gradient. On a GPU they are calls in float16 or bfloat16 without mask and dropout, and packed sequences
+    (varlen_attn, jagged tensors). A call that PyTorch's own implementation answers says why in a warning, once for each
+    reason.
 
     >>> import torch
     >>> from flash_attn_minimal.torch import activate
@@ -107,10 +109,12 @@ def _restore() -> None:
 class _Handle:
     """Keeps the operators replaced. PyTorch's registry holds it, and removes it."""
 
-    def __init__(self, library: torch.library.Library, kernels: list):
-        self.library, self.kernels = library, kernels
+    def __init__(self, library: torch.library.Library, kernels: list, orders: tuple[list[int], list[int]] | None):
+        self.library, self.kernels, self.orders = library, kernels, orders
 
     def remove(self) -> None:
+        if self.orders and torch._C._get_sdp_priority_order() == self.orders[1]:
+            torch._C._set_sdp_priority_order(self.orders[0])
         _ended.append(self.kernels)
         self.library._destroy()
         _installed.discard(self)
@@ -136,9 +140,22 @@ def _install() -> _Handle:
                 original = torch.library.get_kernel(f"aten::{name}", key)
                 library.impl(name, _or_original(name, run, original), key, with_keyset=True)
                 kernels.append(torch.library.get_kernel(f"aten::{name}", key))
-    handle = _Handle(library, kernels)
+    handle = _Handle(library, kernels, _flash_first())
     _installed.add(handle)
     return handle
+
+
+def _flash_first() -> tuple[list[int], list[int]] | None:
+    """Puts flash before PyTorch's other backends. Returns the order before and since."""
+    if not hasattr(torch._C, "_set_sdp_priority_order"):
+        return None
+    if torch.cuda.is_available():  # PyTorch sets its own order at the first call on a GPU, which must not come later
+        x = torch.zeros(1, 1, 1, 8, device="cuda", dtype=torch.float16)
+        torch._fused_sdp_choice(x, x, x)
+    flash, before = int(torch.nn.attention.SDPBackend.FLASH_ATTENTION), torch._C._get_sdp_priority_order()
+    since = [flash, *(backend for backend in before if backend != flash)]
+    torch._C._set_sdp_priority_order(since)
+    return before, since
 
 
 _said: set[str] = set()
