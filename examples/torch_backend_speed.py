@@ -1,4 +1,4 @@
-"""What a transformers model gains when this library is PyTorch's flash backend: prefill, decode and a training step.
+"""Times a transformers model with this library as PyTorch's flash backend: prefill, decode and a training step.
 
     python examples/torch_backend_speed.py [--json FILE]
 

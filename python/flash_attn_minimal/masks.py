@@ -21,18 +21,9 @@ from ._core.checks import flag, integer, quoted
 from .errors import BadArgument
 
 __all__ = [
-    "RowMask",
-    "block_causal",
-    "block_diffusion",
-    "documents",
-    "global_and_window",
-    "prefix_lm",
-    "shared_prompt",
-    "shared_prompt_positions",
-    "stack",
-    "tree",
-    "window",
-]
+    "RowMask", "block_causal", "block_diffusion", "documents", "global_and_window", "prefix_lm", "shared_prompt",
+    "shared_prompt_positions", "stack", "tree", "window",
+]  # fmt: skip
 
 
 class RowMask(TypedDict):

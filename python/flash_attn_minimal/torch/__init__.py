@@ -32,16 +32,6 @@ from .context_parallel import (
 from .flex import Form, flex_attention, mods, recognise
 
 __all__ = [
-    "Form",
-    "activate",
-    "close_groups",
-    "context_parallel_attention",
-    "context_parallel_sdpa",
-    "flash_attn_with_kvcache",
-    "flex_attention",
-    "group_of",
-    "mods",
-    "recognise",
-    "sdpa",
-    "sdpa_across_ranks",
-]
+    "Form", "activate", "close_groups", "context_parallel_attention", "context_parallel_sdpa",
+    "flash_attn_with_kvcache", "flex_attention", "group_of", "mods", "recognise", "sdpa", "sdpa_across_ranks",
+]  # fmt: skip

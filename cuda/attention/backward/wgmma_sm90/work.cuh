@@ -36,8 +36,8 @@ struct alignas(16) BackwardWork {
     // The main warpgroups instead count places: m * width + width - 1 - head, where width is the number of steps per tile (in order: the
     // heads of the group; free: 1). After last_place comes wrap_place.
     int width, start_place, last_place, wrap_place;
-    // Places before this one have rows that do not see all of the keys; keys past the end count as unseen. kEveryTile where rows of the call
-    // may be large: then every tile takes the path of masked tiles, which corrects them.
+    // Places before this one have rows that do not see all of the keys; keys past the end count as unseen. kEveryTile where rows of the
+    // call may be large: then every tile takes the path of masked tiles, which corrects them.
     int mask_place;
     static constexpr int kEveryTile = INT_MAX;
 };
