@@ -71,7 +71,7 @@ if not gpu:
     cases = [(prefill, 1, 256), (decode, 1, 256), (train, 1, 256)]
 rows = []
 for work, batch, tokens in cases:
-    times = {"pytorch": [], "ours": []}
+    times: dict[str, list[float]] = {"pytorch": [], "ours": []}
     for _ in range(3):
         for name, way in (("pytorch", contextlib.nullcontext), ("ours", activate)):
             with way():

@@ -524,6 +524,27 @@ def test_a_peer_with_another_answer_is_left_out_of_each_call(monkeypatch):
     assert torch.is_grad_enabled()
 
 
+def test_a_checked_call_judges_each_row_of_a_peer(monkeypatch):
+    """One wrong row among many hardly changes the mean square."""
+    pytest.importorskip("torch")
+    machine, right = open_machine("cpu", "torch"), make.peer
+
+    def wrong(name, arrays):
+        system = right(name, arrays)
+
+        def launch(i):
+            out = system.launch(i)
+            out[:, :, 7] *= 2
+            return out
+
+        return make.Made(name, launch, heads_second=True)
+
+    monkeypatch.setattr(sweep_worker, "peer", wrong)
+    call, protocol = Call.parse("fp32 fwd b1 q2048 k2048 h1 d32"), Protocol(rounds=1, burst_s=1e-4)
+    row = sweep_worker.measured(machine, call, True, protocol, 0, ["torch"])["row"]
+    assert row["peers"] == {} and row["peers_wrong"] == ["torch"]
+
+
 @pytest.mark.parametrize("good", [1, 2, 5])
 @pytest.mark.parametrize("option", ["causal", "dropout"])
 def test_a_peer_that_breaks_on_the_way_does_not_spoil_the_row_of_ours(monkeypatch, good, option):

@@ -285,6 +285,16 @@ def test_flash_comes_first_while_the_library_is_active():
         torch._C._set_sdp_priority_order(own)
 
 
+def test_nothing_stays_of_an_activation_that_fails(monkeypatch):
+    def broken(self):
+        raise RuntimeError("no more")
+
+    monkeypatch.setattr(_backend._Handle, "put_flash_first", broken)
+    with pytest.raises(RuntimeError, match="no more"):
+        activate()
+    assert not _backend._installed
+
+
 def test_blocks_that_end_in_the_order_of_their_begin(calls):
     """As those of two threads may: the library stays active until the last block ends, and not longer."""
     first, second = activate(), activate()

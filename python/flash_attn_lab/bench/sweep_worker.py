@@ -153,7 +153,7 @@ class Measured:
     times: dict[str, Timing]  # of ours first
     unlike: list[str]  # peers that are not in the times
     judge: Judge | None
-    seen: dict[str, list]  # of the answer of ours and of those peers in the times that differ from ours
+    seen: dict[str, list]  # of the answers of ours and of the peers in the times
 
     def outcome(self) -> dict:
         row, unlike = self.row, list(self.unlike)
@@ -189,7 +189,7 @@ def _measured(
     if (check or unlike) and Judge.affordable(call):
         judge = Judge(arrays, seed)
         seen["ours"] = judge.seen(answer)
-        for one in unlike if comparable else ():
+        for one in systems[1:] if comparable else ():
             with contextlib.suppress(Exception):  # as in _alike
                 seen[one.name] = judge.seen(_answer(one, machine))
     unlike = [one.name for one in unlike if one.name not in seen]

@@ -35,11 +35,11 @@ def activate() -> contextlib.AbstractContextManager[None]:
     torch.nn.attention.activate_flash_attention_impl("flash_attn_minimal") does the same, once this package is imported.
 
     Served are calls for which PyTorch chooses its flash backend: torch.nn.attention.sdpa_kernel still decides. Where
-    PyTorch prefers cuDNN (Hopper and later), flash comes first while the library is active; setting that order starts
-    CUDA. On the CPU these are calls without dropout, in float32, float16 or bfloat16, with a mask if it needs no
-    gradient. On a GPU they are calls in float16 or bfloat16 without mask and dropout, and packed sequences
-    (varlen_attn, jagged tensors). A call that PyTorch's own implementation answers says why in a warning, once for each
-    reason.
+    PyTorch prefers cuDNN (Hopper and later), flash comes first while the library is active. An order that sdpa_kernel
+    sets (set_priority) belongs inside such a block. On the CPU these are calls without dropout, in float32, float16 or
+    bfloat16, with a mask if it needs no gradient. On a GPU they are calls in float16 or bfloat16 without mask and
+    dropout, and packed sequences (varlen_attn, jagged tensors). A call that PyTorch's own implementation answers says
+    why in a warning, once for each reason.
 
     >>> import torch
     >>> from flash_attn_minimal.torch import activate
@@ -109,15 +109,28 @@ def _restore() -> None:
 class _Handle:
     """Keeps the operators replaced. PyTorch's registry holds it, and removes it."""
 
-    def __init__(self, library: torch.library.Library, kernels: list, orders: tuple[list[int], list[int]] | None):
-        self.library, self.kernels, self.orders = library, kernels, orders
+    def __init__(self, library: torch.library.Library):
+        self.library, self.kernels, self.orders = library, [], None
 
     def remove(self) -> None:
+        _installed.discard(self)
         if self.orders and torch._C._get_sdp_priority_order() == self.orders[1]:
             torch._C._set_sdp_priority_order(self.orders[0])
         _ended.append(self.kernels)
         self.library._destroy()
-        _installed.discard(self)
+
+    def put_flash_first(self) -> None:
+        if self not in _installed:
+            return
+        if (
+            torch.cuda.is_available()
+        ):  # PyTorch sets its own order at the first call on a GPU, which must not come later
+            with contextlib.suppress(Exception):
+                x = torch.zeros(1, 1, 64, 64, device="cuda", dtype=torch.float16)
+                torch._fused_sdp_choice(x, x, x)
+        flash, before = int(torch.nn.attention.SDPBackend.FLASH_ATTENTION), torch._C._get_sdp_priority_order()
+        self.orders = before, [flash, *(backend for backend in before if backend != flash)]
+        torch._C._set_sdp_priority_order(self.orders[1])
 
 
 _installed: set[_Handle] = set()
@@ -130,32 +143,25 @@ def _install() -> _Handle:
         raise Unsupported(f"PyTorch {torch.__version__} has no torch.library.get_kernel, which activate needs")
     for handle in list(_installed):  # one at a time: what is replaced is PyTorch's own
         handle.remove()
-    library, kernels = torch.library.Library("aten", "IMPL"), []
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Warning only once for all operators")  # that they are replaced
-        for key, operators in _OPERATORS.items():
-            if key == "CUDA" and not torch.backends.cuda.is_built():
-                continue
-            for name, run in operators.items():
-                original = torch.library.get_kernel(f"aten::{name}", key)
-                library.impl(name, _or_original(name, run, original), key, with_keyset=True)
-                kernels.append(torch.library.get_kernel(f"aten::{name}", key))
-    handle = _Handle(library, kernels, _flash_first())
+    handle = _Handle(torch.library.Library("aten", "IMPL"))
     _installed.add(handle)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Warning only once for all operators")  # that they are replaced
+            for key, operators in _OPERATORS.items():
+                if key == "CUDA" and not torch.backends.cuda.is_built():
+                    continue
+                for name, run in operators.items():
+                    original = torch.library.get_kernel(f"aten::{name}", key)
+                    handle.library.impl(name, _or_original(name, run, original), key, with_keyset=True)
+                    handle.kernels.append(torch.library.get_kernel(f"aten::{name}", key))
+        if hasattr(torch._C, "_set_sdp_priority_order"):  # with a GPU as soon as CUDA has started
+            later = torch.cuda._lazy_call if torch.cuda.is_available() else lambda run: run()
+            later(handle.put_flash_first)
+    except BaseException:
+        handle.remove()
+        raise
     return handle
-
-
-def _flash_first() -> tuple[list[int], list[int]] | None:
-    """Puts flash before PyTorch's other backends. Returns the order before and since."""
-    if not hasattr(torch._C, "_set_sdp_priority_order"):
-        return None
-    if torch.cuda.is_available():  # PyTorch sets its own order at the first call on a GPU, which must not come later
-        x = torch.zeros(1, 1, 1, 8, device="cuda", dtype=torch.float16)
-        torch._fused_sdp_choice(x, x, x)
-    flash, before = int(torch.nn.attention.SDPBackend.FLASH_ATTENTION), torch._C._get_sdp_priority_order()
-    since = [flash, *(backend for backend in before if backend != flash)]
-    torch._C._set_sdp_priority_order(since)
-    return before, since
 
 
 _said: set[str] = set()
