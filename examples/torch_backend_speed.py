@@ -22,10 +22,11 @@ arguments.add_argument("--json", help="write the rows to this file")
 given = arguments.parse_args()
 gpu = torch.cuda.is_available()
 device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
-large = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
-small = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
-heads = {"num_key_value_heads": 8} if gpu else {"num_key_value_heads": 2}
-config = LlamaConfig(vocab_size=32000, max_position_embeddings=32768, **(large if gpu else small), **heads)
+width, inner, layers, heads, heads_k = (2048, 8192, 16, 32, 8) if gpu else (128, 256, 2, 4, 2)
+config = LlamaConfig(
+    vocab_size=32000, hidden_size=width, intermediate_size=inner, num_hidden_layers=layers,
+    num_attention_heads=heads, num_key_value_heads=heads_k, max_position_embeddings=32768,
+)  # fmt: skip
 torch.manual_seed(0)
 with torch.device(device):
     model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa", dtype=dtype)

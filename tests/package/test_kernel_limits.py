@@ -60,8 +60,10 @@ RUNGS = (
     "cute_sm90",
 )  # these are there to be read, and to serve what no other kernel takes
 OLD_NAMES = {"mla_sm90": "decode_mla_sm90"}
-TABLES = {"fwd": "forward", "decode": "forward", "bwd": "backward", "w4": "w4_linear", "matvec": "linear"}
-TABLES |= {"block": "w4_linear_chain"}  # whose rows name the kernels of all chains of a block
+TABLES = {
+    "fwd": "forward", "decode": "forward", "bwd": "backward", "w4": "w4_linear", "matvec": "linear",
+    "block": "w4_linear_chain",  # a row names the kernels of all chains of the block
+}  # fmt: skip
 UNPUBLISHED = {  # a published row takes its kernel off this list
     ("forward", "float32_sm80"),  # what GPUs with slow tensor cores get, none of which was there to measure
 }

@@ -189,11 +189,12 @@ def _measured(
     if (check or unlike) and Judge.affordable(call):
         judge = Judge(arrays, seed)
         seen["ours"] = judge.seen(answer)
-        for one in systems[1:] if comparable else ():
-            with contextlib.suppress(Exception):  # as in _alike
-                seen[one.name] = judge.seen(_answer(one, machine))
-    unlike = [one.name for one in unlike if one.name not in seen]
-    systems = [one for one in systems if one.name not in unlike]
+        if comparable:
+            for one in systems[1:]:
+                with contextlib.suppress(Exception):  # as in _alike
+                    seen[one.name] = judge.seen(_answer(one, machine))
+            unlike = [one for one in systems[1:] if one.name not in seen]
+    systems = [one for one in systems if one not in unlike]
     del answer
     graphs = True if machine.device == "cuda" else None  # the host's work is in no time, however long it takes a system
     if call.backward and "dropout" in call.options:
@@ -206,14 +207,15 @@ def _measured(
     except Exception:  # a peer's doing, if ours can be timed alone
         if systems == [mine]:
             raise
-        unlike += [one.name for one in systems[1:]]
+        unlike += systems[1:]
         systems = [mine]
         found = []
     if not found:
         machine.release()
         found = interleave(machine, [mine.launch], protocol, None, seed, graphs)
     times = dict(zip([one.name for one in systems], found, strict=True))
-    return Measured(row, call, times, unlike, judge, {name: one for name, one in seen.items() if name in times})
+    seen = {name: one for name, one in seen.items() if name in times}
+    return Measured(row, call, times, [one.name for one in unlike], judge, seen)
 
 
 def _timed(call: Call, times: dict[str, Timing], unlike: list[str]) -> dict[str, Any]:

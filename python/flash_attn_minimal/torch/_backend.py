@@ -122,9 +122,8 @@ class _Handle:
     def put_flash_first(self) -> None:
         if self not in _installed:
             return
-        if (
-            torch.cuda.is_available()
-        ):  # PyTorch sets its own order at the first call on a GPU, which must not come later
+        if torch.cuda.is_available():
+            # PyTorch sets its own order at the first call on a GPU, which must not come later.
             with contextlib.suppress(Exception):
                 x = torch.zeros(1, 1, 64, 64, device="cuda", dtype=torch.float16)
                 torch._fused_sdp_choice(x, x, x)

@@ -123,7 +123,7 @@ __device__ __forceinline__ void begin_pair(const PairMaps& maps, const BackwardP
     constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
     auto& w = smem.work;
     const auto find = [&](int index) {
-        const bool large = !kPlan.general && !kPlan.softcap && some_large(schedule.tiles);
+        const bool large = corrects_large_rows<kId>(schedule.tiles);
         w.valid = find_key_block<kPlan.block_m, kPlan.block_n>(b.forward, schedule, index, w), w.it0 = 0;
         if constexpr (kBackwardPlan<kId>.options) find_options(b.forward, schedule, smem, rank);
         if (large) w.mask_place = w.kEveryTile;

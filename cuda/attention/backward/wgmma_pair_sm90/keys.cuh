@@ -189,8 +189,9 @@ struct PairKeysMain {
     // Hides pairs beyond the right edge, and corrects the scores of large rows.
     __device__ __forceinline__ void mask_scores(Scores& s, const Step& step, int place) {
         const int ln = opaque(step.lane);
+        // Divided: tile_of_place would cost head dim 256 a register.
         mask_fragment(s, w, first_key(step, ln), place / w.width * kBlockM + ln % 4 * 2);
-        if (kSoftcap || w.mask_place != w.kEveryTile) return;
+        if (kSoftcap || !w.has_large_rows()) return;
         if constexpr (kOptions && !kSkips && !kBias)
             if (p.alibi_slopes) add_large_alibi(s, keys.options.alibi[step.slot], first_key(step, ln), ln % 4 * 2);
         adjust_products(s, keys.lse[step.slot], large_rows_of<kBlockM>(p, schedule.tiles, w, visited_at(step)), ln % 4);

@@ -66,7 +66,7 @@ __device__ __forceinline__ void take_and_load_keys(const CUtensorMap& map_k, con
 #pragma unroll 1
     for (uint32_t n = 0;; ++n) {
         BackwardWorkOf<kId>& w = smem.list.work[n & 1];
-        const bool large = !kPlan.general && !kPlan.softcap && some_large(schedule.tiles);
+        const bool large = corrects_large_rows<kId>(schedule.tiles);
         mbarrier_wait(shared_address(&smem.list.empty[n & 1]), n >> 1 & 1 ^ 1);
         while (index < schedule.blocks && !find_key_block<kBlockM, kBlockN>(p, schedule, index, w)) index = take();
         w.valid = index < schedule.blocks, w.it0 = it0;

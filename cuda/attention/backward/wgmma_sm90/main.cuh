@@ -258,7 +258,7 @@ struct MainWarpgroup {
     __device__ __forceinline__ void mask_scores(const BackwardWork& w, Scores& s, uint32_t slot, int place, uint32_t walked) const {
         const int ln = opaque(lane);
         mask_fragment(s, w, first_key(w, ln), tile_of_place(w, place) * kBlockM + ln % 4 * 2);
-        if (!kSoftcap && w.mask_place == w.kEveryTile) {  // read from shared memory: masked tiles are many in short causal calls
+        if (!kSoftcap && w.has_large_rows()) {  // read from shared memory: masked tiles are many in short causal calls
             if constexpr (kOptions && !kSkips)
                 if (!kBias && p.alibi_slopes) add_large_alibi(s, smem.options.alibi[slot], first_key(w, ln), ln % 4 * 2);
             adjust_products(s, smem.lse[slot], large_rows_of<kBlockM>(p, schedule.tiles, w, visited_at(w, slot, walked)), ln % 4);

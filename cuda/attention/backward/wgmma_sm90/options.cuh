@@ -79,7 +79,7 @@ struct AlibiTile {
 template <int kBlockM>
 __device__ __forceinline__ AlibiTile alibi_tile(const AttentionParams& p, const BackwardWork& w, Visited at) {
     const float slope = alibi_of_products(p, w.batch, w.head_k * p.group + at.head);
-    return {w.mask_place == w.kEveryTile ? 0.0f : slope, slope, at.m * kBlockM + w.shift};
+    return {w.has_large_rows() ? 0.0f : slope, slope, at.m * kBlockM + w.shift};
 }
 // Subtracts slope |i + shift - j|. `key` and `query` belong to element 0; `query` counts from the tile's first query.
 template <int kCount>

@@ -40,6 +40,7 @@ struct alignas(16) BackwardWork {
     // call may be large: then every tile takes the path of masked tiles, which corrects them.
     int mask_place;
     static constexpr int kEveryTile = INT_MAX;
+    FA_HOST_DEVICE bool has_large_rows() const { return mask_place == kEveryTile; }
 };
 
 // The same with masks by intervals. The steps of the walk pass over the gaps: tiles of queries of which no head of the group sees a key.
@@ -237,8 +238,11 @@ __device__ __forceinline__ void release_work(const WorkListOf<Work>& list, uint3
 __device__ __forceinline__ uint32_t first_query_tile(const AttentionParams& p, const QueryTiles& tiles, const BackwardWork& w) {
     return uint32_t((p.cu_seqlens_q ? 0 : w.batch) * p.nheads + w.head_k * p.group) * tiles.tiles + w.first_tile;
 }
-// Whether rows of the call may be large; and the bases of the large rows of a visited tile.
-__device__ __forceinline__ bool some_large(const QueryTiles& tiles) { return *tiles.some_large() == QueryTiles::kSomeLarge; }
+// Whether rows of the call may be large in a plan that corrects their tiles; and the bases of the large rows of a visited tile.
+template <BackwardPlanId kId>
+__device__ __forceinline__ bool corrects_large_rows(const QueryTiles& tiles) {
+    return !kBackwardPlan<kId>.general && !kBackwardPlan<kId>.softcap && *tiles.some_large() == QueryTiles::kSomeLarge;
+}
 template <int kBlockM>
 __device__ __forceinline__ const float2* large_rows_of(const AttentionParams& p, const QueryTiles& tiles, const BackwardWork& w,
                                                        const Visited& at) {
