@@ -84,7 +84,7 @@ bool decode_prefix_sm80_wins(const AttentionParams&, const DeviceInfo&);        
 
 // delta = rowsum(dout * out) - dlse in float32 and, unless `bases` is nullptr, the RowBase of every row (large_rows.cuh). Both are laid out
 // like lse and have backward_delta_count entries.
-// Sets *some_large, unless it is nullptr, where a row is large, or its delta infinite.
+// Sets *some_large, unless it is nullptr, where a row is large, or its delta NaN or beyond 2^99.
 cudaError_t backward_delta(const BackwardParams& params, float* delta, float2* bases, cudaStream_t stream, int* some_large = nullptr);
 int64_t backward_delta_count(const AttentionParams& params);
 int64_t backward_delta_blocks(const AttentionParams& params);  // blocks of the grid, at most 2^31 - 1; the same below

@@ -204,6 +204,35 @@ def test_values_out_of_float16s_range_in_one_tile():
     check("wgmma_float32_sm90", Case(70, 120, 64), change)
 
 
+OUTLIERS = {
+    "q large where k is 0": lambda q, k: (q[..., 0].__imul__(1e12), k[..., 0].fill(0)),
+    "k large where q is 0": lambda q, k: (k[..., 3].__imul__(1e12), q[..., 3].fill(0)),
+    "q large where k is small": lambda q, k: (q[..., 5].__imul__(1e6), k[..., 5].__imul__(1e-6)),
+    "a row of q": lambda q, k: (q[:, 64, :, 0].__imul__(1e12), k[..., 0].fill(0)),
+    "tiles of k apart": lambda q, k: (k[:, :128].__imul__(2.0**41), k[:, 128:].__imul__(2.0**-44)),
+    "few columns": lambda q, k: (q[..., 8:].fill(0), q[..., :2].__imul__(1e9), k[..., :2].__imul__(1e-9)),
+}  # fmt: skip
+
+
+@with_gpu
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("outlier", OUTLIERS)
+def test_outliers(name, outlier):
+    """Columns or rows so large that parts of a common scale would lose the others, where those decide the scores."""
+    scale = 2.0**-44 if outlier == "tiles of k apart" else 0.125
+    check(name, Case(65, 200, 64, nheads=2, softmax_scale=scale), lambda q, k, _: OUTLIERS[outlier](q, k))
+
+
+@with_gpu
+@pytest.mark.parametrize("name", [*NAMES, "float32_sm80", "minimal"])
+@pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (60, 0)}, {}], ids=str)
+@pytest.mark.parametrize("scale", [1e-20, 1e-37, 1e-39, 1e-44])
+def test_tiny_softmax_scale(name, options, scale):
+    """All visible keys weigh the same, and hidden ones nothing."""
+    check(name, Case(200, 333, 64, softmax_scale=scale, **options))
+    check(name, Case(200, 333, 64, softmax_scale=scale, **options), lambda q, k, _: (q.__imul__(1e-12), k.__imul__(1e-12)))
+
+
 @with_gpu
 @pytest.mark.parametrize("name", NAMES)
 def test_bitwise_repeatable(name):
@@ -253,11 +282,11 @@ def test_special_values_in_gradients(name, headdim, value):
 
 @with_gpu
 @pytest.mark.parametrize("headdim", [64, 128])
-@pytest.mark.parametrize("seqlen_q,seqlen_k", [(64, 64), (192, 128), (128, 320)])
-def test_gradients_of_whole_tiles_come_from_parts(seqlen_q, seqlen_k, headdim):
-    """An odd number of tiles of 64 rows is padded by a tile without rows, which must not send the call to the kernel
-    with tf32 parts. Their bits differ."""
-    arrays, options = spoiled(Case(seqlen_q, seqlen_k, headdim, nheads=4, nheads_k=2), lambda *_: None)
+@pytest.mark.parametrize("seqlen_q,seqlen_k", [(64, 64), (192, 128), (128, 320), (257, 65)])
+def test_gradients_come_from_parts(seqlen_q, seqlen_k, headdim):
+    """Neither a tile of 64 rows without rows nor one of a single row, some number of which is always small, may send
+    the call to the kernel with tf32 parts. Their bits differ."""
+    arrays, options = spoiled(Case(seqlen_q, seqlen_k, headdim, nheads=32, nheads_k=16), lambda *_: None)
     float16, tf32 = (BackwardKernel(CUDA, name)(*arrays, **options) for name in (BACKWARD[1], BACKWARD[0]))
     assert not any(np.array_equal(x, y) for x, y in zip(float16, tf32, strict=True))
 
@@ -294,6 +323,35 @@ def test_gradients_of_values_out_of_float16s_range(name, headdim):
     got = BackwardKernel(CUDA, name)(*arrays, **options)
     for x, y in zip(got, want, strict=True):
         assert np.abs(x - y).max() < 1e-5 * np.abs(y).max()
+
+
+def check_beside_simple(name, arrays, options, factor=2.0):
+    """The largest error of each gradient, beside that of the kernel on the CUDA cores: no floor hides anything."""
+    exact = reference.standard_attention_backward(*(x.astype(np.float64) for x in arrays[:4]), **options)[:3]
+    plain, got = (BackwardKernel(CUDA, kernel)(*arrays, **options) for kernel in ("simple", name))
+    for what, x, y, z in zip(("dq", "dk", "dv"), got, plain, exact, strict=True):
+        errors, allowed = np.abs(x - z), np.abs(y - z)
+        assert np.isfinite(x).all(), what
+        assert errors.max() <= factor * allowed.max() + 2.0**-24 * np.abs(z).max(), (what, errors.max(), allowed.max())
+
+
+@with_gpu
+@pytest.mark.parametrize("name", BACKWARD)
+@pytest.mark.parametrize("headdim", [64, 256])
+@pytest.mark.parametrize("v_factor,dout_factor", [(1, 1e6), (1e16, 1e16), (1e12, 1e13), (1e-12, 1e-12), (1e17, 1)])
+def test_gradients_of_large_and_small_values(name, headdim, v_factor, dout_factor):
+    """dS is as large as the product of v and dout."""
+    arrays, options = spoiled(Case(70, 90, headdim), lambda q, k, v: v.__imul__(v_factor))
+    arrays[0][:] *= dout_factor
+    check_beside_simple(name, arrays, options)
+
+
+@with_gpu
+@pytest.mark.parametrize("name,headdim", [(BACKWARD[0], 64), (BACKWARD[1], 64), (BACKWARD[1], 128), (BACKWARD[2], 192)])
+def test_gradients_over_many_keys(name, headdim):
+    """P is 2^-18 on average, which parts of a fixed scale would hold in few bits."""
+    arrays, options = spoiled(Case(16, 1 << 18, headdim, nheads=1, nheads_k=1), lambda q, k, v: q.__imul__(0.1))
+    check_beside_simple(name, arrays, options)
 
 
 @with_gpu

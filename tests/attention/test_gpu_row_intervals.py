@@ -193,6 +193,52 @@ def test_same_as_the_general_kernel(headdim, heads):
         assert ((got.float() - want.float()).abs().max() / scale).item() < 1.5e-2
 
 
+def long_mask(form, seqlen, rng):
+    """Runs of keys of 1 to 9000 keys that share intervals, most of which hide all but a few thousand rows."""
+    causal, count = form
+    numbers = np.empty((2, seqlen, count), np.int32)
+    for of_head in numbers:
+        first = 0
+        while first < seqlen:
+            end = min(seqlen, first + int(rng.choice([1, 30, 700, 5000, 9000])))
+            low, high = np.sort(rng.integers(0, seqlen + 1, 2))
+            if rng.random() < 0.7:  # a document
+                low, high = first, end
+            of_head[first:end] = {
+                (True, 1): [high], (True, 2): [high, seqlen], (False, 2): [high, low], (False, 4): [high, seqlen, 0, low],
+            }[form]  # fmt: skip
+            first = end
+    return numbers[None]
+
+
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@forms
+def test_groups_of_tiles(headdim, form, packed):
+    """Sequences long enough that a warp passes over groups of tiles, and tiles whose keys have equal intervals."""
+    lengths = [300, 21000, 9001, 8192] if packed else [33001]
+    rng = np.random.default_rng(headdim)
+    torch.manual_seed(0)
+    total, heads = sum(lengths), 4
+    q = torch.randn(total, heads, headdim, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, total, 2, headdim, device="cuda", dtype=torch.bfloat16)
+    numbers = np.concatenate([long_mask(form, n, rng) for n in lengths], axis=2)
+    options = {"startend_row_indices": torch.from_numpy(numbers).cuda(), "causal": form[0], "return_lse": True}
+    results = []
+    for kernel in (NAME, "mma_sm80"):
+        if packed:
+            cu = torch.tensor(np.cumsum([0, *lengths]), device="cuda", dtype=torch.int32)
+            options["startend_row_indices"] = torch.from_numpy(numbers[0]).cuda()
+            results.append(fa.flash_attn_varlen_func(q, k, v, cu, cu, *[max(lengths)] * 2, kernel=kernel, **options))
+        else:
+            results.append(fa.flash_attn_func(q[None], k[None], v[None], kernel=kernel, **options))
+    (out, lse), (want, want_lse) = results
+    assert torch.equal(lse == -np.inf, want_lse == -np.inf)
+    assert (out.float() - want.float()).abs().max().item() < 2e-2 * want.float().abs().max().item()
+    seen = want_lse != -np.inf
+    assert (lse[seen] - want_lse[seen]).abs().max().item() < 1e-3
+
+
 @pytest.mark.parametrize(("headdim", "plan"), PLANS)
 def test_which_plan(headdim, plan):
     x = torch.zeros(1, 2048, 2, headdim, device="cuda", dtype=torch.bfloat16)

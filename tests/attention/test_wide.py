@@ -94,7 +94,8 @@ def test_the_choice():
         pytest.skip("needs a Hopper GPU")
     for headdims in ((264,), (512,), (320, 256), (64, 512), (512, 64)):
         assert chosen(*headdims).kernel == "wgmma_wide_sm90", headdims
-        assert chosen(*headdims, dropout_p=0.1, dropout_seed=1).kernel == "mma_sm80", headdims
+        assert chosen(*headdims, dropout_p=0.1, dropout_seed=1).kernel == "wgmma_wide_sm90", headdims
+        assert chosen(*headdims, attention_chunk=64).kernel == "mma_sm80", headdims
     for headdims in ((260,), (333, 301)):  # rows that are not a multiple of 16 bytes
         assert chosen(*headdims).kernel == "mma_sm80", headdims
     assert chosen(256).kernel == "wgmma_sm90"

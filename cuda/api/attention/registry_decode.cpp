@@ -1,8 +1,11 @@
 // registry_decode.cpp: the kernels for few rows of q against many keys, best first: what each takes, and to which calls it yields.
+#include <algorithm>
+
 #include "api/attention/limits.h"
 #include "api/attention/registry.h"
 
 #if FA_WITH_CUDA && FA_WITH_MMA_SM80
+#include "attention/common/tiles_mma_sm80.h"
 #include "attention/decode/common/decode.h"
 #endif
 
@@ -48,6 +51,21 @@ const char* others_are_faster(const AttentionParams& p, const DeviceInfo& device
     if (!options && p.seqlen_q <= 16 && !shorter && decode_wins(p, device)) return nullptr;
     return say(text, size, "batch=%d x nheads=%d, seqlen_q=%d, seqlen_k=%d, no cache: other kernels are faster", p.batch, p.nheads,
                p.seqlen_q, p.seqlen_k);
+}
+// Each row costs decode_lanes_sm80 as much as the first one; mma_float32_sm80 multiplies 64 rows at once, but divides no keys. Both costs
+// are estimates in us for an H200.
+const char* lanes_yields(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
+    if (const char* reason = others_are_faster(p, device, text, size)) return reason;
+    if (device.shared_memory <= kMostSharedSm86 || p.cache.leftpad) return nullptr;  // their tensor cores are slow; it takes no padding
+    const double heads = double(p.deciding_batch()) * p.nheads, keys = p.deciding_keys();
+    const double row = 4e-6 * heads * keys * (p.headdim > p.headdim_v ? p.headdim : p.headdim_v);
+    const double rate = (keys < 512 ? 2.3 : keys < 1024 ? 3.4 : 6.0) / (rows_of_key_head(p) > 16 ? 3 : 1);
+    const double lanes = 5 + row * p.seqlen_q / rate;
+    const double tiles = 8 + row * 64 * ((p.seqlen_q + 63) / 64) / (50 * std::min(1.0, heads / device.multiprocessors));
+    const bool many_rows = rows_of_key_head(p) > 16 && keys <= 256;
+    if (!many_rows && lanes <= 1.3 * tiles) return nullptr;
+    return say(text, size, "batch=%d x nheads=%d, seqlen_q=%d, seqlen_k=%d: mma_float32_sm80 is faster", p.batch, p.nheads, p.seqlen_q,
+               p.seqlen_k);
 }
 const char* lanes_cluster_yields(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
     if (!p.cache.entries && decode_scores_are_natural(p))
@@ -194,7 +212,7 @@ constexpr Kernel kKernels[] = {
                 .takes = kOfDecode | kNoKeys | kReadsScores,
                 .memory = Memory::kWideRows},
      .fits = FA_SM80(fits<DecodeKernel::kLanes>),
-     .yields = FA_SM80(others_are_faster),
+     .yields = FA_SM80(lanes_yields),
      .workspace = FA_SM80(workspace<DecodeKernel::kLanes>),
      .launch = FA_SM80(run<DecodeKernel::kLanes>)},
     {.name = "decode_mla_sm90",

@@ -149,7 +149,7 @@ const char* float16_parts_yield(const AttentionParams& p, const DeviceInfo&, cha
 }
 const char* wide_yields(const AttentionParams& p, const DeviceInfo&, char* text, size_t size) {
     // 4 x 5 queries over 128 keys of 128 / 8 heads, head dim 384: 44.7 -> 24.4 us.
-    if (p.seqlen_q <= 16 && p.deciding_keys() <= 256)
+    if ((p.seqlen_q <= 16 && p.deciding_keys() <= 256) || (p.seqlen_q <= 32 && p.deciding_keys() <= 64))
         return say(text, size, "seqlen_q=%d, seqlen_k=%d: mma_sm80 is faster for so few queries and keys", p.seqlen_q, p.seqlen_k);
     if (p.headdim > kWgmmaMaxHeadDim || p.headdim_v > kWgmmaMaxHeadDim) return nullptr;
     return say(text, size, "headdim=%d, headdim_v=%d: up to %d other kernels are faster", p.headdim, p.headdim_v, kWgmmaMaxHeadDim);
@@ -216,12 +216,12 @@ constexpr Kernel kKernels[] = {
      .launch = FA_SM90(forward_wgmma_sm90),
      .variant = FA_SM90(wgmma_variant)},
     {.name = "wgmma_wide_sm90",
-     .summary = "Hopper: pairs of blocks that share K and V; float16, bfloat16, head dims to 512, no bias, mask or dropout",
+     .summary = "Hopper: pairs of blocks that share K and V; float16, bfloat16, head dims to 512, options of scores",
      .device = FA_CUDA,
      .limits = {.dtypes = k16Bits,
                 .gpus = kHopper,
                 .head_dims = head_dims(8, kWgmmaWideMaxHeadDim),
-                .takes = kHints | kKeySums | kVarlen | kCache | kPages | kLeftEdge | kSoftcap | kAlibi | kSinks | kAnyScale,
+                .takes = kHints | kKeySums | kVarlen | kCache | kPages | kScoresOfTiles | kAnyScale,
                 .page_step = 8,
                 .memory = Memory::kTensorMaps},
      .fits = FA_SM90(has_items_for_tiles_of_64),

@@ -10,6 +10,7 @@ namespace fa {
 namespace {
 
 constexpr int kWarp = 32, kThreads = 256;
+constexpr float kMostOfParts = 0x1p99f;  // larger numbers of dS have no float16 parts (float16_parts.cuh), infinite ones none at all
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 750 || (__CUDA_ARCH__ > 800 && __CUDA_ARCH__ < 900) || __CUDA_ARCH__ >= 1200)
 constexpr int kFullSm = 1024;  // a multiprocessor of these targets holds 1024 or 1536 threads
 #else
@@ -20,7 +21,7 @@ struct DeltaParams {
     BackwardParams backward;
     float* delta;
     float2* bases;    // nullptr = not wanted
-    int* some_large;  // nullptr = not wanted. Set if some row is large, or its delta infinite: such a dS has no parts
+    int* some_large;  // nullptr = not wanted. Set if some row is large, or its delta beyond kMostOfParts or NaN
 };
 
 // A varlen call is treated as one batch entry of total_q rows. Nobody reads the delta of a row that belongs to no sequence, or that has lse
@@ -66,7 +67,7 @@ __global__ void __launch_bounds__(kThreads, kFullSm / kThreads) delta_kernel(con
         RowBase base{0.0f, p.lse[place]};
         const bool large = is_large(base.rest);
         if (large) base = base_of_large_row<T>(p, int(batch), int(head), int(i), base);
-        if (params.some_large && (large || (fabsf(sum) == INFINITY && base.rest != -INFINITY))) *params.some_large = 1;
+        if (params.some_large && (large || (!(fabsf(sum) < kMostOfParts) && base.rest != -INFINITY))) *params.some_large = 1;
         if (lane == 0) params.bases[place] = make_float2(base.max, base.rest);
     }
     if (lane == 0) params.delta[place] = sum;

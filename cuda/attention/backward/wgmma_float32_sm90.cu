@@ -6,7 +6,7 @@
 // each. New against mma_float32_sm80.cu:
 //   - wgmma: two warpgroups own 64 rows each and walk over tiles of 64 rows, which a producer warp copies. A second producer warp loads the
 //     statistics of walked queries.
-//   - P is scaled by 2^8, and each row of dS in a tile by a power of 2 of its own, before they are split in registers.
+//   - Each row of P and of dS in a tile is scaled by a power of 2 of its own, before it is split in registers.
 //   - The products come in an order that frees one walked tile early: the next one arrives during the products of the other.
 //
 // Where the parts are not precise enough, mma_float32_sm80 serves the call, and simple where a row's |lse| is beyond 4096 or its delta
@@ -27,7 +27,6 @@ constexpr int kWarpgroups = 2, kRows = 64, kOwnRows = kWarpgroups * kRows;
 constexpr int kBlockThreads = 128 * (kWarpgroups + 1);
 constexpr int kChain = 4;                                         // steps of 16 that a chain of products adds up
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // 40 x 128 + 232 x 256 <= 65536
-constexpr float kProbability = 0x1p8f;
 
 struct PartsParams {
     BackwardParams backward;
@@ -38,7 +37,7 @@ struct PartsParams {
 
 template <int kD>
 __global__ void __launch_bounds__(kSplitThreads) split_kernel(const __grid_constant__ PartsParams params) {
-    __shared__ float shared[kSplitThreads / 32 + kD];
+    __shared__ uint32_t shared[kSplitThreads / 32 + kD];
     const AttentionParams& p = params.backward.forward;
     const int blocks_q = params.q.tiles * p.nheads * p.batch, blocks_k = params.k.tiles * p.nheads_k * p.batch;
     int index = blockIdx.x;
@@ -334,15 +333,8 @@ struct PartsBlock : BlockView<kOwn> {
                 if constexpr (kGeneral) general_gradients(S, dP, scale_s, scale_dp, w.head, own, walked0, statistics);
                 else gradients(S, dP, scale_s, scale_dp, __any_sync(~0u, less), own, walked0, statistics);
             }
-            float up[2], down[2];  // of dS
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                float most = 0;
-#pragma unroll
-                for (int i = 2 * r; i < kPairs; i += 4) most = fmaxf(most, fmaxf(fabsf(dP[i]), fabsf(dP[i + 1])));
-                const Scale scale = scale_of(fminf(fmaxf(quad_max(most), 0x1p-100f), 0x1p100f));
-                up[r] = scale.down, down[r] = scale.up * a_scale;
-            }
+            float up[2], down[2];
+            scales_of_rows(dP, a_scale, up, down);
             uint32_t high[kPairs / 2], low[kPairs / 2];
             if constexpr (kShared) {
                 store_parts(dP, up, wg);
@@ -353,9 +345,9 @@ struct PartsBlock : BlockView<kOwn> {
             }
             a.release(lane);
             if constexpr (kOwnsKeys) {
-                const float up_p[2] = {kProbability, kProbability}, down_p[2] = {b_scale / kProbability, b_scale / kProbability};
-                split(high, low, S, up_p);
-                add_rows(acc_b, high, low, b_tile, down_p);
+                scales_of_rows(S, b_scale, up, down);
+                split(high, low, S, up);
+                add_rows(acc_b, high, low, b_tile, down);
                 b.release(lane);
             }
         }

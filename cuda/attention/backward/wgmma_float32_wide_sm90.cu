@@ -25,7 +25,6 @@ constexpr int kD = 256, kOwnRows = 64, kWalked = 32, kConsumerThreads = 256, kBl
 constexpr int kChain = 4, kChains = kD / 16 / kChain;  // steps of 16 columns in a chain of S or dP; chains
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 constexpr int kPairs = kWalked / 2, kSums = kD / 4, kPiece = 64;  // of a thread: pairs of a step, sums of half of d; columns of a product
-constexpr float kProbability = 0x1p8f;
 
 // The parts of a tensor, in tiles of own rows and in tiles of walked rows.
 struct TwoTilings {
@@ -38,7 +37,7 @@ struct WideParams {
 };
 
 __global__ void __launch_bounds__(kSplitThreads) split_kernel(const __grid_constant__ WideParams params) {
-    __shared__ float shared[kSplitThreads / 32 + kD];
+    __shared__ uint32_t shared[kSplitThreads / 32 + kD];
     const AttentionParams& p = params.backward.forward;
     const TwoTilings* const tensors[] = {&params.q, &params.dout, &params.k, &params.v};
     int index = blockIdx.x;
@@ -277,22 +276,15 @@ struct WideBlock : BlockView<kOwn> {
 #pragma unroll
                 for (int i = 0; i < kPairs; ++i) P[i] = given[0][i][thread];
             }
-            float up[2], down[2], most[2] = {};  // of dS
 #pragma unroll
-            for (int i = 0; i < kPairs; ++i) {
-                dP[i] = P[i] * (dP[i] - statistics(i).delta);
-                most[i / 2 % 2] = fmaxf(most[i / 2 % 2], fabsf(dP[i]));
-            }
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const Scale scale = scale_of(fminf(fmaxf(quad_max(most[r]), 0x1p-100f), 0x1p100f));
-                up[r] = scale.down, down[r] = scale.up * a_scale;
-            }
+            for (int i = 0; i < kPairs; ++i) dP[i] = P[i] * (dP[i] - statistics(i).delta);
+            float up[2], down[2];
+            scales_of_rows(dP, a_scale, up, down);
             add_rows(acc_a, dP, up, down, a_tile, chunk);
             a.release(lane);
             if constexpr (kOwnsKeys) {
-                const float up_p[2] = {kProbability, kProbability}, down_p[2] = {b_scale / kProbability, b_scale / kProbability};
-                add_rows(acc_b, P, up_p, down_p, b_tile, chunk);
+                scales_of_rows(P, b_scale, up, down);
+                add_rows(acc_b, P, up, down, b_tile, chunk);
                 b.release(lane);
             }
         }

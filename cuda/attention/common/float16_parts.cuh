@@ -12,8 +12,9 @@ namespace fa {
 namespace {
 
 constexpr int kLargestExponent = 15;                 // scaled numbers are below 2^15
-constexpr float kPreciseMean = 0x1p-13f;             // the least mean of a row, of the largest number
-constexpr float kLeast = 0x1p-45f, kMost = 0x1p60f;  // of the largest numbers: the product of two scales has an inverse
+constexpr int kPreciseBits = 16;                     // numbers from 2^-16 of the largest on keep 23 bits
+constexpr float kPreciseMean = 0x1p-13f;             // the least mean of a column, of the largest number
+constexpr float kLeast = 0x1p-45f, kMost = 0x1p44f;  // of the largest numbers: quotients of products, and dS, stay finite
 
 // A tensor, and where its parts go: for each tile of a head, the high parts and then the low parts, in the order of shared memory.
 struct SplitTensor {
@@ -37,49 +38,49 @@ __device__ __forceinline__ Scale scale_of(float largest) {
 // 1 / a power of 2.
 __device__ __forceinline__ float inverse_of(float power) { return __uint_as_float(0x7F000000u - __float_as_uint(power)); }
 
-// kRowScales: each row has a scale (Q). kColumns: columns are tested, too (V).
+__device__ __forceinline__ uint32_t bits_of_magnitude(float x) { return __float_as_uint(x) & 0x7FFFFFFFu; }
+
+// kRowScales: each row has a scale (Q). kTestsColumns: columns are tested, too (V).
 template <int kD, int kRows, bool kRowScales, bool kTestsColumns>
-__device__ __forceinline__ void split_tile(const SplitTensor& t, int index, int* out_of_range, float* shared) {
+__device__ __forceinline__ void split_tile(const SplitTensor& t, int index, int* out_of_range, uint32_t* shared) {
     constexpr int kLanes = kD < 128 ? kD / 4 : 32, kFours = (kD / 4 + kLanes - 1) / kLanes;  // lanes of a row; a lane's groups of 4 columns
     constexpr int kRowsAtOnce = kSplitThreads / kLanes, kPasses = kRows / kRowsAtOnce;
     const int tile = index % t.tiles, head = index / t.tiles % t.heads, b = index / t.tiles / t.heads;
     const int lane = threadIdx.x % kLanes, first = threadIdx.x / kLanes;
     const float* const from = t.data + b * t.batch + head * t.head;
     float4 x[kPasses][kFours];
-    float most[kPasses], sum[kPasses], tile_most = 0;
+    uint32_t most[kPasses], tile_most = 0;  // bits of |x|: as integers, infinity and NaN are the largest
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
         const int row = tile * kRows + first + i * kRowsAtOnce;
-        most[i] = sum[i] = 0;
+        most[i] = 0;
 #pragma unroll
         for (int g = 0; g < kFours; ++g) {
             const int column = 4 * (lane + g * kLanes);
             const bool exists = row < t.rows && column < t.columns;
             x[i][g] = exists ? *reinterpret_cast<const float4*>(from + row * t.row + column) : float4{};
-            const float a = fabsf(x[i][g].x), b2 = fabsf(x[i][g].y), c = fabsf(x[i][g].z), d = fabsf(x[i][g].w);
-            most[i] = fmaxf(most[i], fmaxf(fmaxf(a, b2), fmaxf(c, d))), sum[i] += (a + b2) + (c + d);
+            most[i] = max(most[i], max(max(bits_of_magnitude(x[i][g].x), bits_of_magnitude(x[i][g].y)),
+                                       max(bits_of_magnitude(x[i][g].z), bits_of_magnitude(x[i][g].w))));
         }
 #pragma unroll
-        for (int other = kLanes / 2; other > 0; other /= 2) {
-            most[i] = fmaxf(most[i], __shfl_xor_sync(~0u, most[i], other));
-            sum[i] += __shfl_xor_sync(~0u, sum[i], other);
-        }
-        tile_most = fmaxf(tile_most, most[i]);
+        for (int other = kLanes / 2; other > 0; other /= 2) most[i] = max(most[i], __shfl_xor_sync(~0u, most[i], other));
+        tile_most = max(tile_most, most[i]);
     }
     if (!kRowScales) {
         // Sums of integers, rounded up: they do not depend on the order, so neither does the choice of a kernel. A scaled column is below
         // 128 x 2^15 units.
         constexpr float kUnits = 512;
-        uint32_t* const column_sums = reinterpret_cast<uint32_t*>(shared) + kSplitThreads / 32;
-        tile_most = fmaxf(tile_most, __shfl_xor_sync(~0u, tile_most, 16));
+        uint32_t* const column_sums = shared + kSplitThreads / 32;
+        const int tile_rows = min(kRows, t.rows - tile * kRows);
+        tile_most = max(tile_most, __shfl_xor_sync(~0u, tile_most, 16));
         if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = tile_most;
         if (kTestsColumns && threadIdx.x < kD) column_sums[threadIdx.x] = 0;
         __syncthreads();
 #pragma unroll
-        for (int i = 0; i < kSplitThreads / 32; ++i) tile_most = fmaxf(tile_most, shared[i]);
+        for (int i = 0; i < kSplitThreads / 32; ++i) tile_most = max(tile_most, shared[i]);
         if (kTestsColumns) {
             static_assert(kRows <= 128, "32 bits hold a column");
-            const float unit = scale_of(tile_most).down * kUnits;
+            const float largest = __uint_as_float(tile_most), unit = scale_of(largest).down * kUnits;
 #pragma unroll
             for (int g = 0; g < kFours; ++g) {
                 float own[4] = {};
@@ -91,19 +92,28 @@ __device__ __forceinline__ void split_tile(const SplitTensor& t, int index, int*
                     if (4 * (lane + g * kLanes) < kD) atomicAdd(column_sums + 4 * (lane + g * kLanes) + e, __float2uint_ru(own[e] * unit));
             }
             __syncthreads();
-            const float sum = column_sums[threadIdx.x % kD], least = kPreciseMean * tile_most * unit * min(kRows, t.rows - tile * kRows);
-            if (sum != 0 && !(sum >= least)) *out_of_range = 1;  // 0: a column of zeros, or no rows
+            const float sum = column_sums[threadIdx.x % kD], least = kPreciseMean * largest * unit * tile_rows;
+            // A sum of 0: a column of zeros, or no rows. One row is no column: some number of it is often small.
+            if (tile_rows > 1 && sum != 0 && !(sum >= least)) *out_of_range = 1;
         }
-        if (threadIdx.x == 0) t.scales[index] = scale_of(tile_most).up;
+        if (threadIdx.x == 0) t.scales[index] = scale_of(__uint_as_float(tile_most)).up;
     }
     unsigned char* const high = reinterpret_cast<unsigned char*>(t.parts + int64_t(index) * (2 * kRows * kD));
     bool precise = true;
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
         const int row = first + i * kRowsAtOnce;
-        const float largest = kRowScales ? most[i] : tile_most;
-        const bool fits = largest > kLeast && largest < kMost && sum[i] >= kPreciseMean * largest * float(t.columns) && sum[i] < INFINITY;
-        precise &= sum[i] == 0 || fits;
+        const uint32_t largest_bits = kRowScales ? most[i] : tile_most;
+        const float largest = __uint_as_float(largest_bits);
+        precise &= most[i] == 0 || (largest > kLeast && largest < kMost);
+        int small = 0;  // numbers of the row that lose bits
+#pragma unroll
+        for (int g = 0; g < kFours; ++g)
+            for (const float e : {x[i][g].x, x[i][g].y, x[i][g].z, x[i][g].w})
+                small += bits_of_magnitude(e) - 1 < largest_bits - (kPreciseBits << 23) - 1;  // 0 wraps around: it loses none
+#pragma unroll
+        for (int other = kLanes / 2; other > 0; other /= 2) small += __shfl_xor_sync(~0u, small, other);
+        precise &= most[i] == 0 || 4 * small <= t.columns;
         const Scale scale = scale_of(largest);
         if (kRowScales && lane == 0) t.scales[int64_t(index) * kRows + row] = scale.up;
 #pragma unroll

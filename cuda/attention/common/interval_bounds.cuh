@@ -20,14 +20,28 @@ struct IntervalBounds {
     __device__ __forceinline__ const HiddenBounds* of(const AttentionParams& p, int b, int head_q) const {
         return data + head_q / p.intervals.heads_of_entry * head + first<kKeys>(p, b);
     }
+    // The number of a sequence's first bound, for bounds of `keys` keys.
+    __device__ __forceinline__ int64_t first(const AttentionParams& p, int keys, int b) const {
+        return p.cu_seqlens_k ? first_key_row(p, b) / keys + b : int64_t(sequence) * b;
+    }
     template <int kKeys>
     __device__ __forceinline__ int64_t first(const AttentionParams& p, int b) const {
-        return p.cu_seqlens_k ? first_key_row(p, b) / kKeys + b : int64_t(sequence) * b;
+        return first(p, kKeys, b);
     }
 };
 
 // Writes the bounds of every `keys` keys of a call with intervals to `workspace`, which has interval_bounds_bytes.
 cudaError_t launch_interval_bounds(const AttentionParams& p, int keys, void* workspace, IntervalBounds* bounds, cudaStream_t stream);
+// The same, and the bounds of groups where the call has them; else groups->data is nullptr. `workspace`: grouped_interval_bounds_bytes.
+cudaError_t launch_grouped_interval_bounds(const AttentionParams& p, int keys, void* workspace, IntervalBounds* bounds,
+                                           IntervalBounds* groups, cudaStream_t stream);
+
+// One bound in two loads.
+__device__ __forceinline__ HiddenBounds load_bounds(const HiddenBounds* at) {
+    static_assert(sizeof(HiddenBounds) == 2 * sizeof(int4), "two loads");
+    const int4 begin = reinterpret_cast<const int4*>(at)[0], end = reinterpret_cast<const int4*>(at)[1];
+    return {{begin.x, begin.y}, {begin.z, begin.w}, {end.x, end.y}, {end.z, end.w}};
+}
 
 // The bounds of all lanes of a warp together. sm_80 and newer.
 __device__ __forceinline__ void reduce_bounds(HiddenBounds& bounds) {

@@ -126,6 +126,10 @@ struct HiddenBounds {
     FA_INLINED bool hides_from_all(int32_t i) const {
         return (max_begin[0] <= i && i < min_end[0]) || (max_begin[1] <= i && i < min_end[1]);
     }
+    // Whether all keys have the same intervals.
+    FA_INLINED bool are_equal() const {
+        return max_begin[0] == min_begin[0] && max_begin[1] == min_begin[1] && max_end[0] == min_end[0] && max_end[1] == min_end[1];
+    }
     // What rows first .. last see of the keys. kSome where these numbers do not decide.
     FA_INLINED Seen seen_by(int32_t first, int32_t last) const {
         for (int x = 0; x < 2; ++x)

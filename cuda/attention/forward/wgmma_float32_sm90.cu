@@ -49,7 +49,7 @@ struct SplitParams {
 
 template <int kD>
 __global__ void __launch_bounds__(kSplitThreads) split_kernel(const __grid_constant__ SplitParams params) {
-    __shared__ float shared[kSplitThreads / 32 + kD];
+    __shared__ uint32_t shared[kSplitThreads / 32 + kD];
     int index = blockIdx.x;
     if (index < params.blocks_q) return split_tile<kD, kWarpgroupRows, true, false>(params.q, index, params.out_of_range, shared);
     index -= params.blocks_q;
@@ -299,7 +299,8 @@ __device__ __forceinline__ void consume(const WgmmaFloat32Params& params, SplitS
                 continue;
             }
             const float unit = q_scale[r] * k_scale;
-            base[r] = row_max[r] == -FLT_MAX ? 0.0f : row_max[r] * inverse_of(unit), exponent[r] = unit * scale;
+            base[r] = row_max[r] == -FLT_MAX ? 0.0f : row_max[r] * inverse_of(unit);
+            exponent[r] = fmaxf(unit * scale, FLT_MIN);  // a hidden key's -inf times 0 is NaN
         }
         if constexpr (kGeneral) {
 #pragma unroll
@@ -413,7 +414,7 @@ cudaError_t launch(const SplitParams& split, const WgmmaFloat32Params& params, c
     if (const cudaError_t error =
             launch_kernel(split_kernel<kD>, unsigned(split.blocks_q + 2 * split.blocks_k), kSplitThreads, 0, stream, split))
         return error;
-    const bool general = p.general_scores() || !(p.scale > 0);  // as in mma_sm80/kernel.cuh
+    const bool general = p.general_scores() || !(p.scale >= FLT_MIN);  // -FLT_MAX times a smaller scale is no low score
     return launch_kernel(general ? attention_kernel<kD, true> : attention_kernel<kD, false>,
                          unsigned(int64_t(params.tiles) * p.nheads * p.batch), kThreads, sizeof(SplitSmem<kD>), stream, params);
 }

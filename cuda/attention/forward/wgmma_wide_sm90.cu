@@ -27,6 +27,9 @@
 // for a K whose slot still expects an earlier V. It would take an older phase for the one it waits for, and read and release data that has
 // not arrived.
 //
+// A bias, a mask or dropout has a kernel of its own: the scores warpgroup applies it, and says beside P which keys some row of the block
+// sees. The output warpgroups zero V of the others, whose P is 0, because V may be NaN there.
+//
 // An item is 128 rows of one head. Block 0 of a cluster finds the items and sends them to block 1. Both blocks walk over all tiles that any
 // row of the item sees.
 #include <numeric>
@@ -71,6 +74,11 @@ struct WideSchedule {
     int box_rows;          // rows of a box: a whole tile, or a common divisor of tile and page
 };
 
+// With options: which keys of a tile some row of the block sees, as each warp knows it. Bit 2 i + e of [quad]: key 8 i + 2 quad + e.
+struct SeenKeys {
+    uint16_t of_warp[4][4];  // warp, quad
+};
+
 template <typename T>
 struct alignas(1024) WideSmem {
     T q[kRows * kMostColumns];
@@ -81,6 +89,7 @@ struct alignas(1024) WideSmem {
     uint64_t work_full[kWorkSlots], work_empty[kWorkSlots];  // work_empty: block 0's counts the readers of both blocks
     ForwardWork work[kWorkSlots];
     int next_index;  // index into the list of items: where block 0 looks next
+    SeenKeys seen[kPSlots];
 };
 static_assert(sizeof(WideSmem<__half>) <= 227 * 1024, "one Hopper block can address 227 KiB");
 
@@ -257,7 +266,21 @@ __device__ __forceinline__ void multiply_qk(float (&S)[kKeys / 2], uint32_t low_
     wgmma_commit();
 }
 
-template <typename T, typename Shape>
+// Which of the thread's keys one of its two rows sees: SeenKeys, or-ed over the warp.
+__device__ __forceinline__ uint32_t seen_keys(const float (&S)[kKeys / 2], bool first_exists, bool second_exists) {
+    uint32_t seen = 0;
+#pragma unroll
+    for (int i = 0; i < kKeys / 2; i += 4)
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+            if ((first_exists && S[i + e] != -INFINITY) || (second_exists && S[i + 2 + e] != -INFINITY)) seen |= 1u << (i / 2 + e);
+#pragma unroll
+    for (int other = 4; other < 32; other *= 2) seen |= __shfl_xor_sync(~0u, seen, other);
+    return seen;
+}
+
+// kOptions: bias, masks and dropout, beside softcap and ALiBi. Scores are natural then.
+template <typename T, typename Shape, bool kOptions>
 __device__ __forceinline__ void compute_scores(const AttentionParams& p, WideSmem<T>& smem, uint32_t rank, int warp, int lane) {
     constexpr float kRise = 8.0f;  // P stays below 2^8: safe in fp16, too
     Ring<kWorkSlots> work(smem.work_full, smem.work_empty);
@@ -266,7 +289,7 @@ __device__ __forceinline__ void compute_scores(const AttentionParams& p, WideSme
     const uint32_t low_q = descriptor_low(shared_address(smem.q), 16), low_slots = descriptor_low(shared_address(smem.slots), 16);
     const uint32_t other = cluster_address(shared_address(smem.empty), rank ^ 1);
     const int quad = lane % 4, thread = threadIdx.x % 128;
-    const bool natural = wgmma_scores_are_natural(p);
+    const bool natural = !kOptions && wgmma_scores_are_natural(p);
     const float scale_log2 = natural ? kLog2e : p.scale * kLog2e;
     SlotPlace keys{0, 0};
     uint32_t read = 0;  // the first slot that this warpgroup has read but not released
@@ -288,16 +311,29 @@ __device__ __forceinline__ void compute_scores(const AttentionParams& p, WideSme
         // Turns S of tile t into P and hands it to the output warpgroups.
         const auto softmax = [&](int t) {
             const int n = w.last_tile - t, key = n * kKeys + 2 * quad;
-            if (natural) transform_products<T>(p, FragmentPlace{w.batch, w.head, row, key, w.seqlen_q, w.seqlen_k, w.shift}, S);
+            const FragmentPlace at{w.batch, w.head, row, key, w.seqlen_q, w.seqlen_k, w.shift};
+            if constexpr (kOptions) transform_fragment<T>(p, at, S);
+            else if (natural) transform_products<T>(p, at, S);
             if (n >= right_tile) mask_right(S, min(row + w.right, w.seqlen_k - 1) - key, min(row + 8 + w.right, w.seqlen_k - 1) - key);
             if (n < left_tile) mask_left(S, row + w.left - key, row + 8 + w.left - key);
             float tile_max[2], sum[2], o_scale[2] = {1.0f, 1.0f};
+            [[maybe_unused]] uint32_t seen = 0;
+            if constexpr (kOptions) seen = seen_keys(S, row < w.seqlen_q, row + 8 < w.seqlen_q);
             tile_maximum(S, tile_max);
-            tile_max[0] *= scale_log2, tile_max[1] *= scale_log2;
-            raise_maximum(tile_max, kRise, row_max, row_sum, o_scale);
-            exponentials(S, scale_log2, row_max, sum);
+            if constexpr (kOptions) {
+                raise_maximum(tile_max, kRise * kLn2, row_max, row_sum, o_scale, kLog2e);
+                exponentials(S, exponent_of_natural(), row_max, sum);
+            } else {
+                tile_max[0] *= scale_log2, tile_max[1] *= scale_log2;
+                raise_maximum(tile_max, kRise, row_max, row_sum, o_scale);
+                exponentials(S, scale_log2, row_max, sum);
+            }
             row_sum[0] += sum[0], row_sum[1] += sum[1];
+            if constexpr (kOptions)
+                if (p.dropout_threshold) drop_fragment(p, at, quad, S);
             out.wait_empty();
+            if constexpr (kOptions)
+                if (lane < 4) smem.seen[out.slot].of_warp[warp][lane] = uint16_t(seen);
 #pragma unroll
             for (int i = 0; i < kKeys / 16; ++i) {
                 const float* from = S + 8 * i;
@@ -332,9 +368,10 @@ __device__ __forceinline__ void compute_scores(const AttentionParams& p, WideSme
         float inverse[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const RowEnd end = finish_row<ScoreUnit::kLog2>(row_max[r], quad_sum(row_sum[r]), sink_of(p.sinks, w.head));
-            inverse[r] = end.inverse;
-            if (p.lse && quad == 0 && row + 8 * r < w.seqlen_q) p.lse[lse_row + row + 8 * r] = end.lse * kLn2;
+            constexpr ScoreUnit kUnit = kOptions ? ScoreUnit::kNatural : ScoreUnit::kLog2;
+            const RowEnd end = finish_row<kUnit>(row_max[r], quad_sum(row_sum[r]), sink_of(p.sinks, w.head));
+            inverse[r] = kOptions && p.dropout_threshold ? end.inverse * p.dropout_scale : end.inverse;
+            if (p.lse && quad == 0 && row + 8 * r < w.seqlen_q) p.lse[lse_row + row + 8 * r] = kOptions ? end.lse : end.lse * kLn2;
         }
         out.wait_empty();
         smem.o_scale[out.slot][thread] = make_float2(inverse[0], inverse[1]);
@@ -368,7 +405,25 @@ __device__ __forceinline__ void zero_hidden_values(const AttentionParams& p, con
     bar_sync(kOutputWarpgroup + half, 128);
 }
 
-template <typename T, typename Shape, int kHalf>
+// The same for the keys that no row of the block sees, with options.
+template <int kOwn, typename T>
+__device__ __forceinline__ void zero_unseen_values(const uint16_t (&seen)[4], WideSmem<T>& smem, SlotPlace at, int half) {
+    if ((seen[0] & seen[1] & seen[2] & seen[3]) == 0xFFFF) return;
+#pragma unroll 1
+    for (int i = 0; i < kOwn; ++i, ++at.slot) {
+        wait_full(smem, at);
+        uint4* pieces = reinterpret_cast<uint4*>(smem.slots[at.slot]);
+        for (int x = opaque(int(threadIdx.x % 128)); x < int(kSlotBytes / 16); x += 128) {
+            const int key = x / 8 % kKeys, quad = key % 8 / 2;
+            const uint32_t of_quad = quad < 2 ? (quad ? seen[1] : seen[0]) : quad == 2 ? seen[2] : seen[3];
+            if (!(of_quad >> (key / 8 * 2 + key % 2) & 1)) pieces[x] = make_uint4(0, 0, 0, 0);
+        }
+    }
+    fence_proxy_async();
+    bar_sync(kOutputWarpgroup + half, 128);
+}
+
+template <typename T, typename Shape, int kHalf, bool kOptions>
 __device__ __forceinline__ void compute_output(const AttentionParams& p, WideSmem<T>& smem, uint32_t rank, int warp, int lane) {
     constexpr int kFirst = Shape::first_slot(kHalf), kOwn = Shape::own_slots(kHalf);
     Ring<kWorkSlots> work(smem.work_full, smem.work_empty);
@@ -400,6 +455,10 @@ __device__ __forceinline__ void compute_output(const AttentionParams& p, WideSme
                 P[4 * i] = x.x, P[4 * i + 1] = x.y, P[4 * i + 2] = x.z, P[4 * i + 3] = x.w;
             }
             const float2 o_scale = read_o_scale();
+            [[maybe_unused]] uint16_t seen[4] = {};
+            if constexpr (kOptions)
+#pragma unroll
+                for (int x = 0; x < 16; ++x) seen[x % 4] |= smem.seen[in.slot].of_warp[x / 4][x % 4];
             release_p();
             if (__any_sync(~0u, o_scale.x != 1.0f || o_scale.y != 1.0f)) {
 #pragma unroll
@@ -407,7 +466,8 @@ __device__ __forceinline__ void compute_output(const AttentionParams& p, WideSme
             }
             SlotPlace values = place_of_values<Shape>(tile);
             values.slot += kFirst;
-            zero_hidden_values<kOwn>(p, w, w.last_tile - t, smem, values, kHalf);
+            if constexpr (kOptions) zero_unseen_values<kOwn>(seen, smem, values, kHalf);
+            else zero_hidden_values<kOwn>(p, w, w.last_tile - t, smem, values, kHalf);
 #pragma unroll
             for (int x = 0; x < kOwn; ++x) {
                 wait_full(smem, SlotPlace{values.slot + x, values.phase});
@@ -440,7 +500,7 @@ __device__ __forceinline__ void compute_output(const AttentionParams& p, WideSme
     }
 }
 
-template <typename T, typename Shape>
+template <typename T, typename Shape, bool kOptions>
 __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, 1)
     forward_wgmma_wide_kernel(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k,
                               const __grid_constant__ CUtensorMap map_v, const __grid_constant__ AttentionParams p,
@@ -469,13 +529,13 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, 1)
         produce<T, Shape>(map_q, map_k, map_v, p, schedule, smem, warp);
     } else if (warpgroup == 1) {
         setmaxnreg_inc<kScoresRegisters>();
-        compute_scores<T, Shape>(p, smem, rank, warp % 4, lane);
+        compute_scores<T, Shape, kOptions>(p, smem, rank, warp % 4, lane);
     } else if (warpgroup == 2) {
         setmaxnreg_inc<kOutputRegisters>();
-        compute_output<T, Shape, 0>(p, smem, rank, warp % 4, lane);
+        compute_output<T, Shape, 0, kOptions>(p, smem, rank, warp % 4, lane);
     } else {
         setmaxnreg_inc<kOutputRegisters>();
-        compute_output<T, Shape, 1>(p, smem, rank, warp % 4, lane);
+        compute_output<T, Shape, 1, kOptions>(p, smem, rank, warp % 4, lane);
     }
     __syncwarp();
     cluster_arrive_release(), cluster_wait();  // all messages have arrived: nobody may send to a block that has ended
@@ -512,8 +572,11 @@ cudaError_t launch_wide(const AttentionParams& p, int multiprocessors, cudaStrea
     if (schedule.list.counter)
         if (cudaError_t error = cudaMemsetAsync(schedule.list.counter, 0, sizeof(int), stream)) return cudaGetLastError(), error;
     const auto launch = [&](auto shape) {
-        return launch_kernel(forward_wgmma_wide_kernel<T, decltype(shape)>, unsigned(kBlocks * schedule.list.blocks), kThreads,
-                             sizeof(WideSmem<T>), stream, LaunchOptions{}, map_q, map_k, map_v, p, schedule);
+        using Shape = decltype(shape);
+        const bool options = p.bias.data || p.mask.data || p.dropout_threshold;
+        return launch_kernel(options ? forward_wgmma_wide_kernel<T, Shape, true> : forward_wgmma_wide_kernel<T, Shape, false>,
+                             unsigned(kBlocks * schedule.list.blocks), kThreads, sizeof(WideSmem<T>), stream, LaunchOptions{}, map_q, map_k,
+                             map_v, p, schedule);
     };
     const auto launch_keys = [&](auto key_slots) {
         constexpr int kKeySlots = decltype(key_slots)::value;

@@ -16,6 +16,20 @@ namespace {
 
 enum class Own { kKeys, kQueries };  // what a block owns; it walks over the other
 
+// What brings a thread's two rows of P or dS into the range of float16 parts, and takes their product with a tile of scale `scale` back.
+// element i: row i / 2 % 2; four neighbouring threads share the rows.
+template <int kPairs>
+__device__ __forceinline__ void scales_of_rows(const float (&x)[kPairs], float scale, float (&up)[2], float (&down)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        float most = 0;
+#pragma unroll
+        for (int i = 2 * r; i < kPairs; i += 4) most = fmaxf(most, fmaxf(fabsf(x[i]), fabsf(x[i + 1])));
+        const Scale own = scale_of(fminf(fmaxf(quad_max(most), 0x1p-100f), 0x1p100f));
+        up[r] = own.down, down[r] = own.up * scale;
+    }
+}
+
 // What a block does. In shared memory it takes no registers.
 struct BlockWork {
     Sequence s;

@@ -21,7 +21,7 @@ struct WgmmaSchedule {
     int page_boxes;                 // paged cache whose pages are not whole tiles: rows of a box, several of which make a tile; else 0
     bool page_copies;               // the same without a common divisor of 8 rows or more: rows are copied one by one
     float cap_inverse;              // plans with options: softmax_scale / softcap
-    IntervalBounds bounds;          // plans for intervals: of each tile of keys
+    IntervalBounds bounds, groups;  // plans for intervals: of each tile of keys, and of groups of tiles
 };
 
 // The work item that consumers read. wgmma_split_sm90 specialises it for its ids, where an item has only some of a row's keys.
@@ -67,10 +67,12 @@ constexpr int kWgmmaWorkSlots = 3;  // consumers keep an item until its last sto
 // What the producer of a plan for intervals knows of the item. For 32 tiles, `from` and those after it, it has a bit each.
 struct SeenKeyTiles {
     const HiddenBounds* bounds;  // of the tiles of the item's keys
+    const HiddenBounds* groups;  // of groups of these tiles; nullptr = none
     const int32_t* numbers;      // of these keys
     int from;
-    uint32_t seen, cut;
-    uint32_t first;  // the number of the item's first tile
+    uint32_t seen, cut, equal;  // equal: all keys of the tile have the same intervals
+    uint32_t first;             // the number of the item's first tile
+    HiddenBounds of_tiles[32];  // of these tiles; only of those that are seen
 };
 // The same in plans for blocks. `words`, `keys`: of the item's first row block.
 struct SeenBlockTiles {

@@ -67,7 +67,7 @@ cudaError_t forward_wgmma_sm90(const AttentionParams& p, const DeviceInfo& devic
 
 size_t forward_wgmma_sm90_workspace(const AttentionParams& p, const DeviceInfo& device) {
     const WgmmaPlan plan = wgmma_plan(wgmma_choose(p, device.multiprocessors));
-    if (plan.intervals) return kWorkListBytes + interval_bounds_bytes(p, plan.block_n);
+    if (plan.intervals) return kWorkListBytes + grouped_interval_bounds_bytes(p, plan.block_n);
     if (plan.blocks) return kWorkListBytes + seen_blocks_bytes(seen_blocks_shape(p));
     if (plan.bias && wgmma_copies_bias(p)) return kWorkListBytes + bias_copy_bytes(wgmma_bias_copy(p));
     return work_list_workspace(p, plan.block_m(), device.multiprocessors);

@@ -19,12 +19,19 @@ namespace fa {
 
 // ---- the producer, a whole warp ----
 
+// What the small kernels have written.
+struct BoundsOfTiles {
+    const IntervalBounds &bounds, &groups;
+};
+
 // Called by one thread for each item. Opaque: nothing of this is computed before, where registers would hold it.
 template <int kBlockN>
-__device__ __forceinline__ void describe_item(const AttentionParams& p, const IntervalBounds& bounds, const ForwardWork& w, int /* slot */,
+__device__ __forceinline__ void describe_item(const AttentionParams& p, const BoundsOfTiles& written, const ForwardWork& w, int /* slot */,
                                               SeenKeyTiles& known) {
+    const IntervalBounds &bounds = written.bounds, &groups = written.groups;
     const int entry = opaque(w.head / opaque(p.intervals.heads_of_entry));
     known.bounds = bounds.data + entry * bounds.head + bounds.first<kBlockN>(p, w.batch);
+    known.groups = groups.data ? groups.data + entry * groups.head + groups.first<kBlockN * kBoundsOfGroup>(p, w.batch) : nullptr;
     known.numbers = opaque(row_indices_of(p, w.batch, 0)) + entry * p.intervals.head;
     known.from = INT_MAX;
 }
@@ -34,15 +41,35 @@ __device__ __forceinline__ void read_tile_rows(const AttentionParams& p, const F
                                                IntervalKeyTile<kBlockN>& tile) {
     const int lane = opaque(int(threadIdx.x));
     const RowIndicesForm form = RowIndicesForm(opaque(int(p.intervals.form)));
-    if (lane < int(sizeof tile.bounds / sizeof(int)) && n * kBlockN < w.seqlen_k)  // an item without keys has a tile past the end
-        reinterpret_cast<int*>(&tile.bounds)[lane] = reinterpret_cast<const int*>(known.bounds + n)[lane];
+    // Else the item sees nothing, and this is the one tile that it has; without keys that tile is past the end.
+    const uint32_t looked = n - known.from;
+    const bool is_known = looked < 32 && known.cut >> looked & 1;
+    if (lane < int(sizeof tile.bounds / sizeof(int)) && n * kBlockN < w.seqlen_k)
+        reinterpret_cast<int*>(&tile.bounds)[lane] =
+            reinterpret_cast<const int*>(is_known ? known.of_tiles + looked : known.bounds + n)[lane];
+    if (is_known && known.equal >> looked & 1) {  // as in documents, where an item may have rows of two
+        __syncwarp();
+        const HiddenRows all = {{tile.bounds.max_begin[0], tile.bounds.max_begin[1]}, {tile.bounds.max_end[0], tile.bounds.max_end[1]}};
+        const uint32_t rows[2] = {rows_in_tile(all, 0, form, w.row0, kBlockM).packed(),
+                                  rows_in_tile(all, 1, form, w.row0, kBlockM).packed()};
+        for (int place = lane; place < kBlockN; place += 32) tile.rows[0][place] = rows[0], tile.rows[1][place] = rows[1];
+        const int last = min(kBlockM, w.seqlen_q - w.row0) - 1, key0 = n * kBlockN, end = key0 + kBlockN;
+        if (end - 1 <= w.row0 + w.right && key0 >= w.row0 + last + w.left && end <= w.seqlen_k) {  // no edge cuts the tile
+            const TileRows of_keys[2] = {TileRows::from(rows[0]), TileRows::from(rows[1])};
+            const bool hidden = hides_all(of_keys, 0, last);
+            if (lane < 4) tile.hidden[lane] = hidden ? ~0u : 0u;
+            tile.hides = hidden;
+            return;
+        }
+    } else {
 #pragma unroll 2
-    for (int i = 0; i < (kBlockN + 31) / 32; ++i) {
-        const int place = 32 * i + lane;
-        if (place >= kBlockN || n * kBlockN + place >= w.seqlen_k) continue;
-        const HiddenRows all = hidden_rows(p, known.numbers + (n * kBlockN + place) * p.intervals.key);
-        tile.rows[0][place] = rows_in_tile(all, 0, form, w.row0, kBlockM).packed();
-        tile.rows[1][place] = rows_in_tile(all, 1, form, w.row0, kBlockM).packed();
+        for (int i = 0; i < (kBlockN + 31) / 32; ++i) {
+            const int place = 32 * i + lane;
+            if (place >= kBlockN || n * kBlockN + place >= w.seqlen_k) continue;
+            const HiddenRows all = hidden_rows(p, known.numbers + (n * kBlockN + place) * p.intervals.key);
+            tile.rows[0][place] = rows_in_tile(all, 0, form, w.row0, kBlockM).packed();
+            tile.rows[1][place] = rows_in_tile(all, 1, form, w.row0, kBlockM).packed();
+        }
     }
     __syncwarp();
     // Registers are few, so the rows are read again.
@@ -64,19 +91,42 @@ __device__ __forceinline__ void read_tile_rows(const AttentionParams& p, const F
     tile.hides = any != 0;
 }
 
-// Looks at the 32 tiles of the item that end with tile n, one in each lane.
+// Looks at 32 tiles of the item, one in each lane. They end with tile n, or with the last tile of the first group below it of which the
+// item sees something. Returns where they end. Without such a group among the next 32: its first tile, and no tile is seen.
 template <int kBlockM, int kBlockN>
-__device__ __forceinline__ void look_at_tiles(const IntervalBounds&, const ForwardWork& w, int n, SeenKeyTiles& known) {
-    const int own = n - 31 + opaque(int(threadIdx.x));
+__device__ __forceinline__ int look_at_tiles(const BoundsOfTiles&, const ForwardWork& w, int n, SeenKeyTiles& known) {
+    const int lane = opaque(int(threadIdx.x)), last = min(w.row0 + kBlockM, w.seqlen_q) - 1;
+    if (known.groups) {
+        const int group = n / kBoundsOfGroup - 31 + lane;
+        bool some = false;
+        if (group >= w.first_tile / kBoundsOfGroup && group * kBoundsOfGroup * kBlockN < w.seqlen_k)
+            some = load_bounds(known.groups + group).seen_by(w.row0, last) != Seen::kNothing;
+        const uint32_t groups = __ballot_sync(~0u, some);
+        if (groups == 0) {
+            n = (n / kBoundsOfGroup - 31) * kBoundsOfGroup;
+            known.from = n, known.seen = known.cut = 0;
+            __syncwarp();
+            return n;
+        }
+        n = min(n, (n / kBoundsOfGroup - __clz(groups) + 1) * kBoundsOfGroup - 1);
+    }
+    const int own = n - 31 + lane;
     Seen seen = Seen::kNothing;
-    if (own >= w.first_tile && own * kBlockN < w.seqlen_k) seen = known.bounds[own].seen_by(w.row0, min(w.row0 + kBlockM, w.seqlen_q) - 1);
+    bool equal = false;
+    if (own >= w.first_tile && own * kBlockN < w.seqlen_k) {
+        const HiddenBounds bounds = load_bounds(known.bounds + own);
+        seen = bounds.seen_by(w.row0, last), equal = bounds.are_equal();
+        if (seen == Seen::kSome) known.of_tiles[lane] = bounds;
+    }
     const uint32_t some = __ballot_sync(~0u, seen != Seen::kNothing), cut = __ballot_sync(~0u, seen == Seen::kSome);
-    known.from = n - 31, known.seen = some, known.cut = cut;
+    const uint32_t same = __ballot_sync(~0u, equal);
+    known.from = n - 31, known.seen = some, known.cut = cut, known.equal = same;
     __syncwarp();
+    return n;
 }
 
 template <int kBlockM, int kBlockN>
-__device__ __forceinline__ void describe_tile(const AttentionParams& p, const IntervalBounds&, const ForwardWork& w, int n, bool cut,
+__device__ __forceinline__ void describe_tile(const AttentionParams& p, const BoundsOfTiles&, const ForwardWork& w, int n, bool cut,
                                               const SeenKeyTiles& known, IntervalKeyTile<kBlockN>& tile) {
     if (cut) read_tile_rows<kBlockM>(p, w, n, known, tile);
 }

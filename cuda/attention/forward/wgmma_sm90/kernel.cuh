@@ -253,7 +253,8 @@ __global__ void __launch_bounds__(128 * (kWgmmaPlan<kId>.warpgroups + 1), 1)
         if constexpr (kPlan.options) {
             if (threadIdx.x < 32) {
                 const ThreadTiles<T, kId> tiles(map_k, map_v, p, schedule, smem);
-                if constexpr (kPlan.intervals) produce_seen_tiles(map_q, p, schedule, schedule.bounds, smem, tiles);
+                if constexpr (kPlan.intervals)
+                    produce_seen_tiles(map_q, p, schedule, BoundsOfTiles{schedule.bounds, schedule.groups}, smem, tiles);
                 else produce_with_options(map_q, p, schedule, smem, tiles);
             } else if (kPlan.intervals || p.mask.data) zero_hidden_values(p, smem);
             return;
@@ -378,7 +379,8 @@ cudaError_t launch_wgmma(const AttentionParams& p, const ForwardWorkList& list, 
     }
     if constexpr (kPlan.intervals) {
         void* const bounds = static_cast<char*>(p.workspace) + kWorkListBytes;
-        if (cudaError_t error = launch_interval_bounds(p, kPlan.block_n, bounds, &schedule.bounds, stream)) return error;
+        if (cudaError_t error = launch_grouped_interval_bounds(p, kPlan.block_n, bounds, &schedule.bounds, &schedule.groups, stream))
+            return error;
     }
     if constexpr (kPlan.page_boxes())
         if (boxes) kernel = forward_wgmma_kernel<T, kId, KeyLoads::kPageBoxes>;

@@ -221,7 +221,7 @@ __device__ __forceinline__ int find_seen_tile(const AttentionParams& p, const So
             n = start;
             break;
         }
-        if (n < known.from) look_at_tiles<kBlockM, kBlockN>(seen, w, n, known);
+        if (n < known.from) n = look_at_tiles<kBlockM, kBlockN>(seen, w, n, known);
         const uint32_t up_to_n = known.seen << (31 - (n - known.from));
         if (up_to_n == 0) continue;
         n -= __clz(up_to_n), cut = known.cut >> (n - known.from) & 1;

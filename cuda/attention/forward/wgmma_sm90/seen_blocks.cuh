@@ -39,9 +39,9 @@ __device__ __forceinline__ BlocksOfTile blocks_of_tile(const SeenBlocks& blocks,
     const int rows = (w.seqlen_q - w.row0 + kSeenBlock - 1) / kSeenBlock, keys = (w.seqlen_k + kSeenBlock - 1) / kSeenBlock;
     return blocks_of_tile<kRows, kKeys>(known.words, blocks.shape.words_of_row(), n * kKeys, rows, keys);
 }
-// Looks at the 32 tiles of the item that end with tile n, one in each lane.
+// Looks at the 32 tiles of the item that end with tile n, one in each lane. Returns n.
 template <int kBlockM, int kBlockN>
-__device__ __forceinline__ void look_at_tiles(const SeenBlocks& blocks, const ForwardWork& w, int n, SeenBlockTiles& known) {
+__device__ __forceinline__ int look_at_tiles(const SeenBlocks& blocks, const ForwardWork& w, int n, SeenBlockTiles& known) {
     const int own = n - 31 + opaque(int(threadIdx.x));
     BlocksOfTile tile{0, 0, false};
     if (own >= w.first_tile && own * kBlockN < w.seqlen_k) tile = blocks_of_tile<kBlockM, kBlockN>(blocks, w, own, known);
@@ -49,6 +49,7 @@ __device__ __forceinline__ void look_at_tiles(const SeenBlocks& blocks, const Fo
                    cut = __ballot_sync(~0u, !tile.is_whole<kBlockM / kSeenBlock, kBlockN / kSeenBlock>());
     known.from = n - 31, known.seen = some, known.cut = cut;
     __syncwarp();
+    return n;
 }
 // Writes to the entry of tile n what the consumers need to know of its blocks, and which of its keys no row of the item sees. `cut`:
 // whether a block is hidden or cut. In a whole tile causal or a window may hide a key.
