@@ -31,6 +31,8 @@ BATCH, HEADS, ROWS, KEYS, DIM = 2, 4, 9, 13, 16
 
 @pytest.fixture(autouse=True)
 def _nothing_stays():
+    if torch.cuda.is_available():
+        torch.cuda.init()  # the order of backends changes when CUDA starts
     yield
     assert _backend._current() is None and not _backend._installed
     _backend._said.clear()

@@ -75,8 +75,19 @@ struct WideSchedule {
 };
 
 // With options: which keys of a tile some row of the block sees, as each warp knows it. Bit 2 i + e of [quad]: key 8 i + 2 quad + e.
-struct SeenKeys {
+struct alignas(8) SeenKeys {
     uint16_t of_warp[4][4];  // warp, quad
+
+    // Of all warps; two quads in a word. (As four words of 16 bits, ptxas 13.0 took keys that nobody sees for seen ones.)
+    __device__ __forceinline__ uint2 of_block() const {
+        uint2 seen{0, 0};
+#pragma unroll
+        for (int warp = 0; warp < 4; ++warp) {
+            const uint2 own = *reinterpret_cast<const uint2*>(of_warp[warp]);
+            seen.x |= own.x, seen.y |= own.y;
+        }
+        return seen;
+    }
 };
 
 template <typename T>
@@ -407,16 +418,15 @@ __device__ __forceinline__ void zero_hidden_values(const AttentionParams& p, con
 
 // The same for the keys that no row of the block sees, with options.
 template <int kOwn, typename T>
-__device__ __forceinline__ void zero_unseen_values(const uint16_t (&seen)[4], WideSmem<T>& smem, SlotPlace at, int half) {
-    if ((seen[0] & seen[1] & seen[2] & seen[3]) == 0xFFFF) return;
+__device__ __forceinline__ void zero_unseen_values(uint2 seen, WideSmem<T>& smem, SlotPlace at, int half) {
+    if ((seen.x & seen.y) == ~0u) return;
 #pragma unroll 1
     for (int i = 0; i < kOwn; ++i, ++at.slot) {
         wait_full(smem, at);
         uint4* pieces = reinterpret_cast<uint4*>(smem.slots[at.slot]);
         for (int x = opaque(int(threadIdx.x % 128)); x < int(kSlotBytes / 16); x += 128) {
             const int key = x / 8 % kKeys, quad = key % 8 / 2;
-            const uint32_t of_quad = quad < 2 ? (quad ? seen[1] : seen[0]) : quad == 2 ? seen[2] : seen[3];
-            if (!(of_quad >> (key / 8 * 2 + key % 2) & 1)) pieces[x] = make_uint4(0, 0, 0, 0);
+            if (!((quad < 2 ? seen.x : seen.y) >> (quad % 2 * 16 + key / 8 * 2 + key % 2) & 1)) pieces[x] = make_uint4(0, 0, 0, 0);
         }
     }
     fence_proxy_async();
@@ -455,10 +465,8 @@ __device__ __forceinline__ void compute_output(const AttentionParams& p, WideSme
                 P[4 * i] = x.x, P[4 * i + 1] = x.y, P[4 * i + 2] = x.z, P[4 * i + 3] = x.w;
             }
             const float2 o_scale = read_o_scale();
-            [[maybe_unused]] uint16_t seen[4] = {};
-            if constexpr (kOptions)
-#pragma unroll
-                for (int x = 0; x < 16; ++x) seen[x % 4] |= smem.seen[in.slot].of_warp[x / 4][x % 4];
+            [[maybe_unused]] uint2 seen{};
+            if constexpr (kOptions) seen = smem.seen[in.slot].of_block();
             release_p();
             if (__any_sync(~0u, o_scale.x != 1.0f || o_scale.y != 1.0f)) {
 #pragma unroll
