@@ -230,7 +230,9 @@ def test_outliers(name, outlier):
 def test_tiny_softmax_scale(name, options, scale):
     """All visible keys weigh the same, and hidden ones nothing."""
     check(name, Case(200, 333, 64, softmax_scale=scale, **options))
-    check(name, Case(200, 333, 64, softmax_scale=scale, **options), lambda q, k, _: (q.__imul__(1e-12), k.__imul__(1e-12)))
+    check(
+        name, Case(200, 333, 64, softmax_scale=scale, **options), lambda q, k, _: (q.__imul__(1e-12), k.__imul__(1e-12))
+    )
 
 
 @with_gpu

@@ -34,7 +34,7 @@ MAY_SPILL = {
     r"backward_wgmma_pair_kernelI\w+BackwardPlanIdE8E": 4,
     # wgmma_float32_sm90, dK and dV of head dim 128: twelve registers in a step of 192 wgmmas.
     r"gradient_kernelILi128ELNS0_3OwnE0E(Lb0E)?EEvNS0_11PartsParams": 68,
-    r"gradient_kernelILi128ELNS0_3OwnE0ELb1EEEvNS0_11PartsParams": 24,  # with options
+    r"gradient_kernelILi128ELNS0_3OwnE0ELb1EEEvNS0_11PartsParams": 40,  # with options
     # wgmma_float32_wide_sm90, dK and dV with options: eight registers in a step of 192 wgmmas.
     r"gradient_kernelILNS0_3OwnE0ELb1EEEvNS0_10WideParams": 80,
     # mma_float32_sm80, head dim 512 with options: two registers of a tile of 32 keys.
@@ -47,7 +47,7 @@ MAY_SPILL = {
     r"attention_kernelINS_10SplitFloatELi256E\w+OptionsE1": 200,
     r"gradient_kernelILi256E\w+GradientParams": 40,
     # Masks by intervals, head dims 64 and 128: the producer has 32 registers and stores one.
-    r"forward_wgmma_kernelI\w+WgmmaPlanIdE2[01]E": 4,
+    r"forward_wgmma_kernelI\w+WgmmaPlanIdE2[01]E": 24,
     # Masks by blocks and of pairs, backward: the thread that takes keys has 32 registers and stores some between walks.
     r"backward_wgmma_kernelI\w+BackwardPlanIdE2[01]E": 28,
     # Masks by intervals, backward: the same thread.
