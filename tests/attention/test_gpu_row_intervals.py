@@ -205,7 +205,8 @@ def long_mask(form, seqlen, rng):
             if rng.random() < 0.7:  # a document
                 low, high = first, end
             of_head[first:end] = {
-                (True, 1): [high], (True, 2): [high, seqlen], (False, 2): [high, low], (False, 4): [high, seqlen, 0, low],
+                (True, 1): [high], (True, 2): [high, seqlen],
+                (False, 2): [high, low], (False, 4): [high, seqlen, 0, low],
             }[form]  # fmt: skip
             first = end
     return numbers[None]

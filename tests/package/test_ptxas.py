@@ -46,7 +46,7 @@ MAY_SPILL = {
     r"attention_kernelINS_10SplitFloatELi192E\w+OptionsE1": 56,
     r"attention_kernelINS_10SplitFloatELi256E\w+OptionsE1": 200,
     r"gradient_kernelILi256E\w+GradientParams": 40,
-    # Masks by intervals, head dims 64 and 128: the producer has 32 registers and stores one.
+    # Masks by intervals, head dims 64 and 128: the producer has 32 registers and stores six around a look at bounds.
     r"forward_wgmma_kernelI\w+WgmmaPlanIdE2[01]E": 24,
     # Masks by blocks and of pairs, backward: the thread that takes keys has 32 registers and stores some between walks.
     r"backward_wgmma_kernelI\w+BackwardPlanIdE2[01]E": 28,
