@@ -210,6 +210,10 @@ OUTLIERS = {
     "q large where k is small": lambda q, k: (q[..., 5].__imul__(1e6), k[..., 5].__imul__(1e-6)),
     "a row of q": lambda q, k: (q[:, 64, :, 0].__imul__(1e12), k[..., 0].fill(0)),
     "tiles of k apart": lambda q, k: (k[:, :128].__imul__(2.0**41), k[:, 128:].__imul__(2.0**-44)),
+    "channels rescaled": lambda q, k: (
+        q.__imul__(np.repeat([2.0**12, 1, 2.0**-12], [16, 32, 16])),
+        k.__imul__(np.repeat([2.0**-12, 1, 2.0**12], [16, 32, 16])),
+    ),
     "few columns": lambda q, k: (q[..., 8:].fill(0), q[..., :2].__imul__(1e9), k[..., :2].__imul__(1e-9)),
 }  # fmt: skip
 
@@ -221,6 +225,40 @@ def test_outliers(name, outlier):
     """Columns or rows so large that parts of a common scale would lose the others, where those decide the scores."""
     scale = 2.0**-44 if outlier == "tiles of k apart" else 0.125
     check(name, Case(65, 200, 64, nheads=2, softmax_scale=scale), lambda q, k, _: OUTLIERS[outlier](q, k))
+
+
+@with_gpu
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("array", ["k", "v"])
+def test_rows_of_few_small_numbers(name, array):
+    """Only hidden keys are large; the zeros of the others must not stand for numbers that keep their bits."""
+    case = Case(70, 256, 64, nheads=2, mask=(True, True, True), mask_rate=1.0)
+    q, k, v, options = accuracy.inputs(case)
+    options["mask"][..., [0, 128]] = False
+    x = k if array == "k" else v
+    small = np.arange(256) % 128 != 0
+    x[:, small, :, 16:] = 0
+    x[:, small] *= 2.0**-28
+    q *= 2.0**28 if array == "k" else 1
+    exact = reference.standard_attention(q, k, v, **options)
+    plain = accuracy.plain_attention(q, k, v, "float32", **options)
+    out, lse = Kernel(CUDA, name)(q, k, v, "float32", **options)
+    for got, want, beside in ((out, exact[0], plain[0]), (lse, exact[1], plain[1])):
+        assert np.abs(got - want).max() <= 4 * np.abs(beside - want).max() + 2.0**-20 * np.abs(want).max()
+
+
+@with_gpu
+def test_small_exponents_of_distant_tiles():
+    """Numbers of k that differ by 2^88, and a tiny softmax_scale: exponents of the small tile are subnormal, not 0."""
+    q, k, v, _ = accuracy.inputs(Case(64, 256, 64, nheads=1, nheads_k=1))
+    q[:], k[:] = np.abs(q) % 0.2 + 0.8, np.abs(k) % 0.2 + 0.8
+    k[:, 128:] *= 1.9 * 2.0**43
+    k[:, :128] *= 1.26 * 2.0**-45
+    v[:, 128:], v[:, :128] = -0.9, 1.0
+    for exponent in (-60, -66):
+        out, _ = Kernel(CUDA, NAMES[1])(q, k, v, "float32", softmax_scale=2.0**exponent)
+        exact, _ = reference.standard_attention(q, k, v, softmax_scale=2.0**exponent)
+        assert np.abs(out - exact).max() < 1e-5
 
 
 @with_gpu

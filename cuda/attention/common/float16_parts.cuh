@@ -13,6 +13,7 @@ namespace {
 
 constexpr int kLargestExponent = 15;                 // scaled numbers are below 2^15
 constexpr int kPreciseBits = 16;                     // numbers from 2^-16 of the largest on keep 23 bits
+constexpr int kNumbersOfSmall = 8;                   // of so many numbers of a row one may be smaller; a single one of four or more
 constexpr float kPreciseMean = 0x1p-13f;             // the least mean of a column, of the largest number
 constexpr float kLeast = 0x1p-45f, kMost = 0x1p44f;  // of the largest numbers: quotients of products, and dS, stay finite
 
@@ -106,14 +107,16 @@ __device__ __forceinline__ void split_tile(const SplitTensor& t, int index, int*
         const uint32_t largest_bits = kRowScales ? most[i] : tile_most;
         const float largest = __uint_as_float(largest_bits);
         precise &= most[i] == 0 || (largest > kLeast && largest < kMost);
-        int small = 0;  // numbers of the row that lose bits
+        int counts = 0;  // of the row's numbers: those that lose bits, and in the upper half those that are not 0
 #pragma unroll
         for (int g = 0; g < kFours; ++g)
             for (const float e : {x[i][g].x, x[i][g].y, x[i][g].z, x[i][g].w})
-                small += bits_of_magnitude(e) - 1 < largest_bits - (kPreciseBits << 23) - 1;  // 0 wraps around: it loses none
+                counts += (bits_of_magnitude(e) - 1 < largest_bits - (kPreciseBits << 23) - 1)  // 0 wraps around: it loses none
+                          + (e != 0 ? 1 << 16 : 0);
 #pragma unroll
-        for (int other = kLanes / 2; other > 0; other /= 2) small += __shfl_xor_sync(~0u, small, other);
-        precise &= most[i] == 0 || 4 * small <= t.columns;
+        for (int other = kLanes / 2; other > 0; other /= 2) counts += __shfl_xor_sync(~0u, counts, other);
+        const int small = counts & 0xFFFF, numbers = counts >> 16;
+        precise &= 4 * small <= numbers && kNumbersOfSmall * small < numbers + kNumbersOfSmall;
         const Scale scale = scale_of(largest);
         if (kRowScales && lane == 0) t.scales[int64_t(index) * kRows + row] = scale.up;
 #pragma unroll

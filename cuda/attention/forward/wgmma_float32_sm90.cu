@@ -300,7 +300,7 @@ __device__ __forceinline__ void consume(const WgmmaFloat32Params& params, SplitS
             }
             const float unit = q_scale[r] * k_scale;
             base[r] = row_max[r] == -FLT_MAX ? 0.0f : row_max[r] * inverse_of(unit);
-            exponent[r] = fmaxf(unit * scale, FLT_MIN);  // a hidden key's -inf times 0 is NaN
+            exponent[r] = fmaxf(unit * scale, 0x1p-149f);  // a hidden key's -inf times 0 is NaN; a larger one would count: base < 2^126
         }
         if constexpr (kGeneral) {
 #pragma unroll

@@ -277,8 +277,8 @@ def _attend(
         query, key, value, _varlen(cum_seq_q, cum_seq_k, max_q, max_k), out, causal=bool(is_causal),
         softmax_scale=scale, window_size=_window(window_size_left, window_size_right), alibi_slopes=alibi_slopes,
     )  # fmt: skip
-    # The state of random numbers that are never drawn, and no debug mask.
-    seed, offset = (torch.zeros(shape, dtype=torch.uint64, device=query.device) for shape in ((2,), ()))
+    # The state of random numbers that are never drawn, which a launch each would set to zero; and no debug mask.
+    seed, offset = (torch.empty(shape, dtype=torch.uint64, device=query.device) for shape in ((2,), ()))
     return out, lse, seed, offset, query.new_empty(0)
 
 
