@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import accuracy
 import kvcache_cases
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from accuracy import Case
 from conftest import CUDA, NO_CUDA
 
 import flash_attn_minimal as fa
+from flash_attn_lab import reference
 
 HEADDIMS = [
     (264, 264), (320, 320), (328, 328), (384, 384), (392, 448), (512, 512), (320, 256), (512, 64), (264, 128),
@@ -45,6 +47,22 @@ def test_more_items_than_blocks(kernel):
 ], ids=str)  # fmt: skip
 def test_options(kernel, scores):
     kernel.check(Case(140, 270, 320, 400, batch=2, nheads=4, nheads_k=2, dtype="bfloat16", **scores))
+
+
+@pytest.mark.parametrize("headdim", [320, 448, 512])
+@pytest.mark.parametrize("mask_rate", [0.5, 1.0])
+def test_hidden_keys_do_not_leak(kernel, headdim, mask_rate):
+    """NaN in keys and values that no row sees."""
+    q, k, v, options = accuracy.inputs(
+        Case(100, 200, headdim, nheads=2, dtype="float16", mask=(True, True, True), mask_rate=mask_rate)
+    )
+    hidden = [*range(50, 70), *range(190, 200)]
+    options["mask"][..., hidden] = False
+    out, lse = reference.standard_attention(q, k, v, **options)
+    k[:, hidden] = v[:, hidden] = np.nan
+    got = kernel(q, k, v, "float16", **options)
+    np.testing.assert_allclose(got[0], out, atol=4e-3)
+    np.testing.assert_allclose(got[1], lse, atol=2e-4)
 
 
 @pytest.mark.parametrize("headdim", [264, 512])

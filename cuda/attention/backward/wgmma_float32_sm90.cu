@@ -10,7 +10,7 @@
 //   - The products come in an order that frees one walked tile early: the next one arrives during the products of the other.
 //
 // Where the parts are not precise enough, mma_float32_sm80 serves the call, and simple where a row's |lse| is beyond 4096 or its delta
-// infinite.
+// NaN or beyond 2^99.
 //
 // Shared memory (PartsSmem)     own a, own b 2 x 64 x d | walked a, walked b stages x 64 x d; two parts each | statistics of queries
 // Bound by the tensor cores, and by their reads of both operands of S and dP.

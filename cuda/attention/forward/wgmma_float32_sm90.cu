@@ -8,9 +8,9 @@
 //   - each chain of products adds up 64 columns or 64 keys, small products first, in an accumulator of its own: tensor cores truncate.
 //     Float32 multiply-adds, which also undo the scale of a tile of V, join the chains.
 //
-// Float16 has 5 bits of exponent. Numbers below 2^-16 of the largest lose bits. Where that could be seen (a row whose mean is 2^13 times
-// smaller than the tile's largest number), and for infinity and NaN, the first kernel sets a word, and mma_float32_sm80 serves the call:
-// it is always launched, and returns at once if the word is 0.
+// Float16 has 5 bits of exponent. Numbers below 2^-16 of the largest lose bits. Where that could be seen (several such numbers in a row, a
+// column of V with a mean of less than 2^-13 of the tile's largest number), and for infinity and NaN, the first kernel sets a word, and
+// mma_float32_sm80 serves the call: it is always launched, and returns at once if the word is 0.
 //
 // Shared memory (SplitSmem)     Q 2 x 64 x d | K stages x block_n x d | V stages x block_n x d; two parts each
 // Bound by the tensor cores: six products.

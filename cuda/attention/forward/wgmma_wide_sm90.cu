@@ -395,7 +395,21 @@ __device__ __forceinline__ void compute_scores(const AttentionParams& p, WideSme
 
 // ---- an output warpgroup: computes its slots of the columns of O ----
 
-// Zeroes rows of V that no row of the sequence sees: they have P = 0, but 0 x NaN is NaN. Past the end of a dense tensor the copies have
+// Zeroes the rows of V of a tile for which is_hidden(key of the tile) holds: they have P = 0, but 0 x NaN is NaN.
+template <int kOwn, typename T, typename IsHidden>
+__device__ __forceinline__ void zero_values(WideSmem<T>& smem, SlotPlace at, int half, const IsHidden& is_hidden) {
+#pragma unroll 1
+    for (int i = 0; i < kOwn; ++i, ++at.slot) {
+        wait_full(smem, at);
+        uint4* pieces = reinterpret_cast<uint4*>(smem.slots[at.slot]);
+        for (int x = opaque(int(threadIdx.x % 128)); x < int(kSlotBytes / 16); x += 128)
+            if (is_hidden(x / 8 % kKeys)) pieces[x] = make_uint4(0, 0, 0, 0);
+    }
+    fence_proxy_async();
+    bar_sync(kOutputWarpgroup + half, 128);
+}
+
+// Those of keys that no row of the sequence sees. Past the end of a dense tensor the copies have
 // written zeros, but in a varlen call the next sequence follows, and a cache may hold anything.
 template <int kOwn, typename T>
 __device__ __forceinline__ void zero_hidden_values(const AttentionParams& p, const ForwardWork& w, int n, WideSmem<T>& smem, SlotPlace at,
@@ -403,34 +417,17 @@ __device__ __forceinline__ void zero_hidden_values(const AttentionParams& p, con
     const int begin = clamp_to(w.left, 0, w.seqlen_k), end = clamp_to(w.seqlen_q + w.right, 0, w.seqlen_k);
     const bool hidden_end = (n + 1) * kKeys > end && (p.cu_seqlens_q || p.cache.entries || end < w.seqlen_k);
     if (!hidden_end && n * kKeys >= begin) return;
-#pragma unroll 1
-    for (int i = 0; i < kOwn; ++i, ++at.slot) {
-        wait_full(smem, at);
-        uint4* pieces = reinterpret_cast<uint4*>(smem.slots[at.slot]);
-        for (int x = opaque(int(threadIdx.x % 128)); x < int(kSlotBytes / 16); x += 128) {
-            const int key = n * kKeys + x / 8 % kKeys;
-            if (key < begin || key >= end) pieces[x] = make_uint4(0, 0, 0, 0);
-        }
-    }
-    fence_proxy_async();
-    bar_sync(kOutputWarpgroup + half, 128);
+    zero_values<kOwn>(smem, at, half, [=](int key) { return n * kKeys + key < begin || n * kKeys + key >= end; });
 }
 
-// The same for the keys that no row of the block sees, with options.
+// With options: those of keys that no row of the block sees.
 template <int kOwn, typename T>
 __device__ __forceinline__ void zero_unseen_values(uint2 seen, WideSmem<T>& smem, SlotPlace at, int half) {
     if ((seen.x & seen.y) == ~0u) return;
-#pragma unroll 1
-    for (int i = 0; i < kOwn; ++i, ++at.slot) {
-        wait_full(smem, at);
-        uint4* pieces = reinterpret_cast<uint4*>(smem.slots[at.slot]);
-        for (int x = opaque(int(threadIdx.x % 128)); x < int(kSlotBytes / 16); x += 128) {
-            const int key = x / 8 % kKeys, quad = key % 8 / 2;
-            if (!((quad < 2 ? seen.x : seen.y) >> (quad % 2 * 16 + key / 8 * 2 + key % 2) & 1)) pieces[x] = make_uint4(0, 0, 0, 0);
-        }
-    }
-    fence_proxy_async();
-    bar_sync(kOutputWarpgroup + half, 128);
+    zero_values<kOwn>(smem, at, half, [=](int key) {
+        const int quad = key % 8 / 2;
+        return !((quad < 2 ? seen.x : seen.y) >> (quad % 2 * 16 + key / 8 * 2 + key % 2) & 1);
+    });
 }
 
 template <typename T, typename Shape, int kHalf, bool kOptions>

@@ -195,7 +195,7 @@ struct PartsWorkspace {
         used += (size_t(bytes) + 1023) / 1024 * 1024;
         return at;
     }
-    // First the statistics of the rows, then two words: the parts are not precise enough; some row is large, or its delta infinite.
+    // First the statistics of the rows, then two words: the parts are not precise enough; some row is large, or its delta NaN or too large.
     int* take_statistics(const AttentionParams& p) {
         take(int64_t(rows_of_call_bytes(p)));
         return reinterpret_cast<int*>(take(2 * sizeof(int)));
