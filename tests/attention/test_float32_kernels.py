@@ -248,6 +248,25 @@ def test_rows_of_few_small_numbers(name, array):
 
 
 @with_gpu
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+@pytest.mark.parametrize("options", [{}, {"window_size": (140, 90)}, {"softcap": 200.0}], ids=str)
+@pytest.mark.parametrize("zeros", [[299], [5], [0, 130, 299], [256]], ids=str)
+def test_largest_scores_without_values(name, headdim, options, zeros):
+    """`add_zero_attn`: the keys with the largest scores have v = 0, so the others, however small their P, decide out."""
+    case = Case(70, 300, headdim, **options)
+    q, k, v, options = accuracy.inputs(case)
+    q[..., 0], k[..., 0], v[:, zeros] = headdim**0.5, 0, 0
+    for margin in (14, 24, 40):
+        k[:, zeros, :, 0] = margin
+        exact = reference.standard_attention(q, k, v, **options)
+        plain = accuracy.plain_attention(q, k, v, "float32", **options)
+        out, lse = Kernel(CUDA, name)(q, k, v, "float32", **options)
+        for got, want, beside in ((out, exact[0], plain[0]), (lse, exact[1], plain[1])):
+            assert np.abs(got - want).max() <= 4 * np.abs(beside - want).max() + 2.0**-21 * np.abs(want).max()
+
+
+@with_gpu
 def test_small_exponents_of_distant_tiles():
     """Numbers of k that differ by 2^88, and a tiny softmax_scale: exponents of the small tile are subnormal, not 0."""
     q, k, v, _ = accuracy.inputs(Case(64, 256, 64, nheads=1, nheads_k=1))

@@ -32,6 +32,8 @@ MAY_SPILL = {
     r"gradient_kernelI\w+Li256ELi256ELNS_5MmaSmE4E": 8,
     # In the product for dQ: the number of query tiles of the block, read once for each tile.
     r"backward_wgmma_pair_kernelI\w+BackwardPlanIdE8E": 4,
+    # wgmma_float32_sm90, head dim 128 with options: P has a scale for each row, twice in its loop of 128 exponentials.
+    r"attention_kernelILi128ELb1EEEvNS0_18WgmmaFloat32Params": 64,
     # wgmma_float32_sm90, dK and dV of head dim 128: twelve registers in a step of 192 wgmmas.
     r"gradient_kernelILi128ELNS0_3OwnE0E(Lb0E)?EEvNS0_11PartsParams": 68,
     r"gradient_kernelILi128ELNS0_3OwnE0ELb1EEEvNS0_11PartsParams": 40,  # with options

@@ -37,7 +37,7 @@ struct PartsParams {
 
 template <int kD>
 __global__ void __launch_bounds__(kSplitThreads) split_kernel(const __grid_constant__ PartsParams params) {
-    __shared__ uint32_t shared[kSplitThreads / 32 + kD];
+    __shared__ uint32_t shared[split_words(kD)];
     const AttentionParams& p = params.backward.forward;
     const int blocks_q = params.q.tiles * p.nheads * p.batch, blocks_k = params.k.tiles * p.nheads_k * p.batch;
     int index = blockIdx.x;

@@ -37,7 +37,7 @@ struct WideParams {
 };
 
 __global__ void __launch_bounds__(kSplitThreads) split_kernel(const __grid_constant__ WideParams params) {
-    __shared__ uint32_t shared[kSplitThreads / 32 + kD];
+    __shared__ uint32_t shared[split_words(kD)];
     const AttentionParams& p = params.backward.forward;
     const TwoTilings* const tensors[] = {&params.q, &params.dout, &params.k, &params.v};
     int index = blockIdx.x;

@@ -23,9 +23,11 @@ struct SplitTensor {
     int64_t batch, head, row;  // strides
     int heads, rows, columns, tiles;
     __half* parts;
-    float* scales;  // of Q one for each row, of K and V one for each tile
+    float* scales;    // of Q one for each row, of K and V one for each tile; negative: some rows of the tile are zeros and others are not
+    uint32_t* zeros;  // which rows are zeros, kRows bits a tile; null: nobody asks
 };
 constexpr int kSplitThreads = 256;
+constexpr int split_words(int d) { return kSplitThreads / 32 + d + 4; }  // of shared memory: the warps, the columns, the bits of 128 rows
 
 // 2^-x and 2^x bring `largest` to 2^14 .. 2^15 and back.
 struct Scale {
@@ -75,12 +77,15 @@ __device__ __forceinline__ void split_tile(const SplitTensor& t, int index, int*
         const int tile_rows = min(kRows, t.rows - tile * kRows);
         tile_most = max(tile_most, __shfl_xor_sync(~0u, tile_most, 16));
         if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = tile_most;
+        uint32_t* const zeros = column_sums + kD;
         if (kTestsColumns && threadIdx.x < kD) column_sums[threadIdx.x] = 0;
+        if (kTestsColumns && threadIdx.x < kRows / 32) zeros[threadIdx.x] = 0;
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < kSplitThreads / 32; ++i) tile_most = max(tile_most, shared[i]);
+        bool has_zeros = false;
         if (kTestsColumns) {
-            static_assert(kRows <= 128, "32 bits hold a column");
+            static_assert(kRows <= 128 && kRows % 32 == 0, "32 bits hold a column");
             const float largest = __uint_as_float(tile_most), unit = scale_of(largest).down * kUnits;
 #pragma unroll
             for (int g = 0; g < kFours; ++g) {
@@ -92,12 +97,22 @@ __device__ __forceinline__ void split_tile(const SplitTensor& t, int index, int*
                 for (int e = 0; e < 4; ++e)
                     if (4 * (lane + g * kLanes) < kD) atomicAdd(column_sums + 4 * (lane + g * kLanes) + e, __float2uint_ru(own[e] * unit));
             }
+#pragma unroll
+            for (int i = 0; i < kPasses; ++i) {
+                const int row = first + i * kRowsAtOnce;
+                if (lane == 0 && row < tile_rows && most[i] == 0) atomicOr(zeros + row / 32, 1u << row % 32);
+            }
             __syncthreads();
+            if (t.zeros && tile_most != 0 && threadIdx.x < kRows / 32) {
+                const uint32_t word = zeros[threadIdx.x];
+                t.zeros[int64_t(index) * (kRows / 32) + threadIdx.x] = word;
+                has_zeros = __any_sync((1u << kRows / 32) - 1, word != 0);
+            }
             const float sum = column_sums[threadIdx.x % kD], least = kPreciseMean * largest * unit * tile_rows;
             // A sum of 0: a column of zeros, or no rows. One row is no column: some number of it is often small.
             if (tile_rows > 1 && sum != 0 && !(sum >= least)) *out_of_range = 1;
         }
-        if (threadIdx.x == 0) t.scales[index] = scale_of(__uint_as_float(tile_most)).up;
+        if (threadIdx.x == 0) t.scales[index] = copysignf(scale_of(__uint_as_float(tile_most)).up, has_zeros ? -1.0f : 1.0f);
     }
     unsigned char* const high = reinterpret_cast<unsigned char*>(t.parts + int64_t(index) * (2 * kRows * kD));
     bool precise = true;

@@ -38,6 +38,7 @@ constexpr int block_n(int d) { return d <= 128 ? 128 : d <= 192 ? 64 : 32; }  //
 constexpr int kThreads = 128 * (kWarpgroups + 1);
 constexpr int kChain = 4;              // steps of 16 that a chain of products adds up
 constexpr float kTop = 11, kRise = 4;  // P is 2^11 at the maximum that is subtracted, and at most 2^15
+constexpr float kMostRaised = 60;      // a tile's P is multiplied by up to 2^60: an inverse times a scale of V stays a number
 
 // ---- the parts ----
 
@@ -49,7 +50,7 @@ struct SplitParams {
 
 template <int kD>
 __global__ void __launch_bounds__(kSplitThreads) split_kernel(const __grid_constant__ SplitParams params) {
-    __shared__ uint32_t shared[kSplitThreads / 32 + kD];
+    __shared__ uint32_t shared[split_words(kD)];
     int index = blockIdx.x;
     if (index < params.blocks_q) return split_tile<kD, kWarpgroupRows, true, false>(params.q, index, params.out_of_range, shared);
     index -= params.blocks_q;
@@ -158,10 +159,11 @@ __device__ __forceinline__ void multiply_scores(float (&S)[block_n(kD) / 2], uin
         for (int i = 0; i < kBlockN / 2; ++i) S[i] += T[x - 1][i];
     }
 }
-// O += scale P V, in chains of at most 64 keys. Above 128 columns the registers hold chains of 64 columns.
+// O += scale P V in chains of at most 64 keys; each of the thread's two rows has a scale. Above 128 columns the registers hold 64 columns.
 template <int kD>
 __device__ __forceinline__ void multiply_values(float (&O)[kD / 2], const uint32_t (&high)[block_n(kD) / 4],
-                                                const uint32_t (&low)[block_n(kD) / 4], uint64_t v, uint64_t to_low_v, float scale) {
+                                                const uint32_t (&low)[block_n(kD) / 4], uint64_t v, uint64_t to_low_v,
+                                                const float (&scale)[2]) {
     constexpr int kBlockN = block_n(kD), kColumns = kD <= 128 ? kD : 64, kSteps = kBlockN / 16 < kChain ? kBlockN / 16 : kChain;
 #pragma unroll
     for (int first = 0; first < kBlockN / 16; first += kSteps)
@@ -181,7 +183,7 @@ __device__ __forceinline__ void multiply_values(float (&O)[kD / 2], const uint32
 #pragma unroll
             for (int i = 0; i < kColumns / 2; ++i) {
                 float& sum = O[part * kColumns / 2 + i];
-                sum = fmaf(T[i], scale, sum);
+                sum = fmaf(T[i], scale[i / 2 % 2], sum);
             }
         }
 }
@@ -259,7 +261,7 @@ __device__ __forceinline__ void consume(const WgmmaFloat32Params& params, SplitS
     mbarrier_wait(shared_address(smem.q_full), 0);
 #pragma unroll 1
     for (int n = w.last_tile; n >= w.first_tile; --n) {
-        const float k_scale = k_scales[n], v_scale = v_scales[n];
+        const float k_scale = k_scales[n], signed_v_scale = v_scales[n], v_scale = fabsf(signed_v_scale);
         // ---- S = Q K^T ----
         float S[kScores];
         k.wait_full();
@@ -275,13 +277,15 @@ __device__ __forceinline__ void consume(const WgmmaFloat32Params& params, SplitS
             mask_left(S, a.begin - key, b.begin - key);
         }
         // row_max is a product of q and k; `base` is the same in the unit of this tile's sums. With options both are scores.
-        float tile_max[2], base[2], exponent[2];
+        float tile_max[2], base[2], exponent[2], top[2], lower[2];
         tile_maximum(S, tile_max);
         bool moved = false;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            tile_max[r] = fmaxf(row_max[r], kGeneral ? tile_max[r] : tile_max[r] * (q_scale[r] * k_scale));
+            const float own = kGeneral ? tile_max[r] : tile_max[r] * (q_scale[r] * k_scale);
+            tile_max[r] = fmaxf(row_max[r], own);
             moved |= (tile_max[r] - row_max[r]) * scale > kRise;
+            top[r] = own;
         }
         if (__any_sync(~0u, moved)) {
 #pragma unroll
@@ -302,12 +306,33 @@ __device__ __forceinline__ void consume(const WgmmaFloat32Params& params, SplitS
             base[r] = row_max[r] == -FLT_MAX ? 0.0f : row_max[r] * inverse_of(unit);
             exponent[r] = fmaxf(unit * scale, 0x1p-149f);  // a hidden key's -inf times 0 is NaN; a larger one would count: base < 2^126
         }
+        if (signed_v_scale < 0) {
+            // Keys with v = 0 count in row_sum only. Otherwise they would take the bits of the others' P (`add_zero_attn`).
+            const uint32_t* const zeros = params.v.zeros + (head_k * params.v.tiles + n) * (kBlockN / 32);
+#pragma unroll
+            for (int i = 0; i < kScores; ++i) {
+                const int r = i / 2 % 2;
+                if (!(zeros[i / 16] >> (i / 4 % 4 * 8 + 2 * quad + i % 2) & 1)) continue;
+                row_sum[r] += exp2_approx(fmaf(S[i] - base[r], exponent[r], kTop));
+                S[i] = -INFINITY;
+            }
+            tile_maximum(S, top);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) top[r] = kGeneral ? top[r] : top[r] * (q_scale[r] * k_scale);
+        }
+        // P of a row in this tile is raised by 2^(top - kTop), so that its largest number keeps its bits, however far below row_max it is.
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float raised = truncf(fminf(fmaxf((row_max[r] - top[r]) * scale, 0.0f), kMostRaised));
+            top[r] = kTop + raised, lower[r] = __uint_as_float(uint32_t(127 - int(raised)) << 23);
+        }
+        float tile_sum[2] = {};
         if constexpr (kGeneral) {
 #pragma unroll
             for (int i = 0; i < kScores; ++i) {
                 const int r = i / 2 % 2;
-                S[i] = exp2_approx(fmaf(S[i] - base[r], exponent[r], kTop));
-                row_sum[r] += S[i];
+                S[i] = exp2_approx(fmaf(S[i] - base[r], exponent[r], top[r]));
+                tile_sum[r] += S[i];
             }
             if (p.dropout_threshold) drop_fragment(p, PlaceNow::of<kBlockN>(params, n).at, quad, S);
         }
@@ -315,16 +340,19 @@ __device__ __forceinline__ void consume(const WgmmaFloat32Params& params, SplitS
 #pragma unroll
         for (int i = 0; i < kScores; i += 2) {
             const int r = i / 2 % 2;
-            const float a = kGeneral ? S[i] : exp2_approx(fmaf(S[i] - base[r], exponent[r], kTop));
-            const float b = kGeneral ? S[i + 1] : exp2_approx(fmaf(S[i + 1] - base[r], exponent[r], kTop));
-            if (!kGeneral) row_sum[r] += a + b;
+            const float a = kGeneral ? S[i] : exp2_approx(fmaf(S[i] - base[r], exponent[r], top[r]));
+            const float b = kGeneral ? S[i + 1] : exp2_approx(fmaf(S[i + 1] - base[r], exponent[r], top[r]));
+            if (!kGeneral) tile_sum[r] += a + b;
             high[i / 2] = pack_16<__half>(a, b);
             const float2 rounded = unpack_16<__half>(high[i / 2]);
             low[i / 2] = pack_16<__half>(a - rounded.x, b - rounded.y);
         }
         // ---- O += P V ----
         v.wait_full();
-        multiply_values<kD>(O, high, low, desc_v, kLowK, v_scale);
+        const float scale_v[2] = {v_scale * lower[0], v_scale * lower[1]};
+#pragma unroll
+        for (int r = 0; r < 2; ++r) row_sum[r] = fmaf(tile_sum[r], lower[r], row_sum[r]);
+        multiply_values<kD>(O, high, low, desc_v, kLowK, scale_v);
         v.release(lane);
     }
 
@@ -398,6 +426,7 @@ size_t divide(const AttentionParams& p, unsigned char* base, SplitParams* to) {
     to->out_of_range = reinterpret_cast<int*>(take(sizeof(int)));
     to->q.scales = reinterpret_cast<float*>(take(heads_q * tiles_q * kWarpgroupRows * 4));
     to->k.scales = reinterpret_cast<float*>(take(heads_k * tiles_k * 4)),
+    to->v.zeros = reinterpret_cast<uint32_t*>(take(heads_k * tiles_k * (block_n(int(d)) / 8))),
     to->v.scales = reinterpret_cast<float*>(take(heads_k * tiles_k * 4));
     to->q.parts = reinterpret_cast<__half*>(take(heads_q * tiles_q * kWarpgroupRows * d * 4));
     to->k.parts = reinterpret_cast<__half*>(take(heads_k * tiles_k * block_n(int(d)) * d * 4));
