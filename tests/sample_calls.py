@@ -397,6 +397,7 @@ def _cuda_makers() -> Makers:
                 ("simple", "float32", 40), ("mma_float32_sm80", "float32", 64),
                 ("mma_float32_sm80", "float32", 512), ("wgmma_float32_sm90", "float32", 128),
                 ("wgmma_float32_wide_sm90", "float32", 256),
+                ("mma_short_sm80", half, 64), ("mma_short_sm80", half, 128), ("mma_short_sm80", half, 256),
                 ("mma_sm80", half, 128), ("wgmma_sm90", half, 128),
                 ("wgmma_pair_sm90", half, 256), ("mma_wide_sm80", half, 512), ("mma_wide_sm80", half, 321),
             )

@@ -33,6 +33,8 @@ cudaError_t forward_mma_sm80_paged(const AttentionParams& params, const DeviceIn
 cudaError_t forward_mma_sm80_wide(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
 cudaError_t forward_mma_tf32_sm80(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
 
+cudaError_t backward_mma_short_sm80(const BackwardParams& params, const DeviceInfo& device, cudaStream_t stream);
+
 // float32 in split products. With _if, each block ends at once unless *wanted, a word in device memory, says otherwise.
 cudaError_t forward_mma_float32_sm80(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
 cudaError_t forward_mma_float32_sm80_if(const int* wanted, const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);

@@ -253,17 +253,53 @@ def test_rows_of_few_small_numbers(name, array):
 @pytest.mark.parametrize("options", [{}, {"window_size": (140, 90)}, {"softcap": 200.0}], ids=str)
 @pytest.mark.parametrize("zeros", [[299], [5], [0, 130, 299], [256]], ids=str)
 def test_largest_scores_without_values(name, headdim, options, zeros):
-    """`add_zero_attn`: the keys with the largest scores have v = 0, so the others, however small their P, decide out."""
+    """`add_zero_attn`: the keys with the largest scores have v = 0, so the others decide out."""
     case = Case(70, 300, headdim, **options)
     q, k, v, options = accuracy.inputs(case)
     q[..., 0], k[..., 0], v[:, zeros] = headdim**0.5, 0, 0
-    for margin in (14, 24, 40):
+    for margin in (14, 24, 40, 60):
         k[:, zeros, :, 0] = margin
         exact = reference.standard_attention(q, k, v, **options)
         plain = accuracy.plain_attention(q, k, v, "float32", **options)
         out, lse = Kernel(CUDA, name)(q, k, v, "float32", **options)
         for got, want, beside in ((out, exact[0], plain[0]), (lse, exact[1], plain[1])):
             assert np.abs(got - want).max() <= 4 * np.abs(beside - want).max() + 2.0**-21 * np.abs(want).max()
+
+
+@with_gpu
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+@pytest.mark.parametrize("small", [2.0**-16, 2.0**-13, 2.0**-9])
+def test_largest_score_with_small_values(name, headdim, small):
+    q, k, v = (np.zeros((1, 128, 1, headdim), np.float32) for _ in range(3))
+    q[..., 0], k[:, 7, :, 0], v[:] = headdim**0.5, 25, 1
+    v[:, 7] = small
+    out, _ = Kernel(CUDA, name)(q, k, v, "float32")
+    exact, _ = reference.standard_attention(q, k, v)
+    assert np.abs(out - exact).max() <= 2.0**-15 * np.abs(exact).max()
+
+
+@with_gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_many_keys_without_values(name):
+    """Their sum is as exact as that of the other keys."""
+    q, k, v = (np.zeros((1, 16384 if x else 8, 1, 64), np.float32) for x in (0, 1, 1))
+    q[..., 0], k[..., 0] = 8, -0.25958914
+    k[:, ::128] = 0
+    v[:, ::128] = np.random.default_rng(1).uniform(1, 2, (1, 128, 1, 64))
+    out, lse = Kernel(CUDA, name)(q, k, v, "float32")
+    exact = reference.standard_attention(q, k, v)
+    assert np.abs(out - exact[0]).max() <= 1e-5 * np.abs(exact[0]).max()
+    assert np.abs(lse - exact[1]).max() <= 1e-5
+
+
+@with_gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_huge_softmax_scale_of_scores_of_zero(name):
+    q, k, v, _ = accuracy.inputs(Case(64, 128, 64, nheads=1, nheads_k=1))
+    q[..., :32], q[..., 32:], k[..., :32], k[..., 32:] = 2.0**43, 0, 0, 2.0**43
+    out, _ = Kernel(CUDA, name)(q, k, v, "float32", softmax_scale=2.0**72)
+    assert np.abs(out - v.mean(1, keepdims=True)).max() < 1e-6
 
 
 @with_gpu

@@ -14,6 +14,9 @@ FORWARD = ["naive", "minimal", "mma_sm80", "mma_tf32_sm80", "wgmma_sm90"]
 # kernel, head dim
 BACKWARD = [
     ("simple", 64),
+    ("mma_short_sm80", 64),
+    ("mma_short_sm80", 128),
+    ("mma_short_sm80", 256),
     ("mma_sm80", 64),
     ("mma_sm80", 128),
     ("mma_sm80", 256),

@@ -2,6 +2,7 @@
 // dv; launch_scores (launch.cpp) follows each of them.
 #include "api/attention/limits.h"
 #include "api/attention/registry.h"
+#include "attention/backward/mma_short_sm80.h"
 #include "attention/backward/wgmma_sm90/tiles.h"
 #include "attention/common/float16_parts.h"
 #include "attention/common/tiles_mma_sm80.h"
@@ -57,6 +58,22 @@ const char* split_refuses(const BackwardParams& b, const DeviceInfo& device, cha
     if ((p.headdim <= 256 && p.headdim_v <= 256) || device.shared_memory >= kBackwardSplitWideBytes) return nullptr;
     return say(text, size, "headdim=%d, headdim_v=%d: above 256 a block needs %zu bytes of shared memory, and this GPU has %zu", p.headdim,
                p.headdim_v, kBackwardSplitWideBytes, device.shared_memory);
+}
+const char* short_refuses(const BackwardParams& b, const DeviceInfo& device, char* text, size_t size) {
+    const AttentionParams& p = b.forward;
+    const size_t bytes = backward_short_bytes(backward_short_bucket(p));
+    if (bytes <= device.shared_memory) return nullptr;
+    return say(text, size, "headdim=%d, headdim_v=%d: a block needs %zu bytes of shared memory, and this GPU has %zu", p.headdim,
+               p.headdim_v, bytes, device.shared_memory);
+}
+bool has_blocks_for_clusters_of_8(const BackwardParams& b, const DeviceInfo&) {
+    const AttentionParams& p = b.forward;
+    return (ceil_div(p.seqlen_q, 64) * p.nheads + (ceil_div(p.seqlen_k, 64) + 1) * p.nheads_k) * p.batch <= kMostBlocks / 8;
+}
+const char* short_yields(const BackwardParams& b, const DeviceInfo& device, char* text, size_t size) {
+    const AttentionParams& p = b.forward;
+    if (backward_short_is_faster(p, device)) return nullptr;
+    return say(text, size, "seqlen_q=%d, seqlen_k=%d: made for short calls", p.seqlen_q, p.seqlen_k);
 }
 bool has_indices_for_chunks(const BackwardParams& b, const DeviceInfo&) {
     constexpr int kMost = 1 << 30;  // whole chunks of rows and keys still have 32-bit indices
@@ -116,6 +133,15 @@ constexpr uint32_t kOfTiles = kHints | kMaxScore | kKeySums | kVarlen | kScoresO
 
 // Best first within a device.
 constexpr BackwardKernel kKernels[] = {
+    {.name = "mma_short_sm80",
+     .summary = "short sequences in one launch (mma.sync): float16, bfloat16, head dims to 256, every option; deterministic",
+     .device = FA_CUDA,
+     .limits =
+         {.dtypes = k16Bits, .gpus = kFromSm80, .head_dims = head_dims(1, 256), .takes = kOfTiles | kNoKeys | kIntervals | kBlockMask},
+     .refuses = FA_SM80(short_refuses),
+     .fits = FA_SM80(has_blocks_for_clusters_of_8),
+     .yields = FA_SM80(short_yields),
+     .launch = FA_SM80(backward_mma_short_sm80)},
     {.name = "wgmma_sm90",
      .summary = "Hopper: TMA, wgmma, specialised warps; float16, bfloat16, head dims to 128, every option",
      .device = FA_CUDA,

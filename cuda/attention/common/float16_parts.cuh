@@ -15,6 +15,7 @@ constexpr int kLargestExponent = 15;                 // scaled numbers are below
 constexpr int kPreciseBits = 16;                     // numbers from 2^-16 of the largest on keep 23 bits
 constexpr int kNumbersOfSmall = 8;                   // of so many numbers of a row one may be smaller; a single one of four or more
 constexpr float kPreciseMean = 0x1p-13f;             // the least mean of a column, of the largest number
+constexpr int kValueBits = 10;                       // of V, a row's largest number is at least 2^-10 of the tile's, or the row is zeros
 constexpr float kLeast = 0x1p-45f, kMost = 0x1p44f;  // of the largest numbers: quotients of products, and dS, stay finite
 
 // A tensor, and where its parts go: for each tile of a head, the high parts and then the low parts, in the order of shared memory.
@@ -24,7 +25,7 @@ struct SplitTensor {
     int heads, rows, columns, tiles;
     __half* parts;
     float* scales;    // of Q one for each row, of K and V one for each tile; negative: some rows of the tile are zeros and others are not
-    uint32_t* zeros;  // which rows are zeros, kRows bits a tile; null: nobody asks
+    uint32_t* zeros;  // V of the forward pass: which rows are zeros, kRows bits a tile; else null
 };
 constexpr int kSplitThreads = 256;
 constexpr int split_words(int d) { return kSplitThreads / 32 + d + 4; }  // of shared memory: the warps, the columns, the bits of 128 rows
@@ -101,6 +102,8 @@ __device__ __forceinline__ void split_tile(const SplitTensor& t, int index, int*
             for (int i = 0; i < kPasses; ++i) {
                 const int row = first + i * kRowsAtOnce;
                 if (lane == 0 && row < tile_rows && most[i] == 0) atomicOr(zeros + row / 32, 1u << row % 32);
+                // A key with a large P and a small row of V would take the bits of the others' P, and not make up for them.
+                if (t.zeros && most[i] - 1 < tile_most - (kValueBits << 23) - 1) *out_of_range = 1;
             }
             __syncthreads();
             if (t.zeros && tile_most != 0 && threadIdx.x < kRows / 32) {

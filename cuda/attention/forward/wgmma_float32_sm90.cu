@@ -38,7 +38,7 @@ constexpr int block_n(int d) { return d <= 128 ? 128 : d <= 192 ? 64 : 32; }  //
 constexpr int kThreads = 128 * (kWarpgroups + 1);
 constexpr int kChain = 4;              // steps of 16 that a chain of products adds up
 constexpr float kTop = 11, kRise = 4;  // P is 2^11 at the maximum that is subtracted, and at most 2^15
-constexpr float kMostRaised = 60;      // a tile's P is multiplied by up to 2^60: an inverse times a scale of V stays a number
+constexpr float kMostRaised = 110;     // a tile's P is multiplied by up to 2^110, less where its inverse times V's scale would be subnormal
 
 // ---- the parts ----
 
@@ -309,21 +309,23 @@ __device__ __forceinline__ void consume(const WgmmaFloat32Params& params, SplitS
         if (signed_v_scale < 0) {
             // Keys with v = 0 count in row_sum only. Otherwise they would take the bits of the others' P (`add_zero_attn`).
             const uint32_t* const zeros = params.v.zeros + (head_k * params.v.tiles + n) * (kBlockN / 32);
+            float sum[2] = {};
 #pragma unroll
             for (int i = 0; i < kScores; ++i) {
                 const int r = i / 2 % 2;
                 if (!(zeros[i / 16] >> (i / 4 % 4 * 8 + 2 * quad + i % 2) & 1)) continue;
-                row_sum[r] += exp2_approx(fmaf(S[i] - base[r], exponent[r], kTop));
+                sum[r] += exp2_approx(fmaf(S[i] - base[r], exponent[r], kTop));
                 S[i] = -INFINITY;
             }
             tile_maximum(S, top);
 #pragma unroll
-            for (int r = 0; r < 2; ++r) top[r] = kGeneral ? top[r] : top[r] * (q_scale[r] * k_scale);
+            for (int r = 0; r < 2; ++r) row_sum[r] += sum[r], top[r] = kGeneral ? top[r] : top[r] * (q_scale[r] * k_scale);
         }
         // P of a row in this tile is raised by 2^(top - kTop), so that its largest number keeps its bits, however far below row_max it is.
+        const float most_raised = fminf(kMostRaised, float(int(__float_as_uint(v_scale) >> 23) - 2));
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const float raised = truncf(fminf(fmaxf((row_max[r] - top[r]) * scale, 0.0f), kMostRaised));
+            const float raised = truncf(fminf(fmaxf((row_max[r] - top[r]) * scale, 0.0f), most_raised));
             top[r] = kTop + raised, lower[r] = __uint_as_float(uint32_t(127 - int(raised)) << 23);
         }
         float tile_sum[2] = {};
@@ -443,7 +445,8 @@ cudaError_t launch(const SplitParams& split, const WgmmaFloat32Params& params, c
     if (const cudaError_t error =
             launch_kernel(split_kernel<kD>, unsigned(split.blocks_q + 2 * split.blocks_k), kSplitThreads, 0, stream, split))
         return error;
-    const bool general = p.general_scores() || !(p.scale >= FLT_MIN);  // -FLT_MAX times a smaller scale is no low score
+    // -FLT_MAX times a smaller scale is no low score; a larger one times the scales of q and k may be infinite.
+    const bool general = p.general_scores() || !(p.scale >= FLT_MIN && p.scale < 0x1p64f);
     return launch_kernel(general ? attention_kernel<kD, true> : attention_kernel<kD, false>,
                          unsigned(int64_t(params.tiles) * p.nheads * p.batch), kThreads, sizeof(SplitSmem<kD>), stream, params);
 }
