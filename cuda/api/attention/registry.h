@@ -24,6 +24,9 @@ fa_status launch_whole(const AppendParams&, const DeviceInfo&, void* stream);
 // Whether wgmma_split_sm90 can serve the call and is the fastest kernel for it. Kernels before it in the table then yield to it.
 bool wgmma_split_is_best(const AttentionParams&, const DeviceInfo&);
 
+// The kernel that serves a call of up to 16 queries over 16-bit keys fastest, or nullptr: not such a call, or not Hopper.
+const Kernel* fastest_for_few_queries(const AttentionParams&, const DeviceInfo&);
+
 // Whether mma_sm80, which starts faster, is the faster kernel for a call of few queries and keys in 16 bits.
 bool mma_wins_short_calls(const AttentionParams&, const DeviceInfo&);
 

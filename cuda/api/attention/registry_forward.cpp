@@ -374,7 +374,7 @@ bool mma_wins_short_calls([[maybe_unused]] const AttentionParams& p, [[maybe_unu
 
 Table<Kernel> forward_kernels() {
     const Table<Kernel> first = decode_kernels(), then = table_of(kKernels);
-    return {first.rows, first.count, then.rows, then.count};
+    return {first.rows, first.count, then.rows, then.count, fastest_for_few_queries};
 }
 
 }  // namespace fa

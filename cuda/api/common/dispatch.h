@@ -62,7 +62,8 @@ inline bool lacks_kernels_for([[maybe_unused]] const DeviceInfo& device) {
 }
 
 // Chooses the kernel that serves the call: the kernel forced by the argument `forced`, else the one forced by the environment variable,
-// else the first in the table that neither refuses nor yields. `place` is the device argument. why_not may be null.
+// else the table's fastest, where it knows one, else the first in the table that neither refuses nor yields. `place` is the device
+// argument. why_not may be null.
 template <typename Row, typename Params>
 fa_status choose(const char* forced, int32_t place, const Params& params, const DeviceInfo& device, const Table<Row>& table,
                  const char* variable, const Row** chosen, Lines* why_not) {
@@ -74,6 +75,11 @@ fa_status choose(const char* forced, int32_t place, const Params& params, const 
     }
     const uint32_t call = features_of(params);
     char text[256] = "";
+    const Row* const fastest = !forced && table.fastest ? table.fastest(params, device) : nullptr;
+    if (fastest && !why_not) {
+        *chosen = fastest;
+        return FA_OK;
+    }
     if (!forced && !why_not)  // a launch does not format reasons, which takes microseconds; the code below does, for those who read them
         for (int i = 0; const Row* const kernel = table.row(i); ++i)
             if (kernel->device == place && kernel->built() && !refusal(*kernel, call, params, device, text, 0).reason &&
@@ -99,7 +105,12 @@ fa_status choose(const char* forced, int32_t place, const Params& params, const 
                         place == FA_CPU ? "FA_CPU" : "FA_CUDA");
         }
         Refusal found = refusal(kernel, call, params, device, text, sizeof text);
-        if (!found.reason && !forced && kernel.yields) found = {kernel.yields(params, device, text, sizeof text), Check::kSpeed};
+        if (!found.reason && fastest && fastest != &kernel) {
+            std::snprintf(text, sizeof text, "%s is faster by an estimate", fastest->name);
+            found = {text, Check::kSpeed};
+        } else if (!found.reason && !fastest && !forced && kernel.yields) {
+            found = {kernel.yields(params, device, text, sizeof text), Check::kSpeed};
+        }
         if (!found.reason) {
             *chosen = &kernel;
             return FA_OK;

@@ -69,6 +69,7 @@ using Reason = const char* (*)(const Params&, const DeviceInfo&, char* text, siz
 // text of too_large(). `call` is what features_of(params) has found, once for all rows.
 template <typename Params, typename Limits>
 struct KernelOf {
+    using Call = Params;
     const char* name;
     const char* summary;
     fa_device device;
@@ -124,6 +125,8 @@ struct Table {
     int count;
     const Row* more = nullptr;
     int more_count = 0;
+    // The row that serves a call fastest, where that is known; nullptr: the first one that neither refuses nor yields.
+    const Row* (*fastest)(const typename Row::Call&, const DeviceInfo&) = nullptr;
 
     // All rows, whether their kernels are in this build or not; nullptr past the end.
     const Row* row(int i) const { return i < count ? rows + i : i < count + more_count ? more + (i - count) : nullptr; }

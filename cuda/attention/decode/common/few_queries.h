@@ -1,0 +1,122 @@
+// few_queries.h: estimates of how long each kernel takes for a few queries over 16-bit keys, from which the library chooses one.
+//
+// The numbers of kFewTimes come from tests/few_queries.py, which fits them to the times of 2407 random calls (up to 16 queries, caches and
+// biases included) in every kernel that takes them, on an H200. An estimate is off by 15 to 45 %; the kernel with the least one takes 4 %
+// longer than the best kernel in the geometric mean.
+//
+// The form of an estimate: launches and merges, then the longer of the products of the busiest block and the reads, as the root of the sum
+// of their squares. Kernels differ in what a block has: mma_sm80 and wgmma_sm90 all keys of a query head, so that a group's keys are read
+// once for each of its heads; the others a share of the keys of a key head.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "attention/decode/common/decode.h"
+
+namespace fa {
+
+enum class FewKernel { kMma, kWgmma, kWgmmaSplit, kSplit, kRing, kCluster, kLanesCluster };
+constexpr int kFewKernels = 7;
+
+// Microseconds, and factors.
+struct FewTimes {
+    float start, of_round, of_step;     // a launch; each time that the GPU is filled with blocks; a tile of keys in a block
+    float reads, reads_again;           // of one read of K and V at 4.2 TB/s; of the reads of each query head at 6.5 TB/s
+    float start_scores, step_scores;    // what bias, masks and dropout add to a launch, and to a step
+    float step_pages;                   // what pages below 64 rows add to a step
+    float start_natural, step_natural;  // what softcap and ALiBi add
+    float merge;                        // of pieces of keys
+    float step_rows, start_rows;        // what more than 16 rows of a key head add
+    float ragged;                       // what rows that are no whole lines of memory add to the reads
+    float cache, cache_start;           // of a cache, whose sequences are shorter than the longest: off the steps and reads; on the start
+};
+// Head dims to 64, to 128, to 256.
+// clang-format off
+constexpr FewTimes kFewTimes[kFewKernels][3] = {
+    {  // mma_sm80
+     {2.488, 0.568, 0.637, 0.683, 0.253, 1.424, 2.709, 0.871, 0.325, 1.882, 0, 0, 0, 0.1, 0.157, 1.538},
+     {1.108, 2.081, 0.897, 0.703, 0.44, 0.577, 2.483, 1.46, 1.477, 1.046, 0, 0, 0, 0.091, 0.072, 1.211},
+     {3.838, 0.228, 1.361, 0.646, 0.252, 3.282, 1.171, 1.285, 4.433, 0.115, 0, 0, 0, 0.099, 0.1, 0.614}},
+    {  // wgmma_sm90
+     {4.096, 1.677, 1.173, 0.624, 0.29, 1.005, 0.895, 0.094, 0.323, 0.775, 0, 0, 0, 0.1, 0.149, 0.389},
+     {4.397, 2.08, 1.157, 0.599, 0.332, 0.585, 0.6, 0.099, 0.294, 0.571, 0, 0, 0, 0.092, 0.112, 1.234},
+     {5.074, 2.156, 1.858, 0.659, 0.44, 0.485, 0.657, 0.103, 0.319, 0.413, 0, 0, 0, 0.096, 0.113, 0.345}},
+    {  // wgmma_split_sm90
+     {3.406, 1.659, 0.888, 0.645, 0, 0, 0, 0.097, 0.3, 0.1, 2.023, 0.225, 0.907, 0.124, 0.218, 1.561},
+     {3.657, 1.47, 0.718, 0.689, 0, 0, 0, 0.098, 0.3, 0.1, 1.831, 0.138, 0.997, 0.126, 0.205, 1.558},
+     {3.309, 3.036, 0.506, 0.938, 0, 0, 0, 0.101, 0.3, 0.1, 2.172, 0.296, 2.578, 0.113, 0.218, 2.034}},
+    {  // decode_split_sm80
+     {1.725, 1.991, 0.955, 0.901, 0, 0.504, 1.023, 0.113, 0.261, 0.098, 2.215, 2.394, 1.027, 0.481, 0.15, 1.003},
+     {2.534, 1.985, 0.562, 0.953, 0, 0.46, 1.436, 0.102, 0.294, 0.098, 2.019, 5.563, 1.675, 0.152, 0.164, 1.126},
+     {2.256, 3.631, 1.218, 0.773, 0, 0.362, 0.763, 0.112, 0.275, 0.092, 2.137, 3.135, 3.906, 0.086, 0.134, 1.33}},
+    {  // decode_ring_sm90
+     {3.887, 1.391, 0.45, 0.844, 0, 0, 0, 0.11, 0.303, 0.102, 1.416, 0, 0, 0.878, 0.144, 0.85},
+     {4.263, 0.799, 0.605, 0.719, 0, 0, 0, 0.156, 0.274, 0.095, 1.967, 0, 0, 0.096, 0.148, 1.297},
+     {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}},
+    {  // decode_cluster_sm90
+     {3.128, 0.746, 1.468, 0.849, 0, 0, 0, 0.107, 0.288, 0.157, 0, 0, 0, 0.648, 0.117, 0.36},
+     {4.306, 0.39, 0.581, 0.802, 0, 0, 0, 0.287, 0.251, 0.104, 0, 0, 0, 0.103, 0.177, 0.305},
+     {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}},
+    {  // decode_lanes_cluster_sm90
+     {3.733, 0.236, 1.188, 0.445, 0, 0, 0, 0.079, 0.293, 0.17, 0, 0, 0, 0.099, 0.359, 0.274},
+     {4.191, 0.266, 1.152, 0.256, 0, 0, 0, 0.103, 0.329, 0.109, 0, 0, 0, 0.098, 0.206, 0.298},
+     {4.815, 0.229, 2.178, 0.418, 0, 0, 0, 0.109, 0.274, 0.082, 0, 0, 0, 0.098, 0.171, 0.346}},
+};
+// clang-format on
+
+// Whether the estimates are for such calls.
+inline bool few_queries_known(const AttentionParams& p, const DeviceInfo& device) {
+    return device.compute == 90 && p.dtype != DType::kFloat32 && p.out_dtype == p.dtype && p.seqlen_q <= 16 && p.seqlen_k > 0 &&
+           p.batch > 0 && p.seqlen_q > 0 && p.headdim <= 256 && p.headdim_v <= 256 && !p.cu_seqlens_q && !has_8bit_cache(p) &&
+           !p.cache.num_splits && !p.cache.batch_invariant && !p.cache.leftpad && !p.cache.added && !p.cache.shared_prefix &&
+           !p.tree.rows && !p.intervals.data && !p.blocks.data;
+}
+
+inline double few_queries_time(FewKernel kernel, const AttentionParams& p, const DeviceInfo& device) {
+    const auto ceil_of = [](double x, double y) { return std::ceil(x / y); };
+    const int bucket = decode_bucket(p);
+    const FewTimes& t = kFewTimes[int(kernel)][bucket == 64 ? 0 : bucket == 128 ? 1 : 2];
+    const double units = double(p.batch) * p.nheads_k, rows = double(rows_of_key_head(p)), keys = double(decode_span(p));
+    const double bytes = keys * 2 * (p.headdim + p.headdim_v), tiles = ceil_of(keys, bucket == 64 ? 128 : 64), sms = device.multiprocessors;
+    const bool wide = rows > 16, scores = decode_reads_scores(p), natural = p.softcap != 0 || p.alibi_slopes;
+    double rounds, steps, read = units * bytes / 4.2e6, again = 0;
+    bool merges = false, adds_rows = false;
+    switch (kernel) {
+        case FewKernel::kMma:
+        case FewKernel::kWgmma: {
+            const bool mma = kernel == FewKernel::kMma;
+            const double blocks = double(p.batch) * p.nheads;
+            rounds = ceil_of(blocks, sms * (mma && bucket <= 128 ? 2 : 1)), steps = rounds * ceil_of(keys, mma ? 64 : 128);
+            again = blocks * bytes / 6.5e6;
+            break;
+        }
+        case FewKernel::kCluster:
+        case FewKernel::kLanesCluster: {
+            const bool lanes = kernel == FewKernel::kLanesCluster;
+            const double blocks = decode_cluster_blocks(p, device);
+            rounds = ceil_of(units * blocks, std::floor(sms * (lanes || bucket > 64 ? 0.95 : 2)));
+            steps = rounds * ceil_of(tiles, blocks) * (lanes ? ceil_of(rows, 4) : 1);
+            break;
+        }
+        default: {
+            const bool split = kernel == FewKernel::kSplit;
+            const double row_tiles = ceil_of(rows, kernel == FewKernel::kWgmmaSplit || (split && wide) ? 64 : 16);
+            const double places = sms * (split && bucket <= 128 ? 2 : 1);
+            rounds = std::max(1.0, units * row_tiles / places), steps = std::max(1.0, units * row_tiles * tiles / places),
+            read *= row_tiles;
+            merges = tiles > 1 && std::fmod(units * row_tiles, places) != 0;
+            adds_rows = wide;
+        }
+    }
+    const bool cached = p.cache.entries > 0, ragged = p.headdim * 2 % 128 || p.headdim_v * 2 % 128;
+    const bool small_pages = p.cache.block_table && p.cache.page_size < 64;
+    const double shorter = cached ? 1 - 0.5 * t.cache : 1;
+    steps *= shorter * t.of_step *
+             (1 + t.step_scores * scores + t.step_pages * small_pages + t.step_rows * adds_rows + t.step_natural * natural);
+    read *= shorter * t.reads * (1 + t.ragged * ragged), again *= t.reads_again;
+    return t.start + t.cache_start * cached + t.of_round * rounds + t.start_scores * scores + t.start_natural * natural + t.merge * merges +
+           t.start_rows * adds_rows + std::sqrt(steps * steps + read * read + again * again);
+}
+
+}  // namespace fa

@@ -1,0 +1,230 @@
+"""The times of kernels for few queries, and the numbers of cuda/attention/decode/common/few_queries.h.
+
+    python tests/few_queries.py measure OUT.json [--calls 1900] [--seed 900] [--seconds 90]    on a GPU, with PyTorch
+    python tests/few_queries.py fit docs/benchmarks/h200/few_queries.json      prints the table; needs SciPy
+
+`fit` minimises the errors of log(estimate / time), those of a kernel far from the best one weighing less. The form of
+an estimate stands in the header, and here in `estimate`, which the test of the table uses, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+HEADER = ROOT / "cuda" / "attention" / "decode" / "common" / "few_queries.h"
+DATA = ROOT / "docs" / "benchmarks" / "h200" / "few_queries.json"
+KERNELS = (
+    "mma_sm80", "wgmma_sm90", "wgmma_split_sm90", "decode_split_sm80", "decode_ring_sm90", "decode_cluster_sm90",
+    "decode_lanes_cluster_sm90",
+)  # fmt: skip
+BUCKETS = (64, 128, 256)
+NUMBERS = (
+    "start", "of_round", "of_step", "reads", "reads_again", "start_scores", "step_scores", "step_pages",
+    "start_natural", "step_natural", "merge", "step_rows", "start_rows", "ragged", "cache", "cache_start",
+)  # fmt: skip
+GUESS = (3, 0.8, 0.5, 1, 0.3, 0.5, 0.2, 0.1, 0.3, 0.1, 2, 0.3, 1, 0.1, 0.2, 0.3)
+MULTIPROCESSORS = 132
+REGULAR = 0.4  # how strongly a number is drawn to its guess
+
+
+def described(call) -> dict:
+    """What an estimate needs of a call of the sweep."""
+    options = set(call.options)
+    width, keys = max(call.headdim, call.headdim_v), call.seqlen_k
+    left, right = call.window if "window" in options else (-1, -1)
+    if left >= 0:
+        right = 0 if "causal" in options else right
+        keys = min(keys, left + call.seqlen_q + (right if right >= 0 else keys))
+    return {
+        "bucket": next(i for i, bucket in enumerate(BUCKETS) if width <= bucket),
+        "batch": call.batch, "heads": call.nheads, "heads_k": call.nheads_k, "columns": call.headdim + call.headdim_v,
+        "rows": call.seqlen_q * call.nheads // call.nheads_k, "keys": keys, "cache": float(call.is_cache),
+        "scores": float(any(name.startswith("bias") or "mask" in name or name == "dropout" for name in options)),
+        "natural": float(bool(options & {"softcap", "alibi"})), "pages": float(0 < call.page < 64),
+        "ragged": float(bool(call.headdim * 2 % 128 or call.headdim_v * 2 % 128)),
+    }  # fmt: skip
+
+
+def features(kernel: str, call: dict, sms: int = MULTIPROCESSORS) -> tuple[float, ...]:
+    """Rounds, steps, reads, reads again, merge, more than 16 rows."""
+    up = lambda x, y: math.ceil(x / y)  # noqa: E731
+    bucket, units, rows, keys = call["bucket"], call["batch"] * call["heads_k"], call["rows"], call["keys"]
+    read, tiles = units * keys * 2 * call["columns"] / 4.2e6, up(keys, 128 if bucket == 0 else 64)
+    if kernel in ("mma_sm80", "wgmma_sm90"):
+        blocks = call["batch"] * call["heads"]
+        rounds = up(blocks, sms * (2 if kernel == "mma_sm80" and bucket < 2 else 1))
+        steps = rounds * up(keys, 64 if kernel == "mma_sm80" else 128)
+        return rounds, steps, read, blocks * keys * 2 * call["columns"] / 6.5e6, 0, 0
+    if "cluster" in kernel:
+        lanes, blocks = "lanes" in kernel, 2
+        while blocks < 8 and units * blocks * 2 <= 2 * sms:
+            blocks *= 2
+        blocks = 16 if units * 16 <= sms else blocks
+        rounds = up(units * blocks, int(sms * (0.95 if lanes or bucket > 0 else 2)))
+        return rounds, rounds * up(tiles, blocks) * (up(rows, 4) if lanes else 1), read, 0, 0, 0
+    split, wide = kernel == "decode_split_sm80", rows > 16
+    row_tiles = up(rows, 64 if kernel == "wgmma_split_sm90" or (split and wide) else 16)
+    places = sms * (2 if split and bucket < 2 else 1)
+    merges = tiles > 1 and units * row_tiles % places != 0
+    filled = units * row_tiles / places
+    return max(1, filled), max(1, filled * tiles), read * row_tiles, 0, float(merges), float(wide)
+
+
+def estimate(numbers, made, call):
+    """Microseconds. `made`: of features; `call`: of described. Arrays of both may be given."""
+    t = dict(zip(NUMBERS, numbers, strict=True))
+    rounds, steps, read, again, merges, wide = made
+    shorter = 1 - 0.5 * t["cache"] * call["cache"]
+    steps = (
+        steps * shorter * t["of_step"]
+        * (1 + t["step_scores"] * call["scores"] + t["step_pages"] * call["pages"] + t["step_rows"] * wide
+           + t["step_natural"] * call["natural"])
+    )  # fmt: skip
+    read, again = read * shorter * t["reads"] * (1 + t["ragged"] * call["ragged"]), again * t["reads_again"]
+    starts = (
+        t["start"] + t["cache_start"] * call["cache"] + t["of_round"] * rounds + t["start_scores"] * call["scores"]
+        + t["start_natural"] * call["natural"] + t["merge"] * merges + t["start_rows"] * wide
+    )  # fmt: skip
+    return starts + np.sqrt(steps**2 + read**2 + again**2)
+
+
+def load(path: Path) -> list[tuple[dict, dict]]:
+    """(call, microseconds of each kernel) of each row."""
+    from flash_attn_lab.bench.calls.call import Call
+
+    rows = json.loads(path.read_text())["rows"]
+    return [(described(Call.parse(row["call"])), row["us"]) for row in rows]
+
+
+def table_of_header() -> dict:
+    text = HEADER.read_text().split("kFewTimes[kFewKernels][3] = {")[1].split("// clang-format on")[0]
+    rows = [[float(x) for x in row.split(",")] for row in re.findall(r"\{([\d., ]+)\}", text)]
+    places = [(kernel, bucket) for kernel in KERNELS for bucket in range(3)]
+    return dict(zip(places, rows, strict=True))
+
+
+def regret(table: dict, rows) -> float:
+    """The time of the kernels with the least estimates over that of the best ones, in the geometric mean."""
+    logs = []
+    for call, times in rows:
+        known = {k: estimate(table[k, call["bucket"]], features(k, call), call) for k in times}
+        logs.append(math.log(times[min(known, key=known.get)] / min(times.values())))
+    return math.exp(np.mean(logs))
+
+
+def fit(rows) -> dict:
+    from scipy.optimize import least_squares
+
+    table = {}
+    for kernel in KERNELS:
+        for bucket in range(3):
+            own = [(call, times) for call, times in rows if call["bucket"] == bucket and kernel in times]
+            table[kernel, bucket] = [0.0] * len(NUMBERS)
+            if len(own) < 20:
+                continue
+            made = np.array([features(kernel, call) for call, _ in own], float).T
+            calls = {name: np.array([call[name] for call, _ in own], float) for name in own[0][0]}
+            took = np.array([times[kernel] for _, times in own])
+            weight = np.array([min(times.values()) for _, times in own]) / took
+            guess, most = np.log(GUESS), np.log([1.0 if name == "cache" else 60.0 for name in NUMBERS])
+
+            def errors(x, made=made, calls=calls, took=took, weight=weight, guess=guess):
+                with np.errstate(all="ignore"):
+                    off = np.log(estimate(np.exp(x), made, calls) / took)
+                return np.concatenate([off * weight, (x - guess) * REGULAR])
+
+            found = np.exp(
+                least_squares(errors, guess, bounds=(np.log(1e-4), most + 1e-9), loss="soft_l1", f_scale=0.1).x
+            )
+            # Numbers of what the kernel never meets.
+            used = {
+                "reads_again": made[3].any(), "merge": made[4].any(),
+                "step_rows": made[5].any(), "start_rows": made[5].any(),
+                **{name: calls["scores"].any() for name in ("start_scores", "step_scores")},
+            }  # fmt: skip
+            table[kernel, bucket] = [
+                round(x, 3) if used.get(n, True) else 0.0 for n, x in zip(NUMBERS, found, strict=True)
+            ]
+    return table
+
+
+def measure(path: Path, count: int, seed: int, seconds: float) -> None:
+    from statistics import median
+
+    import torch
+
+    from flash_attn_lab.bench.calls.call import drawn
+    from flash_attn_lab.bench.calls.make import Arrays, ours
+    from flash_attn_lab.bench.machine import open_machine
+    from flash_attn_lab.bench.systems import Refused
+
+    machine, rows, end, number = open_machine("cuda", "torch"), [], time.monotonic() + seconds, -1
+
+    def microseconds(launch) -> float:
+        for i in range(2):
+            launch(i)
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+        def between(run) -> float:
+            start.record()
+            run()
+            stop.record()
+            stop.synchronize()
+            return start.elapsed_time(stop) * 1e3
+
+        repeats = max(5, min(20, int(3e3 / max(between(lambda: launch(0)), 10))))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for i in range(repeats):
+                launch(i)
+        return round(median(between(graph.replay) for _ in range(5)) / repeats, 2)
+
+    while len(rows) < count and time.monotonic() < end:
+        number += 1
+        call = drawn(seed, number, "cuda", ("bfloat16", "float16"))
+        if call.backward or call.packed is not None or call.seqlen_q > 16 or max(call.headdim, call.headdim_v) > 256:
+            continue
+        arrays, took = Arrays.of(machine, call), {}
+        for kernel in KERNELS:
+            try:
+                took[kernel] = microseconds(ours(arrays, kernel).launch)
+            except Refused:
+                continue
+        if len(took) > 1:
+            rows.append({"call": str(call), "us": took})
+            print(f"[{len(rows)}/{count}] {call}", file=sys.stderr)
+    about = {"machine": {"gpu": machine.name}, "command": " ".join(sys.argv), "suite": "few_queries", "rows": rows}
+    path.write_text(json.dumps(about, indent=0) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("verb", choices=("measure", "fit"))
+    parser.add_argument("path", type=Path)
+    parser.add_argument("--calls", type=int, default=1900)
+    parser.add_argument("--seed", type=int, default=900)
+    parser.add_argument("--seconds", type=float, default=90)
+    given = parser.parse_args()
+    if given.verb == "measure":
+        measure(given.path, given.calls, given.seed, given.seconds)
+        return
+    rows = load(given.path)
+    table = fit(rows)
+    for kernel in KERNELS:
+        lines = ("{" + ", ".join(f"{x:g}" for x in table[kernel, bucket]) + "}" for bucket in range(3))
+        print("    {  // " + kernel + "\n" + ",\n".join(f"     {line}" for line in lines) + "},")
+    print(f"// regret {regret(table, rows):.3f}")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT / "python"))
+    main()
