@@ -70,7 +70,14 @@ def features(kernel: str, call: dict, sms: int = MULTIPROCESSORS) -> tuple[float
             blocks *= 2
         blocks = 16 if units * 16 <= sms else blocks
         rounds = up(units * blocks, int(sms * (0.95 if lanes or bucket > 0 else 2)))
-        return rounds, rounds * up(tiles, blocks) * (up(rows, 4) if lanes else 1), read, 0, 0, 0
+        return (
+            rounds,
+            rounds * up(tiles, blocks) * (up(rows, 4) if lanes else 1),
+            read,
+            0,
+            0,
+            rounds * (rows > 1) * rows / 16,
+        )
     split, wide = kernel == "decode_split_sm80", rows > 16
     row_tiles = up(rows, 64 if kernel == "wgmma_split_sm90" or (split and wide) else 16)
     places = sms * (2 if split and bucket < 2 else 1)

@@ -27,7 +27,7 @@ struct FewTimes {
     float step_pages;                   // what pages below 64 rows add to a step
     float start_natural, step_natural;  // what softcap and ALiBi add
     float merge;                        // of pieces of keys
-    float step_rows, start_rows;        // what more than 16 rows of a key head add
+    float step_rows, start_rows;        // what more than 16 rows of a key head add; in clusters, 16 rows, if there is more than one
     float ragged;                       // what rows that are no whole lines of memory add to the reads
     float cache, cache_start;           // of a cache, whose sequences are shorter than the longest: off the steps and reads; on the start
 };
@@ -55,13 +55,13 @@ constexpr FewTimes kFewTimes[kFewKernels][3] = {
      {4.263, 0.799, 0.605, 0.719, 0, 0, 0, 0.156, 0.274, 0.095, 1.967, 0, 0, 0.096, 0.148, 1.297},
      {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}},
     {  // decode_cluster_sm90
-     {3.128, 0.746, 1.468, 0.849, 0, 0, 0, 0.107, 0.288, 0.157, 0, 0, 0, 0.648, 0.117, 0.36},
-     {4.306, 0.39, 0.581, 0.802, 0, 0, 0, 0.287, 0.251, 0.104, 0, 0, 0, 0.103, 0.177, 0.305},
+     {2.941, 0.582, 1.349, 0.892, 0, 0, 0, 0.107, 0.278, 0.122, 0, 0.096, 1.441, 0.673, 0.12, 0.416},
+     {3.967, 0.21, 0.522, 0.822, 0, 0, 0, 0.304, 0.264, 0.108, 0, 0.087, 1.501, 0.099, 0.153, 0.317},
      {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}},
     {  // decode_lanes_cluster_sm90
-     {3.733, 0.236, 1.188, 0.445, 0, 0, 0, 0.079, 0.293, 0.17, 0, 0, 0, 0.099, 0.359, 0.274},
-     {4.191, 0.266, 1.152, 0.256, 0, 0, 0, 0.103, 0.329, 0.109, 0, 0, 0, 0.098, 0.206, 0.298},
-     {4.815, 0.229, 2.178, 0.418, 0, 0, 0, 0.109, 0.274, 0.082, 0, 0, 0, 0.098, 0.171, 0.346}},
+     {3.406, 0.218, 0.881, 0.975, 0, 0, 0, 0.089, 0.285, 0.112, 0, 0.204, 3.548, 0.1, 0.287, 0.295},
+     {3.508, 0.224, 0.876, 0.817, 0, 0, 0, 0.096, 0.277, 0.095, 0, 0.288, 8.179, 0.091, 0.246, 0.278},
+     {3.962, 0.285, 1.449, 0.915, 0, 0, 0, 0.095, 0.281, 0.087, 0, 0.607, 15.143, 0.098, 0.197, 0.33}},
 };
 // clang-format on
 
@@ -81,7 +81,8 @@ inline double few_queries_time(FewKernel kernel, const AttentionParams& p, const
     const double bytes = keys * 2 * (p.headdim + p.headdim_v), tiles = ceil_of(keys, bucket == 64 ? 128 : 64), sms = device.multiprocessors;
     const bool wide = rows > 16, scores = decode_reads_scores(p), natural = p.softcap != 0 || p.alibi_slopes;
     double rounds, steps, read = units * bytes / 4.2e6, again = 0;
-    bool merges = false, adds_rows = false;
+    double rows_added = 0;
+    bool merges = false;
     switch (kernel) {
         case FewKernel::kMma:
         case FewKernel::kWgmma: {
@@ -97,6 +98,7 @@ inline double few_queries_time(FewKernel kernel, const AttentionParams& p, const
             const double blocks = decode_cluster_blocks(p, device);
             rounds = ceil_of(units * blocks, std::floor(sms * (lanes || bucket > 64 ? 0.95 : 2)));
             steps = rounds * ceil_of(tiles, blocks) * (lanes ? ceil_of(rows, 4) : 1);
+            rows_added = rows > 1 ? rounds * rows / 16 : 0;
             break;
         }
         default: {
@@ -106,17 +108,17 @@ inline double few_queries_time(FewKernel kernel, const AttentionParams& p, const
             rounds = std::max(1.0, units * row_tiles / places), steps = std::max(1.0, units * row_tiles * tiles / places),
             read *= row_tiles;
             merges = tiles > 1 && std::fmod(units * row_tiles, places) != 0;
-            adds_rows = wide;
+            rows_added = wide;
         }
     }
     const bool cached = p.cache.entries > 0, ragged = p.headdim * 2 % 128 || p.headdim_v * 2 % 128;
     const bool small_pages = p.cache.block_table && p.cache.page_size < 64;
     const double shorter = cached ? 1 - 0.5 * t.cache : 1;
     steps *= shorter * t.of_step *
-             (1 + t.step_scores * scores + t.step_pages * small_pages + t.step_rows * adds_rows + t.step_natural * natural);
+             (1 + t.step_scores * scores + t.step_pages * small_pages + t.step_rows * rows_added + t.step_natural * natural);
     read *= shorter * t.reads * (1 + t.ragged * ragged), again *= t.reads_again;
     return t.start + t.cache_start * cached + t.of_round * rounds + t.start_scores * scores + t.start_natural * natural + t.merge * merges +
-           t.start_rows * adds_rows + std::sqrt(steps * steps + read * read + again * again);
+           t.start_rows * rows_added + std::sqrt(steps * steps + read * read + again * again);
 }
 
 }  // namespace fa
