@@ -37,7 +37,7 @@ REGULAR = 0.4  # how strongly a number is drawn to its guess
 
 
 def described(call) -> dict:
-    """What an estimate needs of a call of the sweep."""
+    """Numbers of a call of the sweep that an estimate needs."""
     options = set(call.options)
     width, keys = max(call.headdim, call.headdim_v), call.seqlen_k
     left, right = call.window if "window" in options else (-1, -1)

@@ -55,7 +55,7 @@ def test_divisions(batch, heads, seqlen_q, seqlen_k, headdim):
 
 
 def test_calls_of_different_sizes_in_turn():
-    """What a call leaves in shared memory does not reach the next one, whatever its clusters are."""
+    """Shared memory that a call leaves does not reach the next one, whatever its clusters are."""
     sizes = [(1, 300, 300, (4, 4), 64), (64, 50, 50, (8, 8), 64), (1, 17, 500, (2, 1), 128), (3, 64, 64, (16, 2), 256)]
     made = [arrays(*size, seed) for seed, size in enumerate(sizes)]
     first = [fa.backward(*given, kernel=NAME) for given in made]
