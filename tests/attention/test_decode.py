@@ -297,6 +297,17 @@ def test_programmatic_steps(kernel, dtype, heads):
 
 
 @pytest.mark.skipif(bool(NO_CUDA), reason=NO_CUDA)
+@pytest.mark.parametrize("heads, rows", [((8, 8), 16384), ((16, 16), 8192), ((32, 8), 32768)])
+def test_long_caches_go_to_kernels_that_divide_the_keys(heads, rows):
+    """One sequence may be much longer than the others, and its keys must not be the work of one block."""
+    q, k = (
+        CUDA.array(np.zeros(shape, np.float32), "float16") for shape in ((2, 1, heads[0], 64), (2, rows, heads[1], 64))
+    )
+    plan = fa.kvcache_query(q, k, k, cache_seqlens=CUDA.array(np.array([rows, 100], np.int32)))
+    assert plan.kernel not in ("mma_sm80", "wgmma_sm90", "decode_cluster_sm90", "decode_lanes_cluster_sm90"), plan
+
+
+@pytest.mark.skipif(bool(NO_CUDA), reason=NO_CUDA)
 def test_plain_calls_of_few_rows_come_here():
     q, k = (CUDA.array(np.zeros(shape, np.float32), "float16") for shape in ((1, 2, 8, 64), (1, 700, 2, 64)))
     assert fa.query(q, k, k).kernel in NAMES

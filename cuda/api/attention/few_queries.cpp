@@ -30,12 +30,14 @@ const Kernel* fastest_for_few_queries(const AttentionParams& p, const DeviceInfo
     if (!few_queries_known(p, device)) return nullptr;
     static const Rows rows;
     double times[kFewKernels];
-    for (int k = 0; k < kFewKernels; ++k) times[k] = few_queries_time(FewKernel(k), p, device);
+    for (int k = 0; k < kFewKernels; ++k)
+        times[k] = few_queries_need_balance(FewKernel(k), p) ? HUGE_VAL : few_queries_time(FewKernel(k), p, device);
     const uint32_t call = features_of(p);
     for (int tries = 0; tries < kFewKernels; ++tries) {
         int best = 0;
         for (int k = 1; k < kFewKernels; ++k)
             if (times[k] < times[best]) best = k;
+        if (times[best] == HUGE_VAL) return nullptr;
         char text[1];
         const Kernel* const kernel = rows.of[best];
         if (kernel && kernel->built() && !refusal(*kernel, call, p, device, text, 0).reason) return kernel;

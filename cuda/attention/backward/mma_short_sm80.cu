@@ -35,6 +35,12 @@ namespace {
 constexpr int kTile = 64, kThreads = 256, kRowWarps = 4, kHalves = 2;  // 4 x 2 warps
 constexpr int kTilesS = kTile / kHalves / 8;                           // n8 tiles of S of a warp
 
+#if defined(__CUDA_ARCH__)
+constexpr bool kLargeSm = takes_more_than_sm80(__CUDA_ARCH__);
+#else
+constexpr bool kLargeSm = true;
+#endif
+
 struct ShortParams {
     BackwardParams backward;
     int tiles_q;       // of the longest sequence
@@ -362,7 +368,8 @@ struct ShortBlock {
 };
 
 template <typename T, int kD, Scores kScores>
-__global__ void __launch_bounds__(kThreads, backward_short_blocks_per_sm(kD)) gradient_kernel(const __grid_constant__ ShortParams params) {
+__global__ void __launch_bounds__(kThreads, backward_short_blocks_per_sm(kD, kLargeSm))
+    gradient_kernel(const __grid_constant__ ShortParams params) {
     extern __shared__ __align__(128) unsigned char shared[];
     auto& smem = *reinterpret_cast<ShortSmem<T, kD>*>(shared);
     const AttentionParams& p = params.backward.forward;

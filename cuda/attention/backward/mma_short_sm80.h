@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/common/params.h"
+#include "attention/common/tiles_mma_sm80.h"
 #include "device/device_info.h"
 
 namespace fa {
@@ -13,7 +14,8 @@ constexpr int backward_short_bucket(const AttentionParams& p) {
     return backward_short_bucket(p.headdim > p.headdim_v ? p.headdim : p.headdim_v);
 }
 constexpr int backward_short_stages(int d) { return d <= 64 ? 2 : 1; }
-constexpr int backward_short_blocks_per_sm(int d) { return d <= 128 ? 2 : 1; }
+// large_sm: more shared memory than on sm_80, whose multiprocessors hold one block.
+constexpr int backward_short_blocks_per_sm(int d, bool large_sm) { return d <= 128 && large_sm ? 2 : 1; }
 constexpr size_t backward_short_bytes(int d) {
     return size_t(64) * 2 * d * (2 + 3 * backward_short_stages(d)) + 64 * (2 * 2 * 64 + 2 * 12 + 4);
 }
@@ -30,7 +32,8 @@ struct BackwardShortPlan {
 inline BackwardShortPlan backward_short_plan(const AttentionParams& p, const DeviceInfo& device) {
     BackwardShortPlan plan{};
     plan.tiles_q = (int64_t(p.seqlen_q) + 63) / 64, plan.tiles_k = (int64_t(p.seqlen_k) + 63) / 64;
-    plan.places = int64_t(device.multiprocessors) * backward_short_blocks_per_sm(backward_short_bucket(p));
+    plan.places =
+        int64_t(device.multiprocessors) * backward_short_blocks_per_sm(backward_short_bucket(p), device.shared_memory > kMostSharedSm80);
     const int64_t queries = plan.tiles_q * p.nheads * p.batch, heads_k = int64_t(p.nheads_k) * p.batch;
     // Two owners that work at once are faster than one after the other.
     plan.keys_write_dq = plan.tiles_k <= 1 && !p.may_hide_keys() && queries + heads_k > plan.places;
@@ -45,7 +48,7 @@ inline BackwardShortPlan backward_short_plan(const AttentionParams& p, const Dev
     return plan;
 }
 
-// Against wgmma_sm90 and wgmma_pair_sm90: 1400 random calls on an H200.
+// Against wgmma_sm90 and wgmma_pair_sm90: 1400 random calls on an H200. Other GPUs have not been measured.
 inline bool backward_short_is_faster(const AttentionParams& p, const DeviceInfo& device) {
     const BackwardShortPlan plan = backward_short_plan(p, device);
     const int d = backward_short_bucket(p);

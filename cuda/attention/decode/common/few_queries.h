@@ -1,8 +1,9 @@
 // few_queries.h: estimates of how long each kernel takes for a few queries over 16-bit keys, from which the library chooses one.
 //
 // The numbers of kFewTimes come from tests/few_queries.py, which fits them to the times of 2407 random calls (up to 16 queries, caches and
-// biases included) in every kernel that takes them, on an H200. An estimate is off by 15 to 45 %; the kernel with the least one takes 4 %
-// longer than the best kernel in the geometric mean.
+// biases included) in every kernel that takes them, on an H200. Estimates are off by 13 to 52 % (root mean square of the logarithm, by
+// kernel and head dim). The kernel with the least one takes 3.4 % longer than the best kernel in the geometric mean, 3.8 % in calls that
+// the fit has not seen, more than 25 % in one call of twenty. Calls beyond the data (32,768 keys, 64 sequences) are extrapolated.
 //
 // The form of an estimate: launches and merges, then the longer of the products of the busiest block and the reads, as the root of the sum
 // of their squares. Kernels differ in what a block has: mma_sm80 and wgmma_sm90 all keys of a query head, so that a group's keys are read
@@ -71,6 +72,15 @@ inline bool few_queries_known(const AttentionParams& p, const DeviceInfo& device
            p.batch > 0 && p.seqlen_q > 0 && p.headdim <= 256 && p.headdim_v <= 256 && !p.cu_seqlens_q && !has_8bit_cache(p) &&
            !p.cache.num_splits && !p.cache.batch_invariant && !p.cache.leftpad && !p.cache.added && !p.cache.shared_prefix &&
            !p.tree.rows && !p.intervals.data && !p.blocks.data;
+}
+
+// Whether a sequence much longer than the others would keep one block at work: the lengths of a cache are on the device, and the estimates
+// take them for half to all of the longest. Kernels that divide the sum of the keys do not mind.
+inline bool few_queries_need_balance(FewKernel kernel, const AttentionParams& p) {
+    if (!p.cache.seqlens) return false;
+    const bool whole = kernel == FewKernel::kMma || kernel == FewKernel::kWgmma;
+    const bool cluster = kernel == FewKernel::kCluster || kernel == FewKernel::kLanesCluster;
+    return (whole && p.seqlen_k > 1024) || (cluster && p.seqlen_k > 4096);
 }
 
 inline double few_queries_time(FewKernel kernel, const AttentionParams& p, const DeviceInfo& device) {
