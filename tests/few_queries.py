@@ -165,6 +165,7 @@ def fit(rows) -> dict:
 
 
 def measure(path: Path, count: int, seed: int, seconds: float) -> None:
+    from datetime import date
     from statistics import median
 
     import torch
@@ -173,6 +174,7 @@ def measure(path: Path, count: int, seed: int, seconds: float) -> None:
     from flash_attn_lab.bench.calls.make import Arrays, ours
     from flash_attn_lab.bench.machine import open_machine
     from flash_attn_lab.bench.systems import Refused
+    from flash_attn_lab.report import commit
 
     machine, rows, end, number = open_machine("cuda", "torch"), [], time.monotonic() + seconds, -1
 
@@ -209,7 +211,10 @@ def measure(path: Path, count: int, seed: int, seconds: float) -> None:
         if len(took) > 1:
             rows.append({"call": str(call), "us": took})
             print(f"[{len(rows)}/{count}] {call}", file=sys.stderr)
-    about = {"machine": {"gpu": machine.name}, "command": " ".join(sys.argv), "suite": "few_queries", "rows": rows}
+    about = {
+        "machine": {"gpu": machine.name}, "date": f"{date.today()}", "commit": commit(), "command": " ".join(sys.argv),
+        "suite": "few_queries", "rows": rows,
+    }  # fmt: skip
     path.write_text(json.dumps(about, indent=0) + "\n")
 
 

@@ -33,8 +33,6 @@ cudaError_t forward_mma_sm80_paged(const AttentionParams& params, const DeviceIn
 cudaError_t forward_mma_sm80_wide(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
 cudaError_t forward_mma_tf32_sm80(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
 
-cudaError_t backward_mma_short_sm80(const BackwardParams& params, const DeviceInfo& device, cudaStream_t stream);
-
 // float32 in split products. With _if, each block ends at once unless *wanted, a word in device memory, says otherwise.
 cudaError_t forward_mma_float32_sm80(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
 cudaError_t forward_mma_float32_sm80_if(const int* wanted, const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
@@ -105,6 +103,7 @@ size_t backward_wgmma_sm90_workspace(const BackwardParams&, const DeviceInfo&);
 cudaError_t backward_mma_sm80(const BackwardParams& params, const DeviceInfo& device, cudaStream_t stream);
 cudaError_t backward_mma_sm80_fp16(const BackwardParams& params, const DeviceInfo& device, cudaStream_t stream);  // its fp16 half
 size_t backward_mma_sm80_workspace(const BackwardParams&, const DeviceInfo&);  // bytes: float32 sums of dq, lse, delta and RowBase
+cudaError_t backward_mma_short_sm80(const BackwardParams& params, const DeviceInfo& device, cudaStream_t stream);
 
 // float32 in split products. With _if, as above; a block also ends if *unwanted is not 0. Calls with large rows are left to
 // backward_simple: its products are those of RowBase, to the bit.

@@ -40,5 +40,6 @@ def test_the_faster_kernel_is_chosen():
         ((1, 256, 4, 128), (1, 256, 4, 128), "mma_sm80"),
         ((1, 4096, 4, 64), (1, 4096, 4, 64), "wgmma_sm90"),
         ((32, 256, 16, 64), (32, 256, 16, 64), "wgmma_sm90"),  # short, but more than small blocks can do at once
+        ((1, 64, 4, 256), (1, 64, 4, 256), "mma_sm80"),
     ]:
         assert plan(shape_q, shape_k)[0].kernel == kernel, (shape_q, shape_k)

@@ -168,4 +168,6 @@ def test_the_choice_of_gradients():
             ), headdims
     assert plan(256).kernel != "mma_wide_sm80"
     assert plan(512, dtype="float32").kernel == "mma_float32_sm80"
+    refused = plan(520, dtype="float32")
+    assert refused.status == "FA_BAD_ARGUMENT" and "headdim=520 is outside 1 .. 512" in refused.error
     assert plan(256, kernel="mma_wide_sm80").kernel == "mma_wide_sm80"

@@ -342,7 +342,7 @@ struct ShortBlock {
         int stage = 0;
 #pragma unroll 1
         for (int tile = first; tile < end_tile; tile += params.cluster) {
-            const auto& to = smem.walked[stage];
+            auto& to = smem.walked[stage];
             if (may_hide && threadIdx.x < kTile) smem.used[threadIdx.x] = 0;
             cp_async_wait_all();
             __syncthreads();
@@ -354,7 +354,7 @@ struct ShortBlock {
             __syncthreads();
             if (may_hide) {  // a key without a nonzero dS in this step may hold NaN in K, and 0 x NaN is NaN: its K is zeroed
                 for (int x = opaque(int(threadIdx.x)); x < kTile * Tile::kPieces; x += kThreads)
-                    if (!smem.used[x / Tile::kPieces]) reinterpret_cast<uint4*>(const_cast<T*>(to[0]))[x] = uint4{};
+                    if (!smem.used[x / Tile::kPieces]) reinterpret_cast<uint4*>(to[0])[x] = uint4{};
                 __syncthreads();
             }
             add_to_queries(sums[0], to[0]);
@@ -395,12 +395,8 @@ cudaError_t launch(const BackwardParams& backward, const DeviceInfo& device, cud
     if (plan.clusters == 0) return cudaSuccess;
     params.tiles_q = int(plan.tiles_q), params.keys_write_dq = plan.keys_write_dq;
     params.key_clusters = int(plan.key_clusters), params.cluster = plan.blocks;
-    params.aligned_q = aligned_rows<T>(p, p.q, p.nheads, p.headdim), params.aligned_out = aligned_rows<T>(p, p.out, p.nheads, p.headdim_v);
-    params.aligned_k = aligned_rows<T>(p, p.k, p.nheads_k, p.headdim), params.aligned_v = aligned_rows<T>(p, p.v, p.nheads_k, p.headdim_v);
-    params.aligned_dout = aligned_rows<T>(p, backward.dout, p.nheads, p.headdim_v);
-    params.aligned_dq = aligned_rows<T>(p, backward.dq, p.nheads, p.headdim);
-    params.aligned_dk = aligned_rows<T>(p, backward.dk, p.nheads_k, p.headdim);
-    params.aligned_dv = aligned_rows<T>(p, backward.dv, p.nheads_k, p.headdim_v);
+    find_aligned_rows<T>(params);
+    params.aligned_out = aligned_rows<T>(p, p.out, p.nheads, p.headdim_v);
     LaunchOptions options;
     options.cluster = unsigned(plan.blocks);
     const bool general = p.general_scores() || !(p.scale > 0);

@@ -425,12 +425,7 @@ cudaError_t launch(const BackwardParams& backward, cudaStream_t stream) {
     params.sums_q = params.delta + 4 * plan.rows_of_call, params.sums_kv = params.sums_q + plan.sums_q;
     params.rows = plan.rows, params.keys = plan.keys;
     params.all_rows = plan.chunks_q * plan.rows, params.all_keys = plan.chunks_k * plan.keys;
-    params.aligned_q = aligned_rows<T>(p, p.q, p.nheads, p.headdim), params.aligned_k = aligned_rows<T>(p, p.k, p.nheads_k, p.headdim);
-    params.aligned_v = aligned_rows<T>(p, p.v, p.nheads_k, p.headdim_v);
-    params.aligned_dout = aligned_rows<T>(p, backward.dout, p.nheads, p.headdim_v);
-    params.aligned_dq = aligned_rows<T>(p, backward.dq, p.nheads, p.headdim);
-    params.aligned_dk = aligned_rows<T>(p, backward.dk, p.nheads_k, p.headdim);
-    params.aligned_dv = aligned_rows<T>(p, backward.dv, p.nheads_k, p.headdim_v);
+    find_aligned_rows<T>(params);
     const bool plain =
         !p.general_scores() && p.scale > 0 && params.aligned_q && params.aligned_k && params.aligned_v && params.aligned_dout;
     const int columns = block_columns(p);

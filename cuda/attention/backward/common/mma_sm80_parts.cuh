@@ -40,6 +40,19 @@ struct MmaBackwardParams {
     bool aligned_q, aligned_k, aligned_v, aligned_out, aligned_dout, aligned_dq, aligned_dk, aligned_dv;
 };
 
+// Sets which tensors have rows for 16-byte copies, in the parameters of a kernel: aligned_q .. aligned_dv.
+template <typename T, typename Params>
+void find_aligned_rows(Params& params) {
+    const BackwardParams& backward = params.backward;
+    const AttentionParams& p = backward.forward;
+    params.aligned_q = aligned_rows<T>(p, p.q, p.nheads, p.headdim), params.aligned_k = aligned_rows<T>(p, p.k, p.nheads_k, p.headdim);
+    params.aligned_v = aligned_rows<T>(p, p.v, p.nheads_k, p.headdim_v);
+    params.aligned_dout = aligned_rows<T>(p, backward.dout, p.nheads, p.headdim_v);
+    params.aligned_dq = aligned_rows<T>(p, backward.dq, p.nheads, p.headdim);
+    params.aligned_dk = aligned_rows<T>(p, backward.dk, p.nheads_k, p.headdim);
+    params.aligned_dv = aligned_rows<T>(p, backward.dv, p.nheads_k, p.headdim_v);
+}
+
 // The number of a sequence's first tile among the tiles of a head. floor(q0 / block_m) + b leaves enough whole tiles for all earlier
 // sequences.
 __device__ __forceinline__ int first_tile_of(const MmaBackwardParams& params, int block_m, int b) {

@@ -124,12 +124,8 @@ cudaError_t launch_bucket(const BackwardParams& backward, size_t shared_memory, 
     const AttentionParams& p = backward.forward;
     MmaBackwardParams params{};
     params.backward = backward, params.scale_log2 = backward.forward.scale * kLog2e;
-    params.aligned_q = aligned_rows<T>(p, p.q, p.nheads, p.headdim), params.aligned_out = aligned_rows<T>(p, p.out, p.nheads, p.headdim_v);
-    params.aligned_k = aligned_rows<T>(p, p.k, p.nheads_k, p.headdim), params.aligned_v = aligned_rows<T>(p, p.v, p.nheads_k, p.headdim_v);
-    params.aligned_dout = aligned_rows<T>(p, backward.dout, p.nheads, p.headdim_v);
-    params.aligned_dq = aligned_rows<T>(p, backward.dq, p.nheads, p.headdim);
-    params.aligned_dk = aligned_rows<T>(p, backward.dk, p.nheads_k, p.headdim);
-    params.aligned_dv = aligned_rows<T>(p, backward.dv, p.nheads_k, p.headdim_v);
+    find_aligned_rows<T>(params);
+    params.aligned_out = aligned_rows<T>(p, p.out, p.nheads, p.headdim_v);
     const bool aligned = params.aligned_q && params.aligned_k && params.aligned_v && params.aligned_dout;
     const bool general = p.general_scores() || !(p.scale > 0);
 
