@@ -110,7 +110,6 @@ WIDE = [(136, "float16"), (192, "bfloat16"), (200, "bfloat16"), (256, "float16")
 @pytest.mark.parametrize("bias_float32", [False, True], ids=["16 bits", "float32"])
 @pytest.mark.parametrize(("axes", "others"), some(OTHERS, 2))
 def test_backward_above_head_dim_128(headdim, dtype, bias_float32, axes, others):
-    """The kernel is forced: by default its plans with a bias do not serve yet."""
     kernel = BackwardKernel(CUDA, PAIR)
     for rows, keys, top_left in ((270, 336, False), (333, 136, True)):
         shape = {"batch": 2, "nheads": 4, "nheads_k": 2, "dtype": dtype, "top_left": top_left}
@@ -155,14 +154,11 @@ def test_softcap_and_alibi(headdim, axes, others, dtype):
     check(case, forward(case, q, k, v, options), exact, plain)
 
 
-WITHOUT_DROPOUT = {name: options for name, options in OTHERS.items() if "dropout" not in name}
-
-
 @pytest.mark.parametrize(
     ("headdim", "dtype"),
     [(40, "float16"), (64, "bfloat16"), (96, "bfloat16"), (128, "float16"), (176, "bfloat16"), (256, "float16")],
 )
-@pytest.mark.parametrize(("axes", "others"), some(WITHOUT_DROPOUT, 3))
+@pytest.mark.parametrize(("axes", "others"), some(OTHERS, 3))
 def test_float32(headdim, axes, others, dtype):
     """A bias of float32, in place."""
     shape = {"batch": 2, "nheads": 4, "nheads_k": 2, "dtype": dtype, "bias": axes, "bias_float32": True}
@@ -273,8 +269,8 @@ def test_large_rows(headdim):
 
 @pytest.mark.parametrize("headdim", [64, 128])
 def test_which_plan(headdim):
-    """Strides that the copy engine does not take go to the general plans in short calls; dropout, softcap and
-    ALiBi beside a bias of float32 in any call."""
+    """Strides that the copy engine does not take go to the general plans in short calls; softcap and ALiBi beside a
+    bias of float32 in any call."""
     x = torch.zeros(2, 512, 2, headdim, device="cuda", dtype=torch.bfloat16)
     bias = torch.zeros(2, 2, 512, 512, device="cuda", dtype=torch.bfloat16)
     assert served(x, x, x, bias=bias).endswith("_bias")
@@ -283,7 +279,7 @@ def test_which_plan(headdim):
     shifted = torch.zeros(2 * 2 * 512 * 512 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(2, 2, 512, 512)
     assert served(x, x, x, bias=bias.float()).endswith("_bias_float32")
     assert served(x, x, x, bias=wide.float()).endswith("_bias_float32")
-    assert served(x, x, x, bias=bias.float(), dropout_p=0.1, dropout_seed=1).endswith("_general")
+    assert served(x, x, x, bias=bias.float(), dropout_p=0.1, dropout_seed=1).endswith("_bias_float32_dropout")
     for other in (wide, shifted):
         assert served(x, x, x, bias=other).endswith("_bias")
         assert served(x[:, :16], x, x, bias=other[:, :, :16]).endswith("_general")
@@ -324,6 +320,49 @@ def test_copies_of_float32(headdim, others, dtype):
     (q, k, v, options), exact, plain = accuracy.expected(case)
     check(case, forward(case, q, k, v, options), exact, plain)
     BackwardKernel(CUDA, KERNEL).check(case)
+
+
+@pytest.mark.parametrize("others", [{}, {"causal": True, "alibi": True}], ids=["alone", "causal and ALiBi"])
+@pytest.mark.parametrize(("headdim", "bias_float32"), [(64, False), (96, True), (256, False)])
+def test_copies_in_pieces(headdim, bias_float32, others):
+    """A mask of sequences and a bias of heads whose sum is too large for one copy: every sequence is that of a call of
+    its own, to the last bit."""
+    batch, heads, rows, keys = 7, 8, 2000, 6000 if bias_float32 else 9000
+    generator = torch.Generator("cuda").manual_seed(1)
+
+    def random(*shape):
+        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16, generator=generator)
+
+    q, dout = random(batch, rows, heads, headdim), random(batch, rows, heads, headdim)
+    k, v = random(batch, keys, heads, headdim), random(batch, keys, heads, headdim)
+    bias = random(1, heads, rows, keys)
+    bias = bias.float() if bias_float32 else bias
+    mask = torch.rand(batch, 1, rows, keys, device="cuda", generator=generator) < 0.9
+    options = {"causal": "causal" in others}
+    if "alibi" in others:
+        options["alibi_slopes"] = torch.rand(batch, heads, device="cuda", generator=generator)
+    if "alibi" in others and bias_float32:
+        pytest.skip("served by the general plans")
+    kernel = KERNEL if headdim <= 128 else PAIR
+    plan = fa.query(q, k, v, bias=bias, mask=mask, kernel=KERNEL, **options)
+    entry = heads * rows * keys * bias.element_size()
+    assert "_bias" in plan.variant and entry < plan.workspace_bytes < batch * entry
+    out = torch.full_like(q, math.nan)
+    _, lse = fa.flash_attn_func(q, k, v, out=out, return_lse=True, bias=bias, mask=mask, kernel=KERNEL, **options)
+    got = fa.backward(dout, q, k, v, out, lse, bias=bias, mask=mask, kernel=kernel, deterministic=True, **options)
+    for b in range(batch):
+        at = slice(b, b + 1)
+        one = dict(options)
+        if "alibi_slopes" in one:
+            one["alibi_slopes"] = one["alibi_slopes"][at].contiguous()
+        x = (q[at], k[at], v[at])
+        single, single_lse = fa.flash_attn_func(*x, return_lse=True, bias=bias, mask=mask[at], kernel=KERNEL, **one)
+        assert torch.equal(out[at], single) and torch.equal(lse[at], single_lse), b
+        gradients = fa.backward(
+            dout[at], *x, single, single_lse, bias=bias, mask=mask[at], kernel=kernel, deterministic=True, **one
+        )
+        for name, whole, alone in zip(("dq", "dk", "dv"), got, gradients, strict=False):
+            assert torch.equal(whole[at], alone), (name, b)
 
 
 MASKS = {

@@ -4,7 +4,8 @@
 // mask does. So a mask of pairs alone may become a bias, too: zeros and -inf. That serves its calls with dropout, which the plans for masks
 // do not take.
 //
-// An axis on which the bias (and the mask) is shared has one entry in the copy, too. Rows are padded to whole 16 bytes.
+// An axis on which the bias (and the mask) is shared has one entry in the copy, too. Rows are padded to whole 16 bytes. Where the copy of
+// all sequences is too large, the call is launched in pieces of as many sequences as fit, one after the other in the same memory.
 #pragma once
 
 #include <cmath>
@@ -89,6 +90,14 @@ inline bool bias_copy_fits(const AttentionParams& p, const BiasCopy& copy) {
     const double bytes = elements * (kBiasChunkBytes / copy.elements);
     return bytes <= double(kSmallBiasCopy) || (bytes <= double(kMostBiasCopy) && elements <= 1.25 * (reach(copy.bias) + reach(copy.mask)));
 }
+// The sequences that a launch may have, so that its copy fits: all, or as many as kSmallBiasCopy holds, in pieces of like size
+// (batch_piece.h); 0 = none.
+inline int32_t bias_copy_batch(const AttentionParams& p, const BiasCopy& copy) {
+    if (bias_copy_fits(p, copy)) return p.batch;
+    if (p.cu_seqlens_q || p.cache.entries || p.dropout_threshold || copy.batch == 0) return 0;
+    const int64_t most = kSmallBiasCopy / (copy.bytes() / copy.batches);
+    return most == 0 ? 0 : int32_t(ceil_div(p.batch, ceil_div(p.batch, most)));
+}
 // Whether the copy is worth its time. It takes 1.3 ps an element of 16 bits and 3 us. A pair of a general plan takes 3 ps longer forward,
 // and 10 ps backward, than one of a plan with a bias (sweep of 2026-11-27, one H200). So at least half of the copy must be read. Those are
 // the times of a full GPU: a block of a general plan spends 5 us on a tile forward, and 10 us backward. So short calls gain, too: backward
@@ -105,7 +114,7 @@ inline bool wants_bias_copy(const AttentionParams& p, bool with_mask, double lea
     if (!(p.bias.data || with_mask) || p.seqlen_q <= 0 || p.seqlen_k <= 0) return false;
     if (p.bias.data && !(p.bias_dtype == p.dtype || bias_is_float32(p))) return false;
     const BiasCopy copy = bias_copy(p, with_mask);
-    return (with_mask || !bias_has_tiles(p)) && bias_copy_fits(p, copy) && bias_copy_pays(p, copy, least_pairs);
+    return (with_mask || !bias_has_tiles(p)) && bias_copy_pays(p, copy, least_pairs) && bias_copy_batch(p, copy) > 0;
 }
 
 // ---- one chunk of the copy ----

@@ -3,6 +3,7 @@
 #include "attention/backward/wgmma_sm90/group_parts.h"
 #include "attention/backward/wgmma_sm90/masked_tiles.h"
 #include "attention/backward/wgmma_sm90/tiles.h"
+#include "attention/common/batch_piece.h"
 #include "attention/common/interval_bounds.h"
 #include "attention/kernels.h"
 
@@ -25,6 +26,7 @@ cudaError_t launch_plan(BackwardPlanId plan, const BackwardParams& b, int multip
         FA_BACKWARD_CASE(kD64Bias)
         FA_BACKWARD_CASE(kD64BiasDropout)
         FA_BACKWARD_CASE(kD64BiasFloat32)
+        FA_BACKWARD_CASE(kD64BiasFloat32Dropout)
         FA_BACKWARD_CASE(kD64Dropout)
         FA_BACKWARD_CASE(kD64General)
         FA_BACKWARD_CASE(kD128)
@@ -35,6 +37,7 @@ cudaError_t launch_plan(BackwardPlanId plan, const BackwardParams& b, int multip
         FA_BACKWARD_CASE(kD128Bias)
         FA_BACKWARD_CASE(kD128BiasDropout)
         FA_BACKWARD_CASE(kD128BiasFloat32)
+        FA_BACKWARD_CASE(kD128BiasFloat32Dropout)
         FA_BACKWARD_CASE(kD128Dropout)
         FA_BACKWARD_CASE(kD128General)
         FA_BACKWARD_CASE(kD192V128)
@@ -47,6 +50,7 @@ cudaError_t launch_plan(BackwardPlanId plan, const BackwardParams& b, int multip
         FA_BACKWARD_CASE(kD192Softcap)
         FA_BACKWARD_CASE(kD192Dropout)
         FA_BACKWARD_CASE(kD192Bias)
+        FA_BACKWARD_CASE(kD192BiasDropout)
         FA_BACKWARD_CASE(kD192BiasFloat32)
         FA_BACKWARD_CASE(kD192Intervals)
         FA_BACKWARD_CASE(kD192Masks)
@@ -56,7 +60,9 @@ cudaError_t launch_plan(BackwardPlanId plan, const BackwardParams& b, int multip
         FA_BACKWARD_CASE(kD256Softcap)
         FA_BACKWARD_CASE(kD256Dropout)
         FA_BACKWARD_CASE(kD256Bias)
+        FA_BACKWARD_CASE(kD256BiasDropout)
         FA_BACKWARD_CASE(kD256BiasFloat32)
+        FA_BACKWARD_CASE(kD256BiasFloat32Dropout)
         FA_BACKWARD_CASE(kD256Intervals)
         FA_BACKWARD_CASE(kD256Masks)
         FA_BACKWARD_CASE(kD256General)
@@ -75,9 +81,7 @@ size_t launch_bytes(const BackwardParams& b, const BackwardPlan& plan) {
     return query_tiles_bytes(query_tiles(b, plan)) + 128 + bounds + masks + copy;  // and room to align the first
 }
 
-}  // namespace
-
-cudaError_t backward_wgmma_sm90(const BackwardParams& b, const DeviceInfo& device, cudaStream_t stream) {
+cudaError_t launch(const BackwardParams& b, const DeviceInfo& device, cudaStream_t stream) {
     const BackwardPlanId plan = backward_choose(b.forward);
     GroupParts parts = group_parts(b, backward_plan(plan), device.multiprocessors);
     if (parts.count == 1) return launch_plan(plan, b, device.multiprocessors, stream);
@@ -88,11 +92,25 @@ cudaError_t backward_wgmma_sm90(const BackwardParams& b, const DeviceInfo& devic
     return add_group_parts(b, parts, stream);
 }
 
-size_t backward_wgmma_sm90_workspace(const BackwardParams& b, const DeviceInfo& device) {
+size_t workspace_bytes(const BackwardParams& b, const DeviceInfo& device) {
     const BackwardPlan plan = backward_plan(backward_choose(b.forward));
     GroupParts parts = group_parts(b, plan, device.multiprocessors);
     if (parts.count == 1) return launch_bytes(b, plan);
     return launch_bytes(call_of_parts(b, &parts, nullptr), plan) + parts.bytes(b.forward);
+}
+
+int32_t batch_of_launch(const AttentionParams& p) {
+    return backward_plan(backward_choose(p)).bias() ? backward_batch_of_launch(p) : p.batch;
+}
+
+}  // namespace
+
+cudaError_t backward_wgmma_sm90(const BackwardParams& b, const DeviceInfo& device, cudaStream_t stream) {
+    return for_batch_pieces(b, batch_of_launch(b.forward), [&](const BackwardParams& piece) { return launch(piece, device, stream); });
+}
+
+size_t backward_wgmma_sm90_workspace(const BackwardParams& b, const DeviceInfo& device) {
+    return most_of_batch_pieces(b, batch_of_launch(b.forward), [&](const BackwardParams& piece) { return workspace_bytes(piece, device); });
 }
 
 }  // namespace fa

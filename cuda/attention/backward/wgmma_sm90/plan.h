@@ -55,7 +55,12 @@ enum class BackwardPlanId {
     kD192Bias,
     kD256Bias,
     kD192BiasFloat32,
-    kD256BiasFloat32
+    kD256BiasFloat32,
+    kD64BiasFloat32Dropout,
+    kD128BiasFloat32Dropout,
+    kD192BiasDropout,
+    kD256BiasDropout,
+    kD256BiasFloat32Dropout
 };
 
 // The warpgroups of a block: one copies, two are the main warpgroups, which own 64 keys each, and one multiplies dQ.
@@ -77,7 +82,7 @@ struct BackwardPlan {
     bool masks = false;         // with options: a mask by blocks, a mask of pairs or both, a left edge, and no other option
     bool dropout = false;       // with options: dropout, always
     int bias_stages = 0;        // with options: a bias, always, and no ALiBi: slots for its tiles. Scores are in natural units
-    bool bias_float32 = false;  // with a bias, and without dropout: it is float32, else of 16 bits
+    bool bias_float32 = false;  // with a bias: it is float32, else of 16 bits
 
     FA_HOST_DEVICE constexpr bool bias() const { return bias_stages != 0; }
     FA_HOST_DEVICE constexpr int columns() const { return (headdim + 63) / 64 * 64; }  // in shared memory, in chunks of 64
@@ -117,6 +122,11 @@ constexpr BackwardPlan backward_plan(BackwardPlanId id) {
         case BackwardPlanId::kD64Bias: plan = backward_plan(BackwardPlanId::kD64Options), plan.bias_stages = 1; break;
         case BackwardPlanId::kD64BiasDropout: plan = backward_plan(BackwardPlanId::kD64Bias), plan.dropout = true; break;
         case BackwardPlanId::kD128BiasDropout: plan = backward_plan(BackwardPlanId::kD128Bias), plan.dropout = true; break;
+        // 128 queries would take 3 KB more than there is.
+        case BackwardPlanId::kD64BiasFloat32Dropout:
+            plan = backward_plan(BackwardPlanId::kD64BiasFloat32), plan.block_m = 64, plan.bias_stages = 2, plan.dropout = true;
+            break;
+        case BackwardPlanId::kD128BiasFloat32Dropout: plan = backward_plan(BackwardPlanId::kD128BiasFloat32), plan.dropout = true; break;
         case BackwardPlanId::kD64BiasFloat32: plan = backward_plan(BackwardPlanId::kD64Bias), plan.bias_float32 = true; break;
         case BackwardPlanId::kD128BiasFloat32:
             plan = backward_plan(BackwardPlanId::kD128Bias), plan.bias_float32 = true, plan.bias_stages = 1;
@@ -150,6 +160,7 @@ constexpr BackwardPlan backward_plan(BackwardPlanId id) {
         case BackwardPlanId::kD192BiasFloat32:
             plan = backward_plan(BackwardPlanId::kD192Options), plan.bias_float32 = true, plan.bias_stages = 1;
             break;
+        case BackwardPlanId::kD192BiasDropout: plan = backward_plan(BackwardPlanId::kD192Bias), plan.dropout = true; break;
         case BackwardPlanId::kD192Softcap: plan = backward_plan(BackwardPlanId::kD192Options), plan.softcap = true; break;
         case BackwardPlanId::kD192General: plan.headdim = plan.headdim_v = 192, plan.general = true; break;
         case BackwardPlanId::kD256: plan.headdim = plan.headdim_v = 256; break;
@@ -161,6 +172,8 @@ constexpr BackwardPlan backward_plan(BackwardPlanId id) {
         case BackwardPlanId::kD256BiasFloat32:
             plan = backward_plan(BackwardPlanId::kD256Options), plan.bias_float32 = true, plan.bias_stages = 1;
             break;
+        case BackwardPlanId::kD256BiasDropout: plan = backward_plan(BackwardPlanId::kD256Bias), plan.dropout = true; break;
+        case BackwardPlanId::kD256BiasFloat32Dropout: plan = backward_plan(BackwardPlanId::kD256BiasFloat32), plan.dropout = true; break;
         case BackwardPlanId::kD256Softcap: plan = backward_plan(BackwardPlanId::kD256Options), plan.softcap = true; break;
         case BackwardPlanId::kD256General: plan.headdim = plan.headdim_v = 256, plan.general = true; break;
     }
@@ -205,11 +218,11 @@ inline bool backward_serves_dropout(const AttentionParams& p) {
     rest.dropout_threshold = 0;
     return drops_in_pairs(p) && backward_serves_options(rest) && p.softcap == 0;
 }
-// Whether the plans with a bias serve the call: alone or, in 16 bits, with dropout.
+// Whether the plans with a bias serve the call: alone or with dropout.
 inline bool backward_serves_bias(const AttentionParams& p) {
     AttentionParams rest = p;
     rest.bias.data = nullptr;
-    if (drops_in_pairs(p) && !bias_is_float32(p)) rest.dropout_threshold = 0;
+    if (drops_in_pairs(p)) rest.dropout_threshold = 0;
     rest.scale = 1.0f;  // any scale
     return bias_has_tiles(p) && backward_serves_options(rest) && p.softcap == 0 && !p.alibi_slopes;
 }
@@ -222,6 +235,10 @@ inline bool backward_copies_bias(const AttentionParams& p) {
     return wants_bias_copy(p, backward_mask_of_pairs(p), kLeastPairsBackward) &&
            backward_serves_bias(with_bias_copy(p, backward_bias_copy(p)));
 }
+// The sequences that one launch of a plan with a bias takes.
+inline int32_t backward_batch_of_launch(const AttentionParams& p) {
+    return backward_copies_bias(p) ? bias_copy_batch(p, backward_bias_copy(p)) : p.batch;
+}
 
 inline BackwardPlanId backward_choose(const AttentionParams& p) {
     using Id = BackwardPlanId;
@@ -233,11 +250,15 @@ inline BackwardPlanId backward_choose(const AttentionParams& p) {
     if (p.intervals.data)
         return choose(Id::kD64Intervals, Id::kD128Intervals, Id::kD192V128Intervals, Id::kD192Intervals, Id::kD256Intervals);
     if (backward_serves_masks(p)) return choose(Id::kD64Masks, Id::kD128Masks, Id::kD192V128Masks, Id::kD192Masks, Id::kD256Masks);
-    const bool both = d > 128 && p.dropout_threshold;  // no plan above head dim 128
-    if (!both && (backward_serves_bias(p) || backward_copies_bias(p))) {
-        if (bias_is_float32(p))
+    if (backward_serves_bias(p) || backward_copies_bias(p)) {
+        const bool wide = bias_is_float32(p);
+        if (wide && p.dropout_threshold)
+            return choose(Id::kD64BiasFloat32Dropout, Id::kD128BiasFloat32Dropout, Id::kD256BiasFloat32Dropout, Id::kD256BiasFloat32Dropout,
+                          Id::kD256BiasFloat32Dropout);
+        if (wide)
             return choose(Id::kD64BiasFloat32, Id::kD128BiasFloat32, Id::kD192BiasFloat32, Id::kD192BiasFloat32, Id::kD256BiasFloat32);
-        if (p.dropout_threshold) return d <= 64 ? Id::kD64BiasDropout : Id::kD128BiasDropout;
+        if (p.dropout_threshold)
+            return choose(Id::kD64BiasDropout, Id::kD128BiasDropout, Id::kD192BiasDropout, Id::kD192BiasDropout, Id::kD256BiasDropout);
         return choose(Id::kD64Bias, Id::kD128Bias, Id::kD192Bias, Id::kD192Bias, Id::kD256Bias);
     }
     if (backward_serves_dropout(p)) return choose(Id::kD64Dropout, Id::kD128Dropout, Id::kD192Dropout, Id::kD192Dropout, Id::kD256Dropout);

@@ -1,5 +1,6 @@
 // wgmma_sm90/entry.cu: the entry point of the Hopper kernel. It chooses the instantiation; wgmma_sm90/kernel.cuh is the kernel, and one
 // small file per head dim compiles it.
+#include "attention/common/batch_piece.h"
 #include "attention/common/interval_bounds.h"
 #include "attention/common/seen_blocks.h"
 #include "attention/forward/common/work_list.h"
@@ -11,7 +12,9 @@ namespace fa {
 template <WgmmaPlanId kId>
 cudaError_t launch_wgmma(const AttentionParams& p, int multiprocessors, cudaStream_t stream);
 
-cudaError_t forward_wgmma_sm90(const AttentionParams& p, const DeviceInfo& device, cudaStream_t stream) {
+namespace {
+
+cudaError_t launch_plan(const AttentionParams& p, const DeviceInfo& device, cudaStream_t stream) {
     switch (wgmma_choose(p, device.multiprocessors)) {
 #define FA_WGMMA_CASE(id) \
     case WgmmaPlanId::id: return launch_wgmma<WgmmaPlanId::id>(p, device.multiprocessors, stream);
@@ -49,6 +52,9 @@ cudaError_t forward_wgmma_sm90(const AttentionParams& p, const DeviceInfo& devic
         FA_WGMMA_CASE(kD128BiasFloat32)
         FA_WGMMA_CASE(kD192BiasFloat32)
         FA_WGMMA_CASE(kD256BiasFloat32)
+        FA_WGMMA_CASE(kD64BiasFloat32Dropout)
+        FA_WGMMA_CASE(kD128BiasFloat32Dropout)
+        FA_WGMMA_CASE(kD256BiasFloat32Dropout)
         FA_WGMMA_CASE(kD64BiasOptions)
         FA_WGMMA_CASE(kD128BiasOptions)
         FA_WGMMA_CASE(kD256BiasOptions)
@@ -65,12 +71,27 @@ cudaError_t forward_wgmma_sm90(const AttentionParams& p, const DeviceInfo& devic
     return cudaErrorInvalidValue;
 }
 
-size_t forward_wgmma_sm90_workspace(const AttentionParams& p, const DeviceInfo& device) {
+size_t launch_bytes(const AttentionParams& p, const DeviceInfo& device) {
     const WgmmaPlan plan = wgmma_plan(wgmma_choose(p, device.multiprocessors));
     if (plan.intervals) return kWorkListBytes + grouped_interval_bounds_bytes(p, plan.block_n);
     if (plan.blocks) return kWorkListBytes + seen_blocks_bytes(seen_blocks_shape(p));
     if (plan.bias && wgmma_copies_bias(p)) return kWorkListBytes + bias_copy_bytes(wgmma_bias_copy(p));
     return work_list_workspace(p, plan.block_m(), device.multiprocessors);
+}
+
+int32_t batch_of_launch(const AttentionParams& p, const DeviceInfo& device) {
+    return wgmma_plan(wgmma_choose(p, device.multiprocessors)).bias ? wgmma_batch_of_launch(p) : p.batch;
+}
+
+}  // namespace
+
+cudaError_t forward_wgmma_sm90(const AttentionParams& p, const DeviceInfo& device, cudaStream_t stream) {
+    return for_batch_pieces(p, batch_of_launch(p, device),
+                            [&](const AttentionParams& piece) { return launch_plan(piece, device, stream); });
+}
+
+size_t forward_wgmma_sm90_workspace(const AttentionParams& p, const DeviceInfo& device) {
+    return most_of_batch_pieces(p, batch_of_launch(p, device), [&](const AttentionParams& piece) { return launch_bytes(piece, device); });
 }
 
 }  // namespace fa

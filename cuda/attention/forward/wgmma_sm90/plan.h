@@ -61,7 +61,10 @@ enum class WgmmaPlanId {
     kD256BiasFloat32,
     kD64BiasOptions,
     kD128BiasOptions,
-    kD256BiasOptions
+    kD256BiasOptions,
+    kD64BiasFloat32Dropout,
+    kD128BiasFloat32Dropout,
+    kD256BiasFloat32Dropout
 };
 
 // How the running row maximum is kept. P = 2^(S - m) gives the right answer for any m as long as nothing overflows, so m need not be the
@@ -91,7 +94,7 @@ struct WgmmaPlan {
     // With options, but neither ALiBi nor softcap: also a bias, always (bias.cuh). Scores are in natural units.
     bool bias = false;
     bool bias_options = false;  // with a bias of 16 bits, and without dropout: also softcap and ALiBi
-    bool bias_float32 = false;  // with a bias, and without dropout: the bias is float32
+    bool bias_float32 = false;  // with a bias: the bias is float32
     int bias_stages = 2;        // tiles of bias in flight
     bool dropout = false;       // with options: also dropout, always (dropout.cuh)
     // Speculative plans: wait for O before the exponentials instead of after them. The packing of P is then interleaved with the
@@ -222,6 +225,9 @@ constexpr WgmmaPlan wgmma_plan(WgmmaPlanId id) {
         case WgmmaPlanId::kD256BiasFloat32:
             plan = wgmma_plan(WgmmaPlanId::kD256Bias), plan.bias_float32 = true, plan.bias_stages = 1;
             break;
+        case WgmmaPlanId::kD64BiasFloat32Dropout: plan = wgmma_plan(WgmmaPlanId::kD64BiasFloat32), plan.dropout = true; break;
+        case WgmmaPlanId::kD128BiasFloat32Dropout: plan = wgmma_plan(WgmmaPlanId::kD128BiasFloat32), plan.dropout = true; break;
+        case WgmmaPlanId::kD256BiasFloat32Dropout: plan = wgmma_plan(WgmmaPlanId::kD256BiasFloat32), plan.dropout = true; break;
         case WgmmaPlanId::kD64BiasOptions: plan = wgmma_plan(WgmmaPlanId::kD64Bias), plan.bias_options = true; break;
         case WgmmaPlanId::kD128BiasOptions: plan = wgmma_plan(WgmmaPlanId::kD128Bias), plan.bias_options = true; break;
         case WgmmaPlanId::kD256BiasOptions: plan = wgmma_plan(WgmmaPlanId::kD256Bias), plan.bias_options = true; break;
@@ -278,6 +284,9 @@ constexpr const char* wgmma_plan_name(WgmmaPlanId id) {
         case WgmmaPlanId::kD128BiasFloat32: return "d128_bias_float32";
         case WgmmaPlanId::kD192BiasFloat32: return "d192_bias_float32";
         case WgmmaPlanId::kD256BiasFloat32: return "d256_bias_float32";
+        case WgmmaPlanId::kD64BiasFloat32Dropout: return "d64_bias_float32_dropout";
+        case WgmmaPlanId::kD128BiasFloat32Dropout: return "d128_bias_float32_dropout";
+        case WgmmaPlanId::kD256BiasFloat32Dropout: return "d256_bias_float32_dropout";
         case WgmmaPlanId::kD64BiasOptions: return "d64_bias_options";
         case WgmmaPlanId::kD128BiasOptions: return "d128_bias_options";
         case WgmmaPlanId::kD256BiasOptions: return "d256_bias_options";
@@ -319,12 +328,12 @@ inline bool wgmma_dropout_serves(const AttentionParams& p) {
     rest.dropout_threshold = 0;
     return drops_in_pairs(p) && wgmma_options_serve(rest);
 }
-// Whether a plan with a bias serves the call: alone or, in 16 bits, with dropout, or with softcap and ALiBi.
+// Whether a plan with a bias serves the call: alone, with dropout or, in 16 bits, with softcap and ALiBi.
 inline bool wgmma_bias_serves(const AttentionParams& p) {
     AttentionParams rest = p;
     rest.bias.data = nullptr;
     if (p.softcap != 0 || p.alibi_slopes) return bias_has_tiles(p) && !bias_is_float32(p) && wgmma_options_serve(rest);
-    if (drops_in_pairs(p) && !bias_is_float32(p)) rest.dropout_threshold = 0;
+    if (drops_in_pairs(p)) rest.dropout_threshold = 0;
     rest.scale = 1.0f;  // any scale
     return bias_has_tiles(p) && wgmma_options_serve(rest);
 }
@@ -334,6 +343,10 @@ inline bool wgmma_bias_serves(const AttentionParams& p) {
 inline BiasCopy wgmma_bias_copy(const AttentionParams& p) { return bias_copy(p, wgmma_mask_of_pairs(p)); }
 inline bool wgmma_copies_bias(const AttentionParams& p) {
     return wants_bias_copy(p, wgmma_mask_of_pairs(p), kLeastPairsForward) && wgmma_bias_serves(with_bias_copy(p, wgmma_bias_copy(p)));
+}
+// The sequences that one launch of a plan with a bias takes.
+inline int32_t wgmma_batch_of_launch(const AttentionParams& p) {
+    return wgmma_copies_bias(p) ? bias_copy_batch(p, wgmma_bias_copy(p)) : p.batch;
 }
 
 // Whether a plan for intervals serves a call with intervals. No other plan does.
@@ -375,6 +388,10 @@ inline WgmmaPlanId wgmma_choose(const AttentionParams& p, int multiprocessors) {
     }
     if (wgmma_bias_serves(p) || wgmma_copies_bias(p)) {
         if (bias_is_float32(p)) {
+            if (p.dropout_threshold)
+                return d <= 64    ? WgmmaPlanId::kD64BiasFloat32Dropout
+                       : d <= 128 ? WgmmaPlanId::kD128BiasFloat32Dropout
+                                  : WgmmaPlanId::kD256BiasFloat32Dropout;
             if (d <= 128) return d <= 64 ? WgmmaPlanId::kD64BiasFloat32 : WgmmaPlanId::kD128BiasFloat32;
             return d <= 192 ? WgmmaPlanId::kD192BiasFloat32 : WgmmaPlanId::kD256BiasFloat32;
         }

@@ -3,5 +3,6 @@
 namespace fa {
 
 template cudaError_t launch_backward_wgmma<BackwardPlanId::kD64BiasDropout>(const BackwardParams&, int, cudaStream_t);
+template cudaError_t launch_backward_wgmma<BackwardPlanId::kD64BiasFloat32Dropout>(const BackwardParams&, int, cudaStream_t);
 
 }  // namespace fa

@@ -3,5 +3,6 @@
 namespace fa {
 
 template cudaError_t launch_wgmma<WgmmaPlanId::kD128BiasDropout>(const AttentionParams&, int, cudaStream_t);
+template cudaError_t launch_wgmma<WgmmaPlanId::kD128BiasFloat32Dropout>(const AttentionParams&, int, cudaStream_t);
 
 }  // namespace fa

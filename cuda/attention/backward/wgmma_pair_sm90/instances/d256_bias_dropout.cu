@@ -1,0 +1,8 @@
+#include "attention/backward/wgmma_pair_sm90/kernel.cuh"
+
+namespace fa {
+
+template cudaError_t launch_backward_wgmma<BackwardPlanId::kD256BiasDropout>(const BackwardParams&, int, cudaStream_t);
+template cudaError_t launch_backward_wgmma<BackwardPlanId::kD256BiasFloat32Dropout>(const BackwardParams&, int, cudaStream_t);
+
+}  // namespace fa
