@@ -164,11 +164,33 @@ def fit(rows) -> dict:
     return table
 
 
-def measure(path: Path, count: int, seed: int, seconds: float) -> None:
-    from datetime import date
+def microseconds(launch) -> float:
+    """Device time of a launch that is given a number: the median of five graphs of them."""
     from statistics import median
 
     import torch
+
+    for i in range(2):
+        launch(i)
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def between(run) -> float:
+        start.record()
+        run()
+        stop.record()
+        stop.synchronize()
+        return start.elapsed_time(stop) * 1e3
+
+    repeats = max(5, min(20, int(3e3 / max(between(lambda: launch(0)), 10))))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(repeats):
+            launch(i)
+    return round(median(between(graph.replay) for _ in range(5)) / repeats, 2)
+
+
+def measure(path: Path, count: int, seed: int, seconds: float) -> None:
+    from datetime import date
 
     from flash_attn_lab.bench.calls.call import drawn
     from flash_attn_lab.bench.calls.make import Arrays, ours
@@ -177,25 +199,6 @@ def measure(path: Path, count: int, seed: int, seconds: float) -> None:
     from flash_attn_lab.report import commit
 
     machine, rows, end, number = open_machine("cuda", "torch"), [], time.monotonic() + seconds, -1
-
-    def microseconds(launch) -> float:
-        for i in range(2):
-            launch(i)
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-        def between(run) -> float:
-            start.record()
-            run()
-            stop.record()
-            stop.synchronize()
-            return start.elapsed_time(stop) * 1e3
-
-        repeats = max(5, min(20, int(3e3 / max(between(lambda: launch(0)), 10))))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for i in range(repeats):
-                launch(i)
-        return round(median(between(graph.replay) for _ in range(5)) / repeats, 2)
 
     while len(rows) < count and time.monotonic() < end:
         number += 1

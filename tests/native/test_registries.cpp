@@ -578,7 +578,7 @@ void plans_by_options() {
         p.bias.row = 4096, p.bias_dtype = fa::DType::kFloat32;
         expect(p, "bias of float32", true, false);
         p.dropout_threshold = 9;
-        expect(p, "bias of float32 and dropout", false, true);
+        expect(p, "bias of float32 and dropout", true, false);
         p.dropout_threshold = 0;
         p.bias_dtype = p.dtype, p.alibi_slopes = floats;
         expect(p, "bias, ALiBi and a scale below zero", false, true);

@@ -100,6 +100,11 @@ void check_key_blocks(const AttentionParams& p, bool in_order) {
         EXPECT(w.key0 == due * kBlockN, "sequence %d head %d: key %d where block %d was due", w.batch, w.head_k, w.key0, due);
         if (w.head_k) continue;
         const int walk = count_tiles(w);
+        BackwardParams gradients{};
+        gradients.forward = p;
+        if (stores_dq(gradients, plan))
+            EXPECT(schedule.n_blocks == 1 && w.first_m == 0 && w.end_m == int(ceil_div(s.seqlen_q, kBlockM)),
+                   "the only block has tiles %d .. %d of %d rows", w.first_m, w.end_m, s.seqlen_q);
         EXPECT(walk == (w.first_m < w.end_m ? (w.end_m - w.first_m) * p.group : 0), "%d tiles of %d .. %d", walk, w.first_m, w.end_m);
         std::vector<bool> walked(size_t(walk ? w.end_m : 0) * p.group);
         for (int it = 0, place = w.start_place; it < walk; ++it, place = next_place(place, w.last_place, w.wrap_place)) {
@@ -263,9 +268,8 @@ void test_choice() {
     const auto general = [&](const char* what, const auto& change) {
         each(Id::kD64General, Id::kD128General, Id::kD192V128General, Id::kD192General, Id::kD256General, what, change);
     };
-    // Above head dim 128, general plans serve these.
-    const auto narrow = [&](Id d64, Id d128, const char* what, const auto& change) {
-        each(d64, d128, Id::kD192V128General, Id::kD192General, Id::kD256General, what, change);
+    const auto with_dropout = [&](const char* what, const auto& change) {
+        each(Id::kD64BiasDropout, Id::kD128BiasDropout, Id::kD192BiasDropout, Id::kD192BiasDropout, Id::kD256BiasDropout, what, change);
     };
     bare("bare", [](P&, auto*, auto*) {});
     bare("causal", [](P& p, auto*, auto*) { p.window_right = 0; });
@@ -299,8 +303,7 @@ void test_choice() {
     general("mask of pairs and alibi", [](P& p, auto* slopes, auto* mask) { p.mask = {mask, 7, 0, 1}, p.alibi_slopes = slopes; });
     general("mask of one row", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 0, 1}, p.seqlen_q = 1; });
     biases("mask of keys of query heads", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 9, 0}; });
-    narrow(Id::kD64BiasDropout, Id::kD128BiasDropout, "mask of pairs and dropout",
-           [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 0, 1}, p.dropout_threshold = 9; });
+    with_dropout("mask of pairs and dropout", [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 0, 1}, p.dropout_threshold = 9; });
     general("mask of pairs and dropout in a short call",
             [](P& p, auto*, auto* mask) { p.mask = {mask, 7, 0, 1}, p.dropout_threshold = 9, p.seqlen_q = p.seqlen_k = 60; });
     const auto with_bias = [&](const char* what, const auto& change) {
@@ -322,12 +325,16 @@ void test_choice() {
          [](P& p, auto*, auto*) {
              p.dtype = DType::kFloat16, p.bias_dtype = DType::kFloat32, p.bias = {reinterpret_cast<const void*>(uintptr_t(4096)), 0, 64, 8};
          });
-    without_tiles("bias of float32 and dropout", [](P& p, auto*, auto*) { p.bias_dtype = DType::kFloat32, p.dropout_threshold = 9; });
+    each(Id::kD64BiasFloat32Dropout, Id::kD128BiasFloat32Dropout, Id::kD256BiasFloat32Dropout, Id::kD256BiasFloat32Dropout,
+         Id::kD256BiasFloat32Dropout, "bias of float32 and dropout", [](P& p, auto*, auto*) {
+             p.dtype = DType::kFloat16, p.bias_dtype = DType::kFloat32, p.bias = {reinterpret_cast<const void*>(uintptr_t(4096)), 0, 64, 8};
+             p.dropout_threshold = 9;
+         });
     with_bias("bias with rows of 12 bytes", [](P& p, auto*, auto*) { p.bias.row = 6; });
     with_bias("bias that begins anywhere", [](P& p, auto*, auto*) { p.bias.data = reinterpret_cast<const void*>(uintptr_t(4098)); });
     without_tiles("bias with rows of 12 bytes in a short call", [](P& p, auto*, auto*) { p.bias.row = 6, p.seqlen_q = p.seqlen_k = 60; });
     without_tiles("bias and alibi", [](P& p, auto* slopes, auto*) { p.alibi_slopes = slopes; });
-    narrow(Id::kD64BiasDropout, Id::kD128BiasDropout, "bias and dropout", [](P& p, auto*, auto*) {
+    with_dropout("bias and dropout", [](P& p, auto*, auto*) {
         p.dtype = p.bias_dtype = DType::kFloat16, p.bias = {reinterpret_cast<const void*>(uintptr_t(4096)), 0, 64, 8};
         p.dropout_threshold = 9;
     });

@@ -30,8 +30,11 @@ MAY_SPILL = {
     r"gradient_kernelI\w+Li64ELi64ELNS_5MmaSmE[123]E": 16,
     r"gradient_kernelI\w+Li128ELi128ELNS_5MmaSmE[123]E": 12,
     r"gradient_kernelI\w+Li256ELi256ELNS_5MmaSmE4E": 8,
-    # In the product for dQ: the number of query tiles of the block, read once for each tile.
-    r"backward_wgmma_pair_kernelI\w+BackwardPlanIdE8E": 4,
+    # In the warpgroup for dQ, which has 64 registers: what it needs to store rows, and two reads a tile where it adds.
+    r"backward_wgmma_pair_kernelI\w+BackwardPlanIdE[4-7]E": 24,
+    r"backward_wgmma_pair_kernelI\w+BackwardPlanIdE[89]E": 64,
+    # In the thread that takes keys, which has 32: one, stored and read between walks.
+    r"backward_wgmma_(bias_)?kernelI\w+BackwardPlanIdE(1\d|2\d|43|44)E": 4,
     # mma_short_sm80, head dim 128: two blocks on a multiprocessor are 10 % faster than one, which would spill nothing.
     r"mma_short_sm80\w+gradient_kernelI\w+Li128ELNS0_6ScoresE": 216,
     r"mma_short_sm80\w+gradient_kernelI\w+Li256ELNS0_6ScoresE": 32,
@@ -61,7 +64,7 @@ MAY_SPILL = {
     r"forward_wgmma_blocks_kernelI\w+WgmmaPlanIdE28E": 32,
     # Softcap backward. Head dim 64: two registers in a step of 2300 instructions; 128, float16: after the loop.
     r"backward_wgmma_kernelI\w+BackwardPlanIdE12E": 8,
-    r"backward_wgmma_kernelI6__half\w+BackwardPlanIdE13E": 20,
+    r"backward_wgmma_kernelI6__half\w+BackwardPlanIdE13E": 24,
     # Options at head dim 128, forward, three warpgroups: one register in a step of 4000 instructions.
     r"forward_wgmma_kernelI\w+WgmmaPlanIdE16E": 4,
     # Bias and dropout. Forward: one to three registers in a step of 4000 instructions. Backward at 64: a register in a

@@ -11,6 +11,9 @@
 #if FA_WITH_CUDA
 #include "attention/kernels.h"
 #endif
+#if FA_WITH_CUDA && FA_WITH_WGMMA_SM90
+#include "attention/backward/short_gradients.h"
+#endif
 
 namespace fa {
 namespace {
@@ -72,7 +75,11 @@ bool has_blocks_for_clusters_of_8(const BackwardParams& b, const DeviceInfo&) {
 }
 const char* short_yields(const BackwardParams& b, const DeviceInfo& device, char* text, size_t size) {
     const AttentionParams& p = b.forward;
-    if (backward_short_is_faster(p, device)) return nullptr;
+    bool faster = backward_short_is_faster(p, device);
+#if FA_WITH_WGMMA_SM90
+    if (short_gradients_known(p, device)) faster = short_gradients_are_faster(b, device);
+#endif
+    if (faster) return nullptr;
     return say(text, size, "seqlen_q=%d, seqlen_k=%d: made for short calls", p.seqlen_q, p.seqlen_k);
 }
 bool has_indices_for_chunks(const BackwardParams& b, const DeviceInfo&) {

@@ -142,16 +142,22 @@ __device__ __forceinline__ void multiply_dq(const BackwardParams& b, const Backw
     const auto wait = [](auto& full, uint32_t it) {
         for (uint64_t& half : full[it & 1]) mbarrier_wait(shared_address(&half), it >> 1 & 1);
     };
-    if (rank == kKeysBlock)
-        send_dq<T, kId, 0, kFirst>(
-            b, schedule.tiles, w, smem.turns, keys.k, keys.ds[0], tiles, [&](uint32_t it) { wait(keys.ds_full, it); },
-            [&](uint32_t it) {
-                if (it + 2 < uint32_t(tiles)) arrive_there_as_warp(lane, values.ds_empty_there[it & 1], kValuesBlock);
-            });
+    constexpr bool kStores = !kPlan.masks && !kPlan.intervals;
+    const auto wait_of_keys = [&](uint32_t it) { wait(keys.ds_full, it); };
+    const auto wait_of_values = [&](uint32_t it) { wait(values.ds_full, it); };
+    const auto release_of_keys = [&](uint32_t it) {
+        if (it + 2 < uint32_t(tiles)) arrive_there_as_warp(lane, values.ds_empty_there[it & 1], kValuesBlock);
+    };
+    const auto release_of_values = [&](uint32_t it) { arrive_as_warp(lane, shared_address(&values.ds_empty[it & 1])); };
+    constexpr int kSecond = kPlan.dq_chunks() - kFirst;
+    if (kStores && schedule.tiles.direct) {
+        if (rank == kKeysBlock) store_dq<T, kId, 0, kFirst>(b, schedule.tiles, w, keys.k, keys.ds[0], tiles, wait_of_keys, release_of_keys);
+        else store_dq<T, kId, kFirst, kSecond>(b, schedule.tiles, w, values.k, values.ds[0], tiles, wait_of_values, release_of_values);
+    } else if (rank == kKeysBlock)
+        send_dq<T, kId, 0, kFirst>(b, schedule.tiles, w, smem.turns, keys.k, keys.ds[0], tiles, wait_of_keys, release_of_keys);
     else
-        send_dq<T, kId, kFirst, kPlan.dq_chunks() - kFirst>(
-            b, schedule.tiles, w, smem.turns, values.k, values.ds[0], tiles, [&](uint32_t it) { wait(values.ds_full, it); },
-            [&](uint32_t it) { arrive_as_warp(lane, shared_address(&values.ds_empty[it & 1])); });
+        send_dq<T, kId, kFirst, kSecond>(b, schedule.tiles, w, smem.turns, values.k, values.ds[0], tiles, wait_of_values,
+                                         release_of_values);
 }
 
 // ---- the kernel ----
@@ -190,7 +196,7 @@ __device__ __forceinline__ void run_pair(const PairMaps& maps, [[maybe_unused]] 
             return;
         }
         const int batch = b.forward.cu_seqlens_q ? 0 : w.batch;
-        if (rank == kKeysBlock) load_keys_block(maps, b.forward, schedule, smem, batch);
+        if (rank == kKeysBlock) load_keys_block(maps, b.forward, schedule, smem, batch), end_direct(schedule.tiles, gridDim.x / 2);
         else load_values_block(maps, b.forward, schedule, smem, batch);
         return;
     }

@@ -3,14 +3,110 @@
 //
 // send_dq adds from registers. At head dim 128 the warpgroup instead hands its pieces through shared memory to a thread that adds them by
 // bulk copies (stage_dq, copy_dq). This head dim leaves room for that, and it is 5 % faster from seqlen 8192 on without a mask (H200).
+//
+// Where a block has all keys of its sequence, nothing is added: it stores rows of dQ (store_dq).
 #pragma once
 
 #include "attention/backward/wgmma_sm90/turns.cuh"
 #include "device/mma.cuh"
+#include "device/movmatrix.cuh"
 #include "device/ptx.cuh"
 #include "device/wgmma.cuh"
 
 namespace fa {
+
+template <BackwardPlanId kId>  // distance to the next 64 queries of dS, or 64 columns of K
+inline constexpr uint32_t kDqOperandPiece = kBackwardPlan<kId>.block_n * kChunkRowBytes >> 4;
+
+// The product of a piece of 64 queries x 64 columns. columns, rows: descriptors of K and of dS. held: the last kHeld steps of K^T.
+template <typename T, BackwardPlanId kId, int kHeld, int kRows>
+__device__ __forceinline__ void multiply_dq_piece(float (&dq)[32], uint32_t columns, uint32_t rows, const uint32_t (&held)[kRows][4]) {
+    constexpr int kSteps = kBackwardPlan<kId>.block_n / 16;
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {  // both operands run along their rows, the keys
+        const uint64_t k = descriptor_from(columns, descriptor_row_step(i)), s = descriptor_from(rows, descriptor_row_step(i));
+        if constexpr (kBackwardPlan<kId>.columns() == 64) {
+            if (i >= kSteps - kHeld) wgmma_rs<T, 64, 1>(dq, held[kHeld ? i - (kSteps - kHeld) : 0], s, 1);
+            else if (i == 0) wgmma_ss_first<T, 64, 1, 1>(dq, k, s);
+            else wgmma_ss<T, 64, 1, 1>(dq, k, s, 1);
+        } else {
+            if (i == 0) wgmma_ss_first<T, 64, 1, 1>(dq, s, k);
+            else wgmma_ss<T, 64, 1, 1>(dq, s, k, 1);
+        }
+    }
+    wgmma_commit();
+    wgmma_wait<0>(dq);
+}
+
+// Stores a piece to rows of dQ, 16 bytes a lane. rows: column 0 of the piece, in the tile's first row; `columns` of it are inside. first:
+// the piece's first row in the tile, of which `count` rows are inside. lse: of the tile. A row that sees no key gets zeros
+// (empty_rows.cuh).
+template <typename T, BackwardPlanId kId>
+__device__ __forceinline__ void store_dq_piece(const float (&dq)[32], T* rows, int64_t stride, int first, int count, int columns,
+                                               const float* lse, float scale) {
+    const int self = opaque(int(threadIdx.x)) % 128, lane = self % 32, quad = lane % 4, warp = self / 32;
+    const auto store = [&](int row, int column, uint32_t(&pairs)[4]) {
+        transpose_quad(pairs, quad);
+        if (row >= count || column >= columns) return;
+        const bool empty = lse[quad_order(row)] == INFINITY;
+        *reinterpret_cast<uint4*>(rows + row * stride + column) =
+            empty ? make_uint4(0, 0, 0, 0) : make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    };
+#pragma unroll
+    for (int x = 0; x < 2; ++x)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            uint32_t pairs[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const int e = 4 * (4 * x + j) + 2 * r;
+                pairs[j] = pack_16<T>(dq[e] * scale, dq[e + 1] * scale);
+                // Of dQ^T: two queries of a column become two columns of a query.
+                if constexpr (kBackwardPlan<kId>.columns() == 64) pairs[j] = transposed_8x8(pairs[j]);
+            }
+            if constexpr (kBackwardPlan<kId>.columns() == 64) store(first + 8 * (4 * x + quad) + lane / 4, 16 * warp + 8 * r, pairs);
+            else store(first + 16 * warp + lane / 4 + 8 * r, 8 * (4 * x + quad), pairs);
+        }
+}
+// The warpgroup multiplies dQ and stores it, where QueryTiles::direct. The arguments are those of send_dq.
+template <typename T, BackwardPlanId kId, int kFirst, int kPieces, typename Work, typename Wait, typename Release>
+__device__ __forceinline__ void store_dq(const BackwardParams& b, const QueryTiles& tiles, const Work& w, const T* keys, const T* ds,
+                                         int count, const Wait& wait, const Release& release) {
+    constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
+    constexpr int kBlockM = kPlan.block_m, kBlockN = kPlan.block_n;
+    uint32_t low_keys = descriptor_low(shared_address(keys), kBlockN * kChunkRowBytes);
+    uint32_t low_ds = descriptor_low(shared_address(ds), kBlockN * kChunkRowBytes);
+    const uint32_t it0 = w.it0;
+    float dq[32];
+    const uint32_t none[1][4] = {};
+    if (count == 0) return;
+#pragma unroll 1
+    for (uint32_t it = it0; it < it0 + uint32_t(count); ++it) {
+        uint32_t columns = low_keys, rows = low_ds + (it & 1) * (kBlockM / 64 * kDqOperandPiece<kId>);
+        // Found before the product, whose sums take half of the registers.
+        const Visited at = visited(w, int(it - it0));
+        const int row0 = at.m * kBlockM;
+        T* const tile = static_cast<T*>(b.dq.data) +
+                        (w.batch * b.dq.batch + row0 * b.dq.row + (w.head_k * b.forward.group + at.head) * b.dq.head + kFirst * 64);
+        const uint32_t number = first_query_tile(b.forward, tiles, w) + uint32_t(at.head * tiles.tiles + at.m);
+        wait(it);
+        __syncwarp();
+#pragma unroll 1
+        for (int piece = 0; piece < kPieces; ++piece) {
+            multiply_dq_piece<T, kId, 0>(dq, columns, rows, none);
+            if (piece == kPieces - 1) release(it);
+            const int column0 = kBlockM > 64 ? 0 : piece * 64, first = kBlockM > 64 ? piece * 64 : 0;
+            store_dq_piece<T, kId>(dq, tile + column0, b.dq.row, first, w.seqlen_q - row0, b.forward.headdim - kFirst * 64 - column0,
+                                   tiles.lse + int64_t(number) * kBlockM, b.forward.scale);
+            (kBlockM > 64 ? rows : columns) += kDqOperandPiece<kId>;
+        }
+    }
+}
+// A thread block, or a pair of them, has read some_large for the last time. The last one of the grid clears it.
+__device__ __forceinline__ void end_direct(const QueryTiles& tiles, int enders) {
+    if (tiles.direct && atomicAdd(tiles.ended(), 1) == enders - 1) *tiles.some_large() = 0;
+}
 
 // The warpgroup multiplies dQ = dS^T K and adds it from registers: of every tile, kPieces pieces of 64 queries x 64 columns, from piece
 // kFirst on. `keys`: the rows of K, with the columns of these pieces. `ds`: two slots of dS, a row per key. wait(it) returns when dS of
@@ -22,9 +118,7 @@ template <typename T, BackwardPlanId kId, int kFirst, int kPieces, typename Work
 __device__ __forceinline__ void send_dq(const BackwardParams& b, const QueryTiles& tiles, const Work& w, DqTurns& turns, const T* keys,
                                         const T* ds, int count, const Wait& wait, const Release& release) {
     constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
-    constexpr int kBlockM = kPlan.block_m, kBlockN = kPlan.block_n, kSteps = kBlockN / 16,
-                  kHeld = kPlan.held_steps(std::is_same_v<T, __half>);
-    constexpr uint32_t kPiece = kBlockN * kChunkRowBytes >> 4;  // distance to the next 64 queries of dS, or 64 columns of K
+    constexpr int kBlockM = kPlan.block_m, kBlockN = kPlan.block_n, kHeld = kPlan.held_steps(std::is_same_v<T, __half>);
     uint32_t low_keys = descriptor_low(shared_address(keys), kBlockN * kChunkRowBytes);
     uint32_t low_ds = descriptor_low(shared_address(ds), kBlockN * kChunkRowBytes);
     const uint32_t it0 = uniform(w.it0);
@@ -33,7 +127,7 @@ __device__ __forceinline__ void send_dq(const BackwardParams& b, const QueryTile
     if (count == 0) return;
     if constexpr (kHeld > 0) {
         wait(it0);  // hidden keys have been zeroed by then
-        const int lane = threadIdx.x % 32, key = (kSteps - kHeld) * 16 + lane / 16 * 8 + lane % 8;
+        const int lane = threadIdx.x % 32, key = kBlockN - kHeld * 16 + lane / 16 * 8 + lane % 8;
 #pragma unroll
         for (int i = 0; i < kHeld; ++i)
             ldmatrix_x4_trans(held[i],
@@ -45,7 +139,7 @@ __device__ __forceinline__ void send_dq(const BackwardParams& b, const QueryTile
     uint32_t tile0 = first_query_tile(b.forward, tiles, w) + (w.in_order && !kSkips ? w.end_m - 1 : 0);
 #pragma unroll 1
     for (uint32_t it = it0; it < it0 + uint32_t(count); ++it) {
-        uint32_t columns = low_keys, rows = low_ds + (it & 1) * (kBlockM / 64 * kPiece);
+        uint32_t columns = low_keys, rows = low_ds + (it & 1) * (kBlockM / 64 * kDqOperandPiece<kId>);
         wait(it);
         __syncwarp();
         uint32_t tile;
@@ -63,21 +157,7 @@ __device__ __forceinline__ void send_dq(const BackwardParams& b, const QueryTile
         if (kPlan.general) take_turn();
 #pragma unroll 1
         for (int left = kPieces; left > 0; --left, sums += kDqPiece) {
-            wgmma_fence();
-#pragma unroll
-            for (int i = 0; i < kSteps; ++i) {  // both operands run along their rows, the keys
-                const uint64_t k = descriptor_from(columns, descriptor_row_step(i)), s = descriptor_from(rows, descriptor_row_step(i));
-                if constexpr (kPlan.columns() == 64) {
-                    if (i >= kSteps - kHeld) wgmma_rs<T, 64, 1>(dq, held[kHeld ? i - (kSteps - kHeld) : 0], s, 1);
-                    else if (i == 0) wgmma_ss_first<T, 64, 1, 1>(dq, k, s);
-                    else wgmma_ss<T, 64, 1, 1>(dq, k, s, 1);
-                } else {
-                    if (i == 0) wgmma_ss_first<T, 64, 1, 1>(dq, s, k);
-                    else wgmma_ss<T, 64, 1, 1>(dq, s, k, 1);
-                }
-            }
-            wgmma_commit();
-            wgmma_wait<0>(dq);
+            multiply_dq_piece<T, kId, kHeld>(dq, columns, rows, held);
             if (left == 1) release(it);
             if (!kPlan.general && left == kPieces) take_turn();  // after the product, which need not wait for the turn
 #pragma unroll
@@ -86,7 +166,7 @@ __device__ __forceinline__ void send_dq(const BackwardParams& b, const QueryTile
                 if (writes) *reinterpret_cast<float4*>(place) = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
                 else red_add_4(place, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
             }
-            (kBlockM > 64 ? rows : columns) += kPiece;
+            (kBlockM > 64 ? rows : columns) += kDqOperandPiece<kId>;
         }
         if (takes_turns(b, tiles)) {
             __syncwarp();

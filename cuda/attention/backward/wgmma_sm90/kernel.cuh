@@ -78,7 +78,7 @@ __device__ __forceinline__ void take_and_load_keys(const CUtensorMap& map_k, con
         } else if constexpr (kPlan.options)
             if (w.valid && schedule.tiles.skipped && all_hidden<kBlockN>(p, w)) w.rounds = 0;
         mbarrier_arrive(shared_address(&smem.list.full[n & 1]));
-        if (index >= schedule.blocks) return;
+        if (index >= schedule.blocks) return end_direct(schedule.tiles, gridDim.x);
         it0 += count_tiles(w);
         mbarrier_wait(shared_address(&smem.keys_empty[n % kKeyStages]), n / kKeyStages & 1 ^ 1);
         load_keys(w, n % kKeyStages);
@@ -177,7 +177,7 @@ template <typename T, BackwardPlanId kId>
 __device__ __forceinline__ void multiply_dq(const BackwardParams& b, const BackwardSchedule& schedule, BackwardSmem<T, kId>& smem) {
     constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
     constexpr int kKeyStages = kPlan.key_stages(), kPieces = kPlan.block_m / 64 * kPlan.dq_chunks();
-    constexpr bool kStaged = kPlan.dq_stages != 0;
+    constexpr bool kStaged = kPlan.dq_stages != 0, kStores = !kPlan.masks && !kPlan.intervals;
     const int lane = threadIdx.x % 32;
     const auto wait = [&](uint32_t it) { mbarrier_wait(shared_address(&smem.ds_full[it & 1]), it >> 1 & 1); };
     const auto release = [&](uint32_t it) {
@@ -187,7 +187,9 @@ __device__ __forceinline__ void multiply_dq(const BackwardParams& b, const Backw
     for_each_work(smem.list, [&](const BackwardWorkOf<kId>& w, uint32_t n) {
         const uint32_t slot = n % kKeyStages, tiles = uniform(count_tiles(w)), it0 = uniform(w.it0);
         mbarrier_wait(shared_address(&smem.k_full[slot]), n / kKeyStages & 1);
-        if constexpr (kStaged) stage_dq<T, kId>(smem.stages, smem.k[slot], smem.ds[0], tiles, wait, release, it0);
+        if (kStores && schedule.tiles.direct)
+            store_dq<T, kId, 0, kPieces>(b, schedule.tiles, w, smem.k[slot], smem.ds[0], tiles, wait, release);
+        else if constexpr (kStaged) stage_dq<T, kId>(smem.stages, smem.k[slot], smem.ds[0], tiles, wait, release, it0);
         else send_dq<T, kId, 0, kPieces>(b, schedule.tiles, w, smem.turns, smem.k[slot], smem.ds[0], tiles, wait, release);
         __syncwarp();
         if (arrives(lane)) mbarrier_arrive(shared_address(&smem.keys_empty[slot])), release_work(smem.list, n);
@@ -222,7 +224,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
         if (threadIdx.x % 32 != 0) return;
         if (threadIdx.x == 0) take_and_load_keys(map_k, map_v, p, schedule, smem);
         else if (threadIdx.x == 32) load_queries(map_q, map_dout, p, schedule, smem);
-        else if (threadIdx.x == 64) take_turns_ahead(b, schedule, smem);
+        else if (threadIdx.x == 64 || schedule.tiles.direct) take_turns_ahead(b, schedule, smem);  // `direct`: nothing to count
         else publish_dq(b, schedule, smem);
         return;
     }
@@ -263,7 +265,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
         if (threadIdx.x % 32 != 0) return;
         if (threadIdx.x == 0) take_and_load_keys(map_k, map_v, p, schedule, smem);
         else if (threadIdx.x == 32) load_queries(map_q, map_dout, p, schedule, smem, &map_bias);
-        else if (threadIdx.x == 64) take_turns_ahead(b, schedule, smem);
+        else if (threadIdx.x == 64 || schedule.tiles.direct) take_turns_ahead(b, schedule, smem);  // `direct`: nothing to count
         else publish_dq(b, schedule, smem);
         return;
     }

@@ -27,7 +27,9 @@ cudaError_t launch_backward_block(Kernel function, int shared_bytes, const Backw
     schedule.tiles = query_tiles(b, kPlan);
     place_query_tiles(&schedule.tiles, align_up(p.workspace, 128));
     schedule.n_blocks = (p.seqlen_k + kPlan.block_n - 1) / kPlan.block_n;
-    schedule.in_order = b.deterministic;
+    BackwardParams call = b;
+    if (schedule.tiles.direct) call.deterministic = false;  // in any order, for a tile meets one block
+    schedule.in_order = call.deterministic;
     schedule.by_section = p.window_right >= 0 || schedule.in_order;
     schedule.section_heads = int(schedule.in_order ? backward_section_heads_in_order(p) : backward_section_heads(p));
     schedule.blocks = int(backward_blocks(p, kPlan));
@@ -70,7 +72,7 @@ cudaError_t launch_backward_block(Kernel function, int shared_bytes, const Backw
     }
     if (cudaError_t error = backward_rows_before(groups, schedule.tiles, stream)) return error;
     if (cudaError_t error = launch_kernel(function, unsigned(grid), kBackwardThreads, size_t(shared_bytes), stream, LaunchOptions{}, map_q,
-                                          map_k, map_v, map_dout, maps..., b, schedule))
+                                          map_k, map_v, map_dout, maps..., call, schedule))
         return error;
     return backward_rows_after(b, schedule.tiles, stream);
 }

@@ -1,7 +1,7 @@
 // wgmma_sm90/rows.cu: the row-by-row kernels before and after the main kernel of the Hopper backward.
 //     before   computes delta = rowsum(dout * out) - dlse; converts lse to exponents of 2, with +inf past the end so that P = 0; finds the
 //              RowBase of rows with a large lse (large_rows.cuh); clears the counters; zeroes the sums of dQ where blocks add in any order
-//     after    converts dQ from accumulator order to rows and multiplies it by softmax_scale
+//     after    converts dQ from accumulator order to rows and multiplies it by softmax_scale; unless the main kernel has stored rows
 // Both are bound by memory: 16 bytes per lane, one block for every tile of queries.
 #include <cmath>
 #include <type_traits>
@@ -90,6 +90,7 @@ __global__ void __launch_bounds__(kThreads, kBeforeBlocks) before_kernel(const _
     TilePlace at;
     if (blockIdx.x == 0) {
         if (threadIdx.x == 0) *params.tiles.taken() = 0;
+        if (threadIdx.x == 0 && params.tiles.direct) *params.tiles.ended() = 0;
         if (params.b.deterministic && p.cu_seqlens_q) find_order(params);
     }
     // Every tile has counters that begin at zero. Where lengths are not in order, the main kernel also visits tiles that find_tile assigns
@@ -144,7 +145,7 @@ __global__ void __launch_bounds__(kThreads, kBeforeBlocks) before_kernel(const _
             }
         }
     }
-    if (params.tiles.zeroed) {
+    if (params.tiles.zeroed && !params.tiles.direct) {
         float4* dq = reinterpret_cast<float4*>(params.tiles.dq) + at.tile * (kBlockM * kColumns / 4);
 #pragma unroll
         for (int i = threadIdx.x; i < kBlockM * kColumns / 4; i += kThreads) dq[i] = make_float4(0, 0, 0, 0);
@@ -272,7 +273,7 @@ cudaError_t backward_rows_before(const BackwardParams& b, const QueryTiles& tile
     return launch<Rows::kBefore>(b, tiles, stream);
 }
 cudaError_t backward_rows_after(const BackwardParams& b, const QueryTiles& tiles, cudaStream_t stream) {
-    return launch<Rows::kAfter>(b, tiles, stream);
+    return tiles.direct ? cudaSuccess : launch<Rows::kAfter>(b, tiles, stream);
 }
 
 }  // namespace fa

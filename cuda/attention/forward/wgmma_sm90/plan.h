@@ -64,7 +64,8 @@ enum class WgmmaPlanId {
     kD256BiasOptions,
     kD64BiasFloat32Dropout,
     kD128BiasFloat32Dropout,
-    kD256BiasFloat32Dropout
+    kD256BiasFloat32Dropout,
+    kD64ShortDropout
 };
 
 // How the running row maximum is kept. P = 2^(S - m) gives the right answer for any m as long as nothing overflows, so m need not be the
@@ -202,6 +203,9 @@ constexpr WgmmaPlan wgmma_plan(WgmmaPlanId id) {
         // Three warpgroups hide the random numbers best. At head dim 128 they would need tiles of 80 keys, of which random numbers come in
         // 64.
         case WgmmaPlanId::kD64Dropout: plan = with_options(wgmma_plan(WgmmaPlanId::kD64Long)), plan.dropout = true; break;
+        case WgmmaPlanId::kD64ShortDropout:
+            plan = with_options(wgmma_plan(WgmmaPlanId::kD64Short)), plan.maximum = RowMaximum::kSpeculative, plan.dropout = true;
+            break;
         case WgmmaPlanId::kD128Dropout: plan = with_options(wgmma_plan(WgmmaPlanId::kD128Middle)), plan.dropout = true; break;
         case WgmmaPlanId::kD256Dropout: plan = with_options(wgmma_plan(WgmmaPlanId::kD256)), plan.dropout = true; break;
         case WgmmaPlanId::kD128Bias: plan = with_options(wgmma_plan(WgmmaPlanId::kD128Middle)), plan.stages = 2, plan.bias = true; break;
@@ -284,6 +288,7 @@ constexpr const char* wgmma_plan_name(WgmmaPlanId id) {
         case WgmmaPlanId::kD128BiasFloat32: return "d128_bias_float32";
         case WgmmaPlanId::kD192BiasFloat32: return "d192_bias_float32";
         case WgmmaPlanId::kD256BiasFloat32: return "d256_bias_float32";
+        case WgmmaPlanId::kD64ShortDropout: return "d64_short_dropout";
         case WgmmaPlanId::kD64BiasFloat32Dropout: return "d64_bias_float32_dropout";
         case WgmmaPlanId::kD128BiasFloat32Dropout: return "d128_bias_float32_dropout";
         case WgmmaPlanId::kD256BiasFloat32Dropout: return "d256_bias_float32_dropout";
@@ -369,6 +374,12 @@ inline bool wgmma_blocks_of_192_idle(const AttentionParams& p, int multiprocesso
     return !p.cu_seqlens_q && rows(192) <= 2 * 192 && 20 * rows(192) > 21 * rows(128);
 }
 
+// Whether blocks of 128 rows are faster for that reason, or because blocks of 192 would have a seventh more rows that are none.
+inline bool wgmma_takes_128_rows(const AttentionParams& p, int multiprocessors) {
+    const auto rows = [&](int block_m) { return (int64_t(p.seqlen_q) + block_m - 1) / block_m * block_m; };
+    return !p.cu_seqlens_q && !p.cache.batch_invariant && (20 * rows(192) > 23 * rows(128) || wgmma_blocks_of_192_idle(p, multiprocessors));
+}
+
 // A call that wants max_score takes a lazy plan at any length. At 16k keys and head dim 128 the long plans would be 10 to 15 % faster.
 inline WgmmaPlanId wgmma_choose(const AttentionParams& p, int multiprocessors) {
     const bool general = wgmma_needs_general(p), causal = p.window_right >= 0, pages = p.cache.block_table;
@@ -404,11 +415,12 @@ inline WgmmaPlanId wgmma_choose(const AttentionParams& p, int multiprocessors) {
         if (p.dropout_threshold) return WgmmaPlanId::kD256BiasDropout;
         return d <= 192 ? WgmmaPlanId::kD192Bias : WgmmaPlanId::kD256Bias;
     }
-    if (wgmma_dropout_serves(p))
-        return d <= 64 ? WgmmaPlanId::kD64Dropout : d <= 128 ? WgmmaPlanId::kD128Dropout : WgmmaPlanId::kD256Dropout;
+    if (wgmma_dropout_serves(p) && d <= 64)
+        return wgmma_takes_128_rows(p, multiprocessors) ? WgmmaPlanId::kD64ShortDropout : WgmmaPlanId::kD64Dropout;
+    if (wgmma_dropout_serves(p)) return d <= 128 ? WgmmaPlanId::kD128Dropout : WgmmaPlanId::kD256Dropout;
     if (d <= 64) {
         if (general) return options ? WgmmaPlanId::kD64Options : WgmmaPlanId::kD64General;
-        const bool few_tiles = keys <= (causal ? 2048 : 1024);
+        const bool few_tiles = keys <= (causal ? 2048 : 1024) || wgmma_takes_128_rows(p, multiprocessors);
         return few_tiles || p.max_score || (pages && p.cache.page_size % 8) ? WgmmaPlanId::kD64Short : WgmmaPlanId::kD64Long;
     }
     if (d <= 96) return options ? WgmmaPlanId::kD96Options : general ? WgmmaPlanId::kD96General : WgmmaPlanId::kD96;

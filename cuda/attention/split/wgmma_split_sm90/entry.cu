@@ -41,7 +41,7 @@ cudaError_t forward_wgmma_split_sm90(const AttentionParams& p, const DeviceInfo&
         FA_SPLIT_CASE(kD256Rows128)
 #undef FA_SPLIT_CASE
     }
-    constexpr int kCombineBlocks = 16;  // blocks per multiprocessor: there are many rows here, and each waits for memory
+    constexpr int kCombineBlocks = 8;  // blocks per multiprocessor: there are many rows here, and each waits for memory
     return error == cudaSuccess && shape.work.combines ? decode_combine(d, kCombineBlocks * device.multiprocessors, device, stream) : error;
 }
 

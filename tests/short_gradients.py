@@ -1,0 +1,223 @@
+"""The times of kernels for gradients of short sequences, and the numbers of cuda/attention/backward/short_gradients.h.
+
+    python tests/short_gradients.py measure OUT.json [--calls 1000] [--seed 905] [--seconds 90]   on a GPU, with PyTorch
+    python tests/short_gradients.py fit docs/benchmarks/h200/short_gradients.json     prints the table; needs SciPy
+
+As tests/few_queries.py, whose timer it takes. The form of an estimate stands in the header, and here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+import time
+from pathlib import Path
+
+import few_queries
+import numpy as np
+
+ROOT = few_queries.ROOT
+HEADER = ROOT / "cuda" / "attention" / "backward" / "short_gradients.h"
+DATA = ROOT / "docs" / "benchmarks" / "h200" / "short_gradients.json"
+SHORT, LONG = "mma_short_sm80", ("wgmma_sm90", "wgmma_pair_sm90")  # up to head dim 128, and above
+BUCKETS = (64, 128, 256)
+NUMBERS = ("start", "of_round", "of_step", "extra", "rows", "bias", "mask", "natural", "dropout", "pairs", "lists")
+GUESS = {"short": (4, 3, 3, 1, 1, 0.3, 0.2, 0.3, 0.3, 0.3, 1), "long": (9, 4, 2, 3, 3, 0.3, 0.1, 0.2, 0.3, 0.2, 10)}
+MULTIPROCESSORS = 132
+REGULAR = 0.3
+BLOCK_N, TILES_OF_KEYS, TILES_OF_ADDITION, GAIN, CACHED = 128, 3, 1.5, 0.95, 40e6  # wgmma_sm90/group_parts.h
+
+
+def up(x: float, y: float) -> int:
+    return math.ceil(x / y)
+
+
+def described(call) -> dict:
+    """Numbers of a call of the sweep that an estimate needs."""
+    options = set(call.options)
+    left, right = call.window if "window" in options else (-1, -1)
+    width = max(call.headdim, call.headdim_v)
+    kinds = {
+        "bias": any(name.startswith("bias") for name in options), "mask": "key_mask" in options,
+        "natural": bool(options & {"softcap", "alibi"}), "dropout": "dropout" in options,
+        "pairs": bool(options & {"pair_mask", "causal_mask"}),
+    }  # fmt: skip
+    return {
+        "batch": call.batch, "heads": call.nheads, "heads_k": call.nheads_k, "rows": call.seqlen_q,
+        "keys": call.seqlen_k, "left": left, "right": 0 if "causal" in options else right, "width": width,
+        "bucket": next(i for i, bucket in enumerate(BUCKETS) if width <= bucket),
+        **{name: float(on) for name, on in kinds.items()},
+    }  # fmt: skip
+
+
+def of_short(call: dict, sms: int = MULTIPROCESSORS) -> tuple[float, float, float, float]:
+    """Rounds, steps, clusters, steps of blocks that write dq, too: backward_short_plan."""
+    tiles_q, tiles_k, group = up(call["rows"], 64), up(call["keys"], 64), call["heads"] // call["heads_k"]
+    places, queries, heads_k = sms * (2 if call["bucket"] < 2 else 1), tiles_q * call["heads"], call["heads_k"]
+    queries, heads_k = queries * call["batch"], heads_k * call["batch"]
+    hides = call["bias"] or call["mask"] or call["pairs"]
+    writes = tiles_k <= 1 and not hides and queries + heads_k > places
+    clusters, most = tiles_k * heads_k + (0 if writes else queries), max(tiles_q * group, tiles_k)
+    blocks = 1
+    while blocks < 8 and blocks < most and 2 * clusters * blocks <= places:
+        blocks *= 2
+    steps = max(up(most, blocks), (tiles_k * heads_k * tiles_q * group + (0 if writes else queries * tiles_k)) / places)
+    return up(clusters * blocks, places), steps, float(blocks > 1), steps if writes else 0.0
+
+
+def of_long(call: dict, sms: int = MULTIPROCESSORS) -> tuple[float, float, float, float]:
+    """Rounds, tiles, parts, millions of elements of dq: backward_group_parts."""
+    tile, wide = 128 if call["bucket"] == 0 else 64, call["bucket"] == 2
+    columns = 64 if call["bucket"] == 0 else 128 if call["bucket"] == 1 else 192 if call["width"] <= 192 else 256
+    tiles, group, slots = up(call["rows"], tile), call["heads"] // call["heads_k"], sms // 2 if wide else sms
+    blocks = up(call["keys"], BLOCK_N) * call["batch"] * call["heads_k"]
+    longest, mean = tiles, tiles
+    if call["left"] < 0 <= call["right"]:
+        mean = (tiles + 1) / 2
+    elif call["left"] >= 0:
+        right = call["keys"] if call["right"] < 0 else call["right"]
+        longest = mean = min(tiles, (call["left"] + right + BLOCK_N) / tile + 1)
+
+    def walk(parts: int) -> tuple[int, float]:
+        most, average = longest * group / parts + TILES_OF_KEYS, mean * group / parts + TILES_OF_KEYS
+        rounds = up(blocks * parts, slots)
+        if longest == mean:
+            return rounds, rounds * most
+        return rounds, max(blocks * parts * average / slots + average / 2, most)
+
+    best, least = 1, GAIN * walk(1)[1]
+    for parts in range(2, group + 1):
+        if group % parts or blocks * parts > 4 * sms:
+            continue
+        size = blocks * parts * BLOCK_N * 2 * columns * 8
+        traffic = size / 10e6 if size < CACHED else (size - CACHED / 2) / 5e6
+        if walk(parts)[1] + TILES_OF_ADDITION + traffic < least:
+            best, least = parts, walk(parts)[1] + TILES_OF_ADDITION + traffic
+    direct = call["keys"] <= BLOCK_N and call["left"] < 0 and not (call["mask"] or call["pairs"])
+    direct = direct and (call["right"] < 0 or call["rows"] <= call["keys"])
+    size = call["batch"] * call["heads"] * call["rows"] * columns / 1e6
+    return *walk(best), float(best > 1), size * (0.5 if direct else 1)
+
+
+def estimate(numbers, made, call):
+    """Microseconds. `made`: of of_short or of_long; `call`: of described. Arrays of both may be given."""
+    t = dict(zip(NUMBERS, numbers, strict=True))
+    rounds, steps, extra, rows = made
+    options = 1 + sum(t[name] * call[name] for name in ("bias", "mask", "natural", "dropout", "pairs"))
+    return (
+        t["start"] + t["lists"] * call["pairs"] + t["of_round"] * rounds + t["of_step"] * steps * options
+        + t["extra"] * extra + t["rows"] * rows
+    )  # fmt: skip
+
+
+def load(path: Path) -> list[tuple[dict, dict]]:
+    """(call, microseconds of "short" and "long") of each row."""
+    from flash_attn_lab.bench.calls.call import Call
+
+    rows = json.loads(path.read_text())["rows"]
+    return [
+        (described(Call.parse(row["call"])), {"short" if name == SHORT else "long": x for name, x in row["us"].items()})
+        for row in rows
+    ]
+
+
+FEATURES = {"short": of_short, "long": of_long}
+
+
+def table_of_header() -> dict:
+    table = {}
+    for kind in FEATURES:
+        text = HEADER.read_text().split(f"k{kind.title()}Gradients[3] = {{")[1].split("};")[0]
+        for bucket, row in enumerate(re.findall(r"\{([\d., ]+)\}", text)):
+            table[kind, bucket] = [float(x) for x in row.split(",")]
+    return table
+
+
+def regret(table: dict, rows) -> float:
+    """The time of the kernels with the least estimates over that of the best ones, in the geometric mean."""
+    logs = []
+    for call, times in rows:
+        known = {k: estimate(table[k, call["bucket"]], FEATURES[k](call), call) for k in times}
+        logs.append(math.log(times[min(known, key=known.get)] / min(times.values())))
+    return math.exp(np.mean(logs))
+
+
+def fit(rows) -> dict:
+    from scipy.optimize import least_squares
+
+    table = {}
+    for kind, features in FEATURES.items():
+        for bucket in range(3):
+            own = [(c, t) for c, t in rows if c["bucket"] == bucket and kind in t and t[kind] < 3 * min(t.values())]
+            made = np.array([features(call) for call, _ in own], float).T
+            calls = {name: np.array([float(call[name]) for call, _ in own]) for name in own[0][0]}
+            took = np.array([times[kind] for _, times in own])
+            weight = np.array([min(times.values()) for _, times in own]) / took
+            guess = np.log(GUESS[kind])
+
+            def errors(x, made=made, calls=calls, took=took, weight=weight, guess=guess):
+                off = np.log(estimate(np.exp(x), made, calls) / took)
+                return np.concatenate([off * weight, (x - guess) * REGULAR])
+
+            found = np.exp(least_squares(errors, guess, loss="soft_l1", f_scale=0.1).x)
+            table[kind, bucket] = [round(x, 3) for x in found]
+    return table
+
+
+def measure(path: Path, count: int, seed: int, seconds: float) -> None:
+    from datetime import date
+
+    from flash_attn_lab.bench.calls.call import drawn
+    from flash_attn_lab.bench.calls.make import Arrays, ours
+    from flash_attn_lab.bench.machine import open_machine
+    from flash_attn_lab.bench.systems import Refused
+    from flash_attn_lab.report import commit
+
+    machine, rows, end, number = open_machine("cuda", "torch"), [], time.monotonic() + seconds, -1
+    while len(rows) < count and time.monotonic() < end:
+        number += 1
+        call = drawn(seed, number, "cuda", ("bfloat16", "float16"))
+        width = max(call.headdim, call.headdim_v)
+        if not call.backward or call.packed is not None or call.seqlen_q > 640 or width > 256:
+            continue
+        arrays, took = Arrays.of(machine, call), {}
+        for kernel in (SHORT, LONG[width > 128]):
+            try:
+                took[kernel] = few_queries.microseconds(ours(arrays, kernel).launch)
+            except Refused:
+                continue
+        if len(took) > 1:
+            rows.append({"call": str(call), "us": took})
+            print(f"[{len(rows)}/{count}] {call}", file=sys.stderr)
+    about = {
+        "machine": {"gpu": machine.name}, "date": f"{date.today()}", "commit": commit(), "command": " ".join(sys.argv),
+        "suite": "short_gradients", "rows": rows,
+    }  # fmt: skip
+    path.write_text(json.dumps(about, indent=0) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("verb", choices=("measure", "fit"))
+    parser.add_argument("path", type=Path)
+    parser.add_argument("--calls", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=905)
+    parser.add_argument("--seconds", type=float, default=90)
+    given = parser.parse_args()
+    if given.verb == "measure":
+        measure(given.path, given.calls, given.seed, given.seconds)
+        return
+    rows = load(given.path)
+    table = fit(rows)
+    for kind in FEATURES:
+        lines = ("{" + ", ".join(f"{x:g}" for x in table[kind, bucket]) + "}" for bucket in range(3))
+        print(f"constexpr GradientTimes k{kind.title()}Gradients[3] = {{\n    " + ",\n    ".join(lines) + "};")
+    print(f"// regret {regret(table, rows):.4f}")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT / "python"))
+    main()
