@@ -73,6 +73,8 @@ MAY_SPILL = {
     r"forward_wgmma_bias_kernelI\w+WgmmaPlanIdE36E": 4,
     r"backward_wgmma_bias_kernelI\w+BackwardPlanIdE22E": 8,
     r"backward_wgmma_bias_kernelI6__half\w+BackwardPlanIdE23E": 16,
+    # Bias at head dim 64, 128 rows: positions in the rings, once for each item.
+    r"forward_wgmma_bias_kernelI\w+WgmmaPlanIdE49E": 32,
     # Bias of float32, backward: two registers in a step of 2300 instructions, and after the loop.
     r"backward_wgmma_bias_kernelI6__half\w+BackwardPlanIdE25E": 28,
     # One of the five tiles of keys of wgmma_split_sm90; statistics of rows: two registers in a loop over keys.

@@ -59,6 +59,7 @@ cudaError_t launch_plan(const AttentionParams& p, const DeviceInfo& device, cuda
         FA_WGMMA_CASE(kD128BiasOptions)
         FA_WGMMA_CASE(kD256BiasOptions)
         FA_WGMMA_CASE(kD64Dropout)
+        FA_WGMMA_CASE(kD64ShortBias)
         FA_WGMMA_CASE(kD64ShortDropout)
         FA_WGMMA_CASE(kD128Dropout)
         FA_WGMMA_CASE(kD256Dropout)

@@ -65,7 +65,8 @@ enum class WgmmaPlanId {
     kD64BiasFloat32Dropout,
     kD128BiasFloat32Dropout,
     kD256BiasFloat32Dropout,
-    kD64ShortDropout
+    kD64ShortDropout,
+    kD64ShortBias
 };
 
 // How the running row maximum is kept. P = 2^(S - m) gives the right answer for any m as long as nothing overflows, so m need not be the
@@ -203,11 +204,15 @@ constexpr WgmmaPlan wgmma_plan(WgmmaPlanId id) {
         // Three warpgroups hide the random numbers best. At head dim 128 they would need tiles of 80 keys, of which random numbers come in
         // 64.
         case WgmmaPlanId::kD64Dropout: plan = with_options(wgmma_plan(WgmmaPlanId::kD64Long)), plan.dropout = true; break;
+        // 128 rows, for calls that 192 would leave idle (wgmma_takes_128_rows).
         case WgmmaPlanId::kD64ShortDropout:
             plan = with_options(wgmma_plan(WgmmaPlanId::kD64Short)), plan.maximum = RowMaximum::kSpeculative, plan.dropout = true;
             break;
         case WgmmaPlanId::kD128Dropout: plan = with_options(wgmma_plan(WgmmaPlanId::kD128Middle)), plan.dropout = true; break;
         case WgmmaPlanId::kD256Dropout: plan = with_options(wgmma_plan(WgmmaPlanId::kD256)), plan.dropout = true; break;
+        case WgmmaPlanId::kD64ShortBias:  // likewise
+            plan = with_options(wgmma_plan(WgmmaPlanId::kD64Short)), plan.maximum = RowMaximum::kSpeculative, plan.bias = true;
+            break;
         case WgmmaPlanId::kD128Bias: plan = with_options(wgmma_plan(WgmmaPlanId::kD128Middle)), plan.stages = 2, plan.bias = true; break;
         // Tiles of bias are whole chunks of 64 keys.
         case WgmmaPlanId::kD192Bias:
@@ -289,6 +294,7 @@ constexpr const char* wgmma_plan_name(WgmmaPlanId id) {
         case WgmmaPlanId::kD192BiasFloat32: return "d192_bias_float32";
         case WgmmaPlanId::kD256BiasFloat32: return "d256_bias_float32";
         case WgmmaPlanId::kD64ShortDropout: return "d64_short_dropout";
+        case WgmmaPlanId::kD64ShortBias: return "d64_short_bias";
         case WgmmaPlanId::kD64BiasFloat32Dropout: return "d64_bias_float32_dropout";
         case WgmmaPlanId::kD128BiasFloat32Dropout: return "d128_bias_float32_dropout";
         case WgmmaPlanId::kD256BiasFloat32Dropout: return "d256_bias_float32_dropout";
@@ -410,7 +416,8 @@ inline WgmmaPlanId wgmma_choose(const AttentionParams& p, int multiprocessors) {
             if (d <= 64) return WgmmaPlanId::kD64BiasOptions;
             return d <= 128 ? WgmmaPlanId::kD128BiasOptions : WgmmaPlanId::kD256BiasOptions;
         }
-        if (d <= 64) return p.dropout_threshold ? WgmmaPlanId::kD64BiasDropout : WgmmaPlanId::kD64Bias;
+        if (d <= 64 && p.dropout_threshold) return WgmmaPlanId::kD64BiasDropout;
+        if (d <= 64) return wgmma_takes_128_rows(p, multiprocessors) ? WgmmaPlanId::kD64ShortBias : WgmmaPlanId::kD64Bias;
         if (d <= 128) return p.dropout_threshold ? WgmmaPlanId::kD128BiasDropout : WgmmaPlanId::kD128Bias;
         if (p.dropout_threshold) return WgmmaPlanId::kD256BiasDropout;
         return d <= 192 ? WgmmaPlanId::kD192Bias : WgmmaPlanId::kD256Bias;
