@@ -3,13 +3,15 @@
     python tests/few_queries.py measure OUT.json [--calls 1900] [--seed 900] [--seconds 90]    on a GPU, with PyTorch
     python tests/few_queries.py fit docs/benchmarks/h200/few_queries.json      prints the table; needs SciPy
 
-`fit` minimises the errors of log(estimate / time), those of a kernel far from the best one weighing less. The form of
-an estimate stands in the header, and here in `estimate`, which the test of the table uses, too.
+`fit` minimises the errors of log(estimate / time), those of a kernel far from the best one weighing less. Then it moves
+single numbers by up to 40 % where the choices become better; a third of that holds in calls that it has not seen. The
+form of an estimate stands in the header, and here in `estimate`, which the test of the table uses, too.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import re
@@ -164,6 +166,31 @@ def fit(rows) -> dict:
     return table
 
 
+def tuned(table: dict, rows) -> dict:
+    """The table after small steps of its numbers, one after another, each kept where the choice becomes better."""
+    table = {place: list(numbers) for place, numbers in table.items()}
+    for bucket in range(3):
+        own = [(call, {k: features(k, call) for k in times}, times) for call, times in rows if call["bucket"] == bucket]
+
+        def cost(own=own, bucket=bucket) -> float:
+            total = 0.0
+            for call, made, times in own:
+                known = {k: estimate(table[k, bucket], made[k], call) for k in times}
+                total += math.log(times[min(known, key=known.get)] / min(times.values()))
+            return total
+
+        best = cost()
+        for factors in ((0.85, 1.18, 0.7, 1.4), (0.92, 1.09)):
+            for kernel, i, factor in itertools.product(KERNELS, range(len(NUMBERS)), factors):
+                numbers, before = table[kernel, bucket], table[kernel, bucket][i]
+                numbers[i] = round(before * factor, 3)
+                if (NUMBERS[i] == "cache" and numbers[i] > 1) or (now := cost()) >= best - 1e-6:
+                    numbers[i] = before
+                else:
+                    best = now
+    return table
+
+
 def microseconds(launch) -> float:
     """Device time of a launch that is given a number: the median of five graphs of them."""
     from statistics import median
@@ -233,7 +260,7 @@ def main() -> None:
         measure(given.path, given.calls, given.seed, given.seconds)
         return
     rows = load(given.path)
-    table = fit(rows)
+    table = tuned(fit(rows), rows)
     for kernel in KERNELS:
         lines = ("{" + ", ".join(f"{x:g}" for x in table[kernel, bucket]) + "}" for bucket in range(3))
         print("    {  // " + kernel + "\n" + ",\n".join(f"     {line}" for line in lines) + "},")

@@ -180,7 +180,11 @@ inline bool split_wins(const AttentionParams& p, const DeviceInfo& device) {
     if (!p.cache.batch_invariant && rows > 1 && rows <= 16 && decode_bucket(p) == 256 && p.seqlen_k >= 512 &&
         int64_t(p.batch) * p.nheads_k >= 16 && !decode_lanes_cluster_wins(p, device))
         return true;
-    if (p.deciding_keys() < 1024) return false;
+    // Packed rows of a group may be half of what blocks of 128 rows of one head have: 64 x 20 over 499 keys, 28/4 heads: 82 -> 38 us.
+    const auto whole = [](int64_t rows, int64_t of) { return (rows + of - 1) / of * of; };
+    const bool packs = !p.cu_seqlens_q && p.group > 1 && rows > 16 && whole(p.seqlen_q, 128) * p.group >= 2 * whole(rows, 64) &&
+                       int64_t(p.deciding_batch()) * p.nheads > device.multiprocessors;
+    if (p.deciding_keys() < (packs ? 256 : 1024)) return false;
     // decode_ring_sm90 reads long caches at the speed of memory, but is slow to start.
     if (rows <= 16) return rows > 8 && int64_t(p.deciding_batch()) * p.nheads_k * p.deciding_keys() < 65536;
     if (p.window_right >= 0 && p.deciding_keys() < 4 * int64_t(p.seqlen_q)) return false;  // rows see very different numbers of keys
@@ -188,7 +192,7 @@ inline bool split_wins(const AttentionParams& p, const DeviceInfo& device) {
     if (full_blocks > 4 * device.multiprocessors) return false;
     const double wgmma = kWgmmaOverhead + wgmma_time(p, device);
     const double keys = double(p.deciding_batch()) * p.nheads_k * visible_keys_on_average(p),
-                 decode = rows <= 64 ? kDecodeOverhead + keys * key_bytes(p) / kDecodeRate : wgmma;
+                 decode = rows <= 64 && (p.cache.entries || p.seqlen_q <= 16) ? kDecodeOverhead + keys * key_bytes(p) / kDecodeRate : wgmma;
     return split_shape(p, device).time + kOverhead < 0.85 * std::min(decode, wgmma);
 }
 
