@@ -1,4 +1,4 @@
-"""The times of kernels for gradients of short sequences, and the numbers of cuda/attention/backward/short_gradients.h.
+"""The times of kernels for gradients of short sequences, and the numbers of cuda/api/attention/short_gradients.h.
 
     python tests/short_gradients.py measure OUT.json [--calls 1000] [--seed 905] [--seconds 90]   on a GPU, with PyTorch
     python tests/short_gradients.py fit docs/benchmarks/h200/short_gradients.json     prints the table; needs SciPy
@@ -20,7 +20,7 @@ import few_queries
 import numpy as np
 
 ROOT = few_queries.ROOT
-HEADER = ROOT / "cuda" / "attention" / "backward" / "short_gradients.h"
+HEADER = ROOT / "cuda" / "api" / "attention" / "short_gradients.h"
 DATA = ROOT / "docs" / "benchmarks" / "h200" / "short_gradients.json"
 SHORT, LONG = "mma_short_sm80", ("wgmma_sm90", "wgmma_pair_sm90")  # up to head dim 128, and above
 BUCKETS = (64, 128, 256)

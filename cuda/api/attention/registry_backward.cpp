@@ -12,7 +12,7 @@
 #include "attention/kernels.h"
 #endif
 #if FA_WITH_CUDA && FA_WITH_WGMMA_SM90
-#include "attention/backward/short_gradients.h"
+#include "api/attention/short_gradients.h"
 #endif
 
 namespace fa {

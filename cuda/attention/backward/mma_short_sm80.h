@@ -49,7 +49,7 @@ inline BackwardShortPlan backward_short_plan(const AttentionParams& p, const Dev
 }
 
 // Against wgmma_sm90 and wgmma_pair_sm90: 1400 random calls on an H200. Other GPUs have not been measured. There, dense calls without masks
-// by intervals or blocks go by estimates (short_gradients.h).
+// by intervals or blocks go by estimates (api/attention/short_gradients.h).
 inline bool backward_short_is_faster(const AttentionParams& p, const DeviceInfo& device) {
     const BackwardShortPlan plan = backward_short_plan(p, device);
     const int d = backward_short_bucket(p);

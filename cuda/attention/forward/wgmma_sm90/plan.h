@@ -380,7 +380,8 @@ inline bool wgmma_blocks_of_192_idle(const AttentionParams& p, int multiprocesso
     return !p.cu_seqlens_q && rows(192) <= 2 * 192 && 20 * rows(192) > 21 * rows(128);
 }
 
-// Whether blocks of 128 rows are faster for that reason, or because blocks of 192 would have a seventh more rows that are none.
+// Whether blocks of 128 rows are faster for that reason, or because in blocks of 192 a seventh more rows would lie past the
+// end.
 inline bool wgmma_takes_128_rows(const AttentionParams& p, int multiprocessors) {
     const auto rows = [&](int block_m) { return (int64_t(p.seqlen_q) + block_m - 1) / block_m * block_m; };
     return !p.cu_seqlens_q && !p.cache.batch_invariant && (20 * rows(192) > 23 * rows(128) || wgmma_blocks_of_192_idle(p, multiprocessors));
