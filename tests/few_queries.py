@@ -121,12 +121,17 @@ def table_of_header() -> dict:
     return dict(zip(places, rows, strict=True))
 
 
+def loss(estimates: dict, times: dict) -> float:
+    """The logarithm of the time of the kernel with the least estimate over that of the fastest one."""
+    return math.log(times[min(estimates, key=estimates.get)] / min(times.values()))
+
+
 def regret(table: dict, rows) -> float:
     """The time of the kernels with the least estimates over that of the best ones, in the geometric mean."""
     logs = []
     for call, times in rows:
         known = {k: estimate(table[k, call["bucket"]], features(k, call), call) for k in times}
-        logs.append(math.log(times[min(known, key=known.get)] / min(times.values())))
+        logs.append(loss(known, times))
     return math.exp(np.mean(logs))
 
 
@@ -175,8 +180,7 @@ def tuned(table: dict, rows) -> dict:
         def cost(own=own, bucket=bucket) -> float:
             total = 0.0
             for call, made, times in own:
-                known = {k: estimate(table[k, bucket], made[k], call) for k in times}
-                total += math.log(times[min(known, key=known.get)] / min(times.values()))
+                total += loss({k: estimate(table[k, bucket], made[k], call) for k in times}, times)
             return total
 
         best = cost()
@@ -216,7 +220,8 @@ def microseconds(launch) -> float:
     return round(median(between(graph.replay) for _ in range(5)) / repeats, 2)
 
 
-def measure(path: Path, count: int, seed: int, seconds: float) -> None:
+def measure(given: argparse.Namespace, suite: str, kernels_of) -> None:
+    """Writes the times of random calls of the sweep in the kernels that kernels_of(call) names, if it names any."""
     from datetime import date
 
     from flash_attn_lab.bench.calls.call import drawn
@@ -225,39 +230,43 @@ def measure(path: Path, count: int, seed: int, seconds: float) -> None:
     from flash_attn_lab.bench.systems import Refused
     from flash_attn_lab.report import commit
 
-    machine, rows, end, number = open_machine("cuda", "torch"), [], time.monotonic() + seconds, -1
-
-    while len(rows) < count and time.monotonic() < end:
+    machine, rows, end, number = open_machine("cuda", "torch"), [], time.monotonic() + given.seconds, -1
+    while len(rows) < given.calls and time.monotonic() < end:
         number += 1
-        call = drawn(seed, number, "cuda", ("bfloat16", "float16"))
-        if call.backward or call.packed is not None or call.seqlen_q > 16 or max(call.headdim, call.headdim_v) > 256:
+        call = drawn(given.seed, number, "cuda", ("bfloat16", "float16"))
+        kernels = () if call.packed is not None or max(call.headdim, call.headdim_v) > 256 else kernels_of(call)
+        if not kernels:
             continue
         arrays, took = Arrays.of(machine, call), {}
-        for kernel in KERNELS:
+        for kernel in kernels:
             try:
                 took[kernel] = microseconds(ours(arrays, kernel).launch)
             except Refused:
                 continue
         if len(took) > 1:
             rows.append({"call": str(call), "us": took})
-            print(f"[{len(rows)}/{count}] {call}", file=sys.stderr)
+            print(f"[{len(rows)}/{given.calls}] {call}", file=sys.stderr)
     about = {
         "machine": {"gpu": machine.name}, "date": f"{date.today()}", "commit": commit(), "command": " ".join(sys.argv),
-        "suite": "few_queries", "rows": rows,
+        "suite": suite, "rows": rows,
     }  # fmt: skip
-    path.write_text(json.dumps(about, indent=0) + "\n")
+    given.path.write_text(json.dumps(about, indent=0) + "\n")
+
+
+def arguments(about: str, calls: int, seed: int) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("verb", choices=("measure", "fit"))
+    parser.add_argument("path", type=Path)
+    parser.add_argument("--calls", type=int, default=calls)
+    parser.add_argument("--seed", type=int, default=seed)
+    parser.add_argument("--seconds", type=float, default=90)
+    return parser.parse_args()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("verb", choices=("measure", "fit"))
-    parser.add_argument("path", type=Path)
-    parser.add_argument("--calls", type=int, default=1900)
-    parser.add_argument("--seed", type=int, default=900)
-    parser.add_argument("--seconds", type=float, default=90)
-    given = parser.parse_args()
+    given = arguments(__doc__, calls=1900, seed=900)
     if given.verb == "measure":
-        measure(given.path, given.calls, given.seed, given.seconds)
+        measure(given, "few_queries", lambda call: () if call.backward or call.seqlen_q > 16 else KERNELS)
         return
     rows = load(given.path)
     table = tuned(fit(rows), rows)

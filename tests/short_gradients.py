@@ -8,12 +8,10 @@ As tests/few_queries.py, whose timer it takes. The form of an estimate stands in
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import re
 import sys
-import time
 from pathlib import Path
 
 import few_queries
@@ -141,7 +139,7 @@ def regret(table: dict, rows) -> float:
     logs = []
     for call, times in rows:
         known = {k: estimate(table[k, call["bucket"]], FEATURES[k](call), call) for k in times}
-        logs.append(math.log(times[min(known, key=known.get)] / min(times.values())))
+        logs.append(few_queries.loss(known, times))
     return math.exp(np.mean(logs))
 
 
@@ -167,48 +165,15 @@ def fit(rows) -> dict:
     return table
 
 
-def measure(path: Path, count: int, seed: int, seconds: float) -> None:
-    from datetime import date
-
-    from flash_attn_lab.bench.calls.call import drawn
-    from flash_attn_lab.bench.calls.make import Arrays, ours
-    from flash_attn_lab.bench.machine import open_machine
-    from flash_attn_lab.bench.systems import Refused
-    from flash_attn_lab.report import commit
-
-    machine, rows, end, number = open_machine("cuda", "torch"), [], time.monotonic() + seconds, -1
-    while len(rows) < count and time.monotonic() < end:
-        number += 1
-        call = drawn(seed, number, "cuda", ("bfloat16", "float16"))
-        width = max(call.headdim, call.headdim_v)
-        if not call.backward or call.packed is not None or call.seqlen_q > 640 or width > 256:
-            continue
-        arrays, took = Arrays.of(machine, call), {}
-        for kernel in (SHORT, LONG[width > 128]):
-            try:
-                took[kernel] = few_queries.microseconds(ours(arrays, kernel).launch)
-            except Refused:
-                continue
-        if len(took) > 1:
-            rows.append({"call": str(call), "us": took})
-            print(f"[{len(rows)}/{count}] {call}", file=sys.stderr)
-    about = {
-        "machine": {"gpu": machine.name}, "date": f"{date.today()}", "commit": commit(), "command": " ".join(sys.argv),
-        "suite": "short_gradients", "rows": rows,
-    }  # fmt: skip
-    path.write_text(json.dumps(about, indent=0) + "\n")
+def kernels_of(call) -> tuple[str, ...]:
+    wide = max(call.headdim, call.headdim_v) > 128
+    return (SHORT, LONG[wide]) if call.backward and call.seqlen_q <= 640 else ()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("verb", choices=("measure", "fit"))
-    parser.add_argument("path", type=Path)
-    parser.add_argument("--calls", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=905)
-    parser.add_argument("--seconds", type=float, default=90)
-    given = parser.parse_args()
+    given = few_queries.arguments(__doc__, calls=1000, seed=905)
     if given.verb == "measure":
-        measure(given.path, given.calls, given.seed, given.seconds)
+        few_queries.measure(given, "short_gradients", kernels_of)
         return
     rows = load(given.path)
     table = fit(rows)

@@ -12,6 +12,9 @@
 namespace fa {
 
 enum class DType : int32_t { kFloat32 = 1, kFloat16 = 2, kBFloat16 = 3, kFloat8E4M3 = 4, kInt8 = 5 };
+constexpr int size_of(DType dtype) {  // bytes
+    return dtype == DType::kFloat32 ? 4 : dtype == DType::kFloat8E4M3 || dtype == DType::kInt8 ? 1 : 2;
+}
 
 // A (batch, row, head, dim) array: element data[b * batch + r * row + h * head + d], strides in elements.
 struct TensorView {

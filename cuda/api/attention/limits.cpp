@@ -38,8 +38,6 @@ const char* needs_feature(uint32_t feature) {
     return "the call lacks what it is for";
 }
 
-int bytes_of(DType dtype) { return int(dtype_size(int32_t(dtype))); }
-
 }  // namespace
 
 Refusal Limits::refuses(uint32_t call, const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) const {
@@ -88,7 +86,7 @@ const char* no_wide_rows(const char* name, const TensorView& t, int columns, int
 
 const char* Limits::misplaces(const AttentionParams& p, char* text, size_t size) const {
     if (memory == Memory::kAny) return nullptr;
-    const int own = bytes_of(p.dtype), of_keys = p.cache.entries ? bytes_of(p.cache.dtype) : own;
+    const int own = size_of(p.dtype), of_keys = p.cache.entries ? size_of(p.cache.dtype) : own;
     if (memory == Memory::kTensorMaps) {
         const TensorExtents t = tensor_extents(p);
         const char* reason = no_tensor_map("q", p.q, t.batch_q, t.rows_q, p.nheads, own, text, size);
@@ -100,14 +98,14 @@ const char* Limits::misplaces(const AttentionParams& p, char* text, size_t size)
         if (!reason) reason = no_wide_rows("v", p.v, p.headdim_v, of_keys, text, size);
         if (reason) return reason;
     }
-    return no_wide_rows("out", p.out, p.headdim_v, bytes_of(p.out_dtype), text, size);
+    return no_wide_rows("out", p.out, p.headdim_v, size_of(p.out_dtype), text, size);
 }
 
 const char* Limits::misplaces(const BackwardParams& b, char* text, size_t size) const {
     const AttentionParams& p = b.forward;
     if (const char* reason = misplaces(p, text, size)) return reason;
     if (memory == Memory::kAny) return nullptr;
-    const int own = bytes_of(p.dtype);
+    const int own = size_of(p.dtype);
     const TensorExtents t = tensor_extents(p);
     if (memory == Memory::kTensorMaps)
         if (const char* reason = no_tensor_map("dout", b.dout, t.batch_q, t.rows_q, p.nheads, own, text, size)) return reason;

@@ -32,7 +32,7 @@ inline const char* dtype_name(int32_t dtype) {
     return "unknown";
 }
 
-inline size_t dtype_size(int32_t dtype) { return dtype == FA_FLOAT32 ? 4 : dtype == FA_FLOAT8_E4M3 || dtype == FA_INT8 ? 1 : 2; }
+inline size_t dtype_size(int32_t dtype) { return size_t(size_of(DType(dtype))); }
 
 inline fa_status check_pointer(const char* name, const void* data, size_t alignment, bool required) {
     if (!data) return required ? fail(FA_BAD_ARGUMENT, "%s.data is NULL", name) : FA_OK;
@@ -120,8 +120,6 @@ inline fa_status check_range(const char* name, int64_t value, int64_t low, int64
     if (low <= value && value <= high) return FA_OK;
     return fail(FA_BAD_ARGUMENT, "%s=%" PRId64 " is outside %" PRId64 " .. %" PRId64, name, value, low, high);
 }
-
-inline size_t size_of(DType dtype) { return dtype_size(int32_t(dtype)); }
 
 inline fa_status check_array(const char* name, const void* data, DType dtype, bool required) {
     return check_pointer(name, data, size_of(dtype), required);

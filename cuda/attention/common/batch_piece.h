@@ -8,7 +8,6 @@
 
 namespace fa {
 
-constexpr int size_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : dtype == DType::kFloat16 || dtype == DType::kBFloat16 ? 2 : 1; }
 inline void skip_sequences(TensorView& x, int32_t count, int element_bytes) {
     if (x.data) x.data = static_cast<char*>(x.data) + count * x.batch * element_bytes;
 }

@@ -100,7 +100,8 @@ size_t workspace_bytes(const BackwardParams& b, const DeviceInfo& device) {
 }
 
 int32_t batch_of_launch(const AttentionParams& p) {
-    return backward_plan(backward_choose(p)).bias() ? backward_batch_of_launch(p) : p.batch;
+    const int32_t count = backward_batch_of_launch(p);  // most calls have no copy, and need no plan for the answer
+    return count == p.batch || backward_plan(backward_choose(p)).bias() ? count : p.batch;
 }
 
 }  // namespace

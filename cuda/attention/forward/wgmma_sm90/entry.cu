@@ -82,7 +82,8 @@ size_t launch_bytes(const AttentionParams& p, const DeviceInfo& device) {
 }
 
 int32_t batch_of_launch(const AttentionParams& p, const DeviceInfo& device) {
-    return wgmma_plan(wgmma_choose(p, device.multiprocessors)).bias ? wgmma_batch_of_launch(p) : p.batch;
+    const int32_t count = wgmma_batch_of_launch(p);  // most calls have no copy, and need no plan for the answer
+    return count == p.batch || wgmma_plan(wgmma_choose(p, device.multiprocessors)).bias ? count : p.batch;
 }
 
 }  // namespace
