@@ -81,6 +81,10 @@ cudaError_t decode_prefix_sm80(const AttentionParams& params, const DeviceInfo& 
 size_t decode_prefix_sm80_workspace(const AttentionParams&, const DeviceInfo&);  // bytes: the plan, and partial results
 bool decode_prefix_sm80_fits(const AttentionParams&, const DeviceInfo&);         // its 32-bit indices and the planning block suffice
 bool decode_prefix_sm80_wins(const AttentionParams&, const DeviceInfo&);         // so many keys can be shared that it may pay
+cudaError_t decode_prefix_sm90(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
+size_t decode_prefix_sm90_workspace(const AttentionParams&, const DeviceInfo&);
+bool decode_prefix_sm90_fits(const AttentionParams&, const DeviceInfo&);
+bool decode_prefix_sm90_wins(const AttentionParams&, const DeviceInfo&);
 
 // delta = rowsum(dout * out) - dlse in float32 and, unless `bases` is nullptr, the RowBase of every row (large_rows.cuh). Both are laid out
 // like lse and have backward_delta_count entries.

@@ -1,6 +1,6 @@
 """shared_prefix: sequences whose rows of the block table begin with the same pages. On the CPU the option changes
-nothing. On a GPU decode_prefix_sm80 reads these pages once; with num_splits it does so wherever two sequences share
-keys, so that small calls are tested, too. tests/native/test_sharing.cpp checks the plan by itself.
+nothing. On a GPU decode_prefix_sm90 or decode_prefix_sm80 reads these pages once; with num_splits it does so wherever
+two sequences share keys, so that small calls are tested, too. tests/native/test_sharing.cpp checks the plan by itself.
 
 Pages that a sequence does not use because it shares others hold NaN."""
 
@@ -11,11 +11,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from conftest import CUDA, NO_CUDA, SEED, Kernel, torch
-from kvcache_cases import Case, check, make, on_device
+from kvcache_cases import Case, make, on_device
+from kvcache_cases import check as check_call
 
 import flash_attn_minimal as fa
 
-NAME = "decode_prefix_sm80"
+SM80, SM90 = NAMES = "decode_prefix_sm80", "decode_prefix_sm90"
 LENGTHS = (900, 500, None, 1030, 0, 900, 257, 128, 1030, 640)
 CASE = Case(
     lengths=LENGTHS, seqlen_new=0, rows=16, pages=70, nheads=8, nheads_k=2, dtype="bfloat16", shared_prefix=True,
@@ -24,13 +25,25 @@ CASE = Case(
 CACHES = pytest.mark.parametrize("cache_dtype", [None, "float8_e4m3fn", "int8"])
 
 
-@pytest.fixture
-def prefix() -> Kernel:
+@pytest.fixture(params=NAMES)
+def prefix(request) -> Kernel:
     if NO_CUDA:
         pytest.skip(NO_CUDA)
-    if NAME not in {k["name"] for k in fa.kernels()}:
+    name = request.param
+    if name not in {k["name"] for k in fa.kernels()}:
         pytest.skip("a build without GPU kernels")
-    return Kernel(CUDA, NAME)
+    if name == SM90 and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("this GPU is no Hopper")
+    return Kernel(CUDA, name)
+
+
+def check(kernel: Kernel, case: Case):
+    """As check_call. decode_prefix_sm90 refuses some calls that decode_prefix_sm80 takes."""
+    if kernel.name == SM90 and (case.cache_dtype or case.rows % 8 or case.softcap):
+        plan = fa.kvcache_query(**on_device(kernel, case, make(case)))
+        assert plan.status == "FA_UNSUPPORTED", plan
+        return None
+    return check_call(kernel, case)
 
 
 def on_pages(case: Case, page: int, longest: int = 1040) -> Case:
@@ -46,7 +59,7 @@ def on_pages(case: Case, page: int, longest: int = 1040) -> Case:
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_a_hint(kernel, dtype):
     """Kernels that cannot share, those of the CPU among them, give the bits of a call without the option."""
-    if kernel.name == NAME:
+    if kernel.name in NAMES:
         pytest.skip("it shares")
     case = replace(CASE, dtype=dtype, num_splits=0, headdim=32)
     out, lse = check(kernel, case)
@@ -73,7 +86,7 @@ def fa_cpu():
     return CPU
 
 
-# ---- decode_prefix_sm80 against float64 ----
+# ---- the kernels that share against float64 ----
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -148,7 +161,7 @@ def test_options_that_it_refuses(prefix, options):
     arrays = on_device(prefix, case, make(case))
     arrays["kernel"] = None
     chosen = fa.kvcache_query(**arrays)
-    assert chosen.status == "FA_OK" and chosen.kernel != NAME, chosen
+    assert chosen.status == "FA_OK" and chosen.kernel not in NAMES, chosen
     check(Kernel(CUDA, chosen.kernel), case)
 
 
@@ -201,17 +214,20 @@ def test_more_sequences_than_the_planner_takes(prefix):
 
 
 def test_choice(prefix):
-    """It is chosen where so many keys can be shared that it may pay, and only if the call asks for it."""
+    """One is chosen where so many keys can be shared that it may pay, and only if the call asks for it."""
+    hopper = torch.cuda.get_device_capability() == (9, 0)
     many = replace(CASE, lengths=(8000,) * 32, pages=502, num_splits=0, nheads_k=4, headdim=128, spare=0)
     few = replace(many, lengths=(200,) * 4, pages=13)
-    for case, shared_prefix, chosen in ((many, True, True), (many, False, False), (few, True, False)):
+    for case, shared_prefix, page, chosen in (
+        (many, True, 16, SM90 if hopper else SM80), (many, True, 4, SM80), (many, False, 16, None), (few, True, 16, None),
+    ):  # fmt: skip
         q = torch.zeros(len(case.lengths), 1, 8, 128, dtype=torch.bfloat16, device="cuda")
-        cache = torch.zeros(64, 16, 4, 128, dtype=torch.bfloat16, device="cuda")
-        table = torch.zeros(len(case.lengths), case.pages, dtype=torch.int32, device="cuda")
+        cache = torch.zeros(64, page, 4, 128, dtype=torch.bfloat16, device="cuda")
+        table = torch.zeros(len(case.lengths), case.pages * 16 // page, dtype=torch.int32, device="cuda")
         lengths = torch.tensor(case.lengths, dtype=torch.int32, device="cuda")
         options = {"cache_seqlens": lengths, "block_table": table, "shared_prefix": shared_prefix}
         plan = fa.kvcache_query(q, cache, cache.clone(), **options)
-        assert plan.status == "FA_OK" and (plan.kernel == NAME) == chosen, plan
+        assert plan.status == "FA_OK" and (plan.kernel == chosen if chosen else plan.kernel not in NAMES), plan
 
 
 def test_keys_are_shared(prefix):

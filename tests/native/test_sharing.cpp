@@ -1,4 +1,4 @@
-// test_sharing.cpp: the plan of shared prefixes (attention/decode/prefix_sm80/sharing.h), which one block of a GPU makes, on the host, for
+// test_sharing.cpp: the plan of shared prefixes (attention/decode/common/sharing.h), which one block of a GPU makes, on the host, for
 // random batches whose tables have common beginnings. Everything that the plan says is compared with loops over single keys and pages.
 #include <algorithm>
 #include <condition_variable>
@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "attention/common/mask.h"
-#include "attention/decode/prefix_sm80/sharing.h"
+#include "attention/decode/common/sharing.h"
 
 namespace {
 
@@ -39,9 +39,38 @@ T of(Random& random, std::initializer_list<T> values) {
     return values.begin()[below(random, int(values.size()))];
 }
 
+// What the lanes that run an iteration together find, by one thread.
+struct Lanes {
+    bool writes() const { return true; }
+    template <typename Holds>
+    int32_t count(int32_t n, const Holds& holds) const {
+        int32_t found = 0;
+        for (int32_t x = 0; x < n; ++x) found += holds(x);
+        return found;
+    }
+    template <typename Value>
+    int32_t first_greatest(int32_t n, const Value& value) const {
+        int32_t at = 0;
+        for (int32_t x = 1; x < n; ++x)
+            if (value(x) > value(at)) at = x;
+        return at;
+    }
+    template <typename Value>
+    uint64_t least(int32_t n, const Value& value) const {
+        uint64_t least = ~uint64_t(0);
+        for (int32_t x = 0; x < n; ++x) least = std::min(least, value(x));
+        return least;
+    }
+    int32_t equal_entries(const int32_t* a, const int32_t* b, int32_t count) const {
+        return int32_t(std::mismatch(a, a + count, b).first - a);
+    }
+};
+
 // Runs the iterations of a loop in random order: an iteration that needs another one before it fails here.
-struct ShuffledTeam {
+struct ShuffledTeam : Lanes {
     Random& random;
+
+    explicit ShuffledTeam(Random& random) : random(random) {}
     void sync() const {}
     template <typename Do>
     void for_each(int32_t count, const Do& act) const {
@@ -54,16 +83,11 @@ struct ShuffledTeam {
     void for_each_wide(int32_t count, const Do& act) const {
         for_each(count, act);
     }
-    bool writes() const { return true; }
     template <typename T>
     void add(T* to, T x) const {
         *to += x;
     }
     void raise(uint64_t* to, uint64_t x) const { *to = std::max(*to, x); }
-    void lower(uint64_t* to, uint64_t x) const { *to = std::min(*to, x); }
-    int32_t equal_entries(const int32_t* a, const int32_t* b, int32_t count) const {
-        return int32_t(std::mismatch(a, a + count, b).first - a);
-    }
 };
 
 // Threads that run at once and meet at sync(), as those of a block do: the thread sanitizer finds a sync() that is missing.
@@ -86,10 +110,11 @@ private:
     std::condition_variable all_are_here_;
     int threads_, here_ = 0, phase_ = 0;
 };
-struct ThreadTeam {
+struct ThreadTeam : Lanes {
     int me, threads;
     Meeting& meeting;
 
+    ThreadTeam(int me, int threads, Meeting& meeting) : me(me), threads(threads), meeting(meeting) {}
     void sync() const { meeting.wait(); }
     template <typename Do>
     void for_each(int32_t count, const Do& act) const {
@@ -99,25 +124,14 @@ struct ThreadTeam {
     void for_each_wide(int32_t count, const Do& act) const {
         for_each(count, act);
     }
-    bool writes() const { return true; }
     template <typename T>
     void add(T* to, T x) const {
         __atomic_fetch_add(to, x, __ATOMIC_RELAXED);
     }
-    template <typename Better>
-    static void replace(uint64_t* to, uint64_t x, const Better& better) {
-        uint64_t old = __atomic_load_n(to, __ATOMIC_RELAXED);
-        while (better(x, old) && !__atomic_compare_exchange_n(to, &old, x, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
-        }
-    }
     void raise(uint64_t* to, uint64_t x) const {
-        replace(to, x, [](uint64_t a, uint64_t b) { return a > b; });
-    }
-    void lower(uint64_t* to, uint64_t x) const {
-        replace(to, x, [](uint64_t a, uint64_t b) { return a < b; });
-    }
-    int32_t equal_entries(const int32_t* a, const int32_t* b, int32_t count) const {
-        return int32_t(std::mismatch(a, a + count, b).first - a);
+        uint64_t old = __atomic_load_n(to, __ATOMIC_RELAXED);
+        while (x > old && !__atomic_compare_exchange_n(to, &old, x, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+        }
     }
 };
 
@@ -159,8 +173,9 @@ Case draw(Random& random) {
     }
     p.cache.seqlens = c.lengths.data(), p.cache.block_table = c.table.data(), p.cache.table_row = pages;
     c.rules.rows = p.seqlen_q * p.group, c.rules.tile_shift = of(random, {6, 7});
+    c.rules.row_shift = of(random, {6, 7}), c.rules.tile_cost = of(random, {2, 3});
     c.rules.blocks = of(random, {1, 7, 132, 264}), c.rules.most_pieces = of(random, {1, 3, 64});
-    const int64_t row_tiles = int64_t(p.batch) * c.rules.rows / fa::kPrefixRows + p.batch / 2;  // as sharing_rules computes it
+    const int64_t row_tiles = int64_t(p.batch) * c.rules.rows / (1 << c.rules.row_shift) + p.batch / 2;  // as sharing_rules computes it
     c.rules.most_items = int32_t(std::max<int64_t>(2 * c.rules.blocks, row_tiles * p.nheads_k));
     c.rules.least_saved = of<int64_t>(random, {1, 1, 50, 5000});
     return c;
@@ -187,7 +202,7 @@ void check(int number, Random& random) {
     Case c = draw(random);
     c.p.cache.seqlens = c.lengths.data(), c.p.cache.block_table = c.table.data();
     const AttentionParams& p = c.p;
-    const int batch = p.batch, rows = c.rules.rows;
+    const int batch = p.batch, rows = c.rules.rows, tile_rows = 1 << c.rules.row_shift;
     std::vector<uint64_t> best(batch);
     std::vector<int32_t> limit(batch), page_of(batch), leader(batch), common(batch), shared(batch), counts(2, -1), keys(batch, -1),
         group_of(batch, -1), rank(batch, -1), order(batch, -1);
@@ -198,8 +213,8 @@ void check(int number, Random& random) {
                                scratch.data(), &saved,       &choice,        &followers,    &group_count};
     fa::PrefixPlan plan{};
     plan.counts = counts.data(), plan.keys = keys.data(), plan.group_of = group_of.data(), plan.rank = rank.data();
-    plan.order = order.data(), plan.groups = groups.data();
-    const ShuffledTeam team{random};
+    plan.order = order.data(), plan.groups = groups.data(), plan.row_shift = c.rules.row_shift;
+    const ShuffledTeam team(random);
     fa::find_prefixes(team, p, c.rules, s);
     fa::lay_out_prefixes(team, p, c.rules, s, plan);
 
@@ -210,7 +225,7 @@ void check(int number, Random& random) {
         std::vector<std::thread> threads;
         for (int i = 0; i < kThreads; ++i)
             threads.emplace_back([&, i] {
-                const ThreadTeam side{i, kThreads, meeting};
+                const ThreadTeam side(i, kThreads, meeting);
                 fa::find_prefixes(side, p, c.rules, s);
                 fa::lay_out_prefixes(side, p, c.rules, s, plan);
             });
@@ -239,10 +254,10 @@ void check(int number, Random& random) {
             int best_steps = 0, sharing = 0;
             for (int length = 1; length <= alone[first_longest] / fa::kPrefixStep; ++length) {
                 const int with = int(std::count_if(steps.begin(), steps.end(), [&](int x) { return x >= length; }));
-                if (const uint64_t claim = fa::prefix_claim(length, with, rows); claim > best)
+                if (const uint64_t claim = fa::prefix_claim(length, with, c.rules); claim > best)
                     best = claim, best_steps = length, sharing = with;
             }
-            if (best) of_round += fa::saving(best_steps, sharing, rows);
+            if (best) of_round += fa::saving(best_steps, sharing, c.rules);
             else page[first_longest] = -1;
             for (size_t x = 0; x < members.size() && best; ++x)
                 if (steps[x] >= best_steps) want[members[x]] = best_steps * fa::kPrefixStep, led_by[members[x]] = first_longest;
@@ -293,7 +308,7 @@ void check(int number, Random& random) {
     }
     size_t all = 0;
     for (int g = 0; g < count; ++g) {
-        expect(groups[g].row_tiles == (groups[g].members * rows + 63) / 64, "case %d: rows of group %d", number, g);
+        expect(groups[g].row_tiles == (groups[g].members * rows + tile_rows - 1) / tile_rows, "case %d: rows of group %d", number, g);
         expect(groups[g].pieces <= c.rules.most_pieces, "case %d: pieces of group %d", number, g);
         all += size_t(p.nheads_k) * groups[g].row_tiles * (groups[g].keys >> c.rules.tile_shift);
     }
@@ -306,11 +321,11 @@ void check(int number, Random& random) {
                 expect((pieces.count > 0) == (keys[b] > 0), "case %d: pieces of sequence %d", number, b);
                 if (!pieces.count) continue;
                 const int row = rank[b] * rows + r;
-                const auto& of_row = item_of[{group_of[b], head, row / 64}];
+                const auto& of_row = item_of[{group_of[b], head, row / tile_rows}];
                 expect(int(of_row.size()) == pieces.count, "case %d: pieces of sequence %d", number, b);
                 for (int i = 0; i < pieces.count; ++i) {
                     const int64_t at = pieces.first + i * pieces.step;
-                    expect(at == int64_t(of_row[i]) * 64 + row % 64 && places.insert(at).second,
+                    expect(at == int64_t(of_row[i]) * tile_rows + row % tile_rows && places.insert(at).second,
                            "case %d: sequence %d, head %d, row %d, piece %d", number, b, head, r, i);
                 }
             }
@@ -320,7 +335,7 @@ void check(int number, Random& random) {
 void check_balance() {
     AttentionParams p{};
     p.batch = 64, p.group = 4, p.nheads_k = 8, p.seqlen_q = 1, p.seqlen_k = 8704, p.window_left = p.window_right = -1;
-    const fa::SharingRules rules{4, 6, 264, 64, 528, 1};
+    const fa::SharingRules rules{4, 6, 3, 6, 264, 64, 528, 1};
     for (const int keys : {8192, 8192 + 128, 4096, 100 * 128, 131072}) {
         PrefixGroup group{0, 0, 64, keys, 0, 0, 4, 0};
         uint64_t best = ~uint64_t(0);
@@ -343,7 +358,7 @@ void check_tree() {
     p.batch = kBatch, p.group = 4, p.nheads_k = 8, p.seqlen_q = 1, p.seqlen_k = 8192, p.window_left = p.window_right = -1;
     p.cache.page_size = 16, p.cache.entries = 1 << 20, p.cache.seqlens = lengths.data(), p.cache.block_table = table.data();
     p.cache.table_row = kPages;
-    const fa::SharingRules rules{4, 6, 264, 64, 528, 1};
+    const fa::SharingRules rules{4, 6, 3, 6, 264, 64, 528, 1};
     std::vector<uint64_t> best(kBatch);
     std::vector<int32_t> numbers(5 * kBatch);
     std::vector<PrefixGroup> groups(kBatch / 2);
@@ -352,7 +367,7 @@ void check_tree() {
     int32_t* const n = numbers.data();
     const fa::SharingScratch s{best.data(),   n,      n + kBatch, n + 2 * kBatch, n + 3 * kBatch, n + 4 * kBatch,
                                groups.data(), &saved, &choice,    &followers,     &count};
-    fa::find_prefixes(ShuffledTeam{random}, p, rules, s);
+    fa::find_prefixes(ShuffledTeam(random), p, rules, s);
     for (int b = 0; b < kBatch; ++b) expect(s.keys[b] == 500 * 16 / 128 * 128 && s.leader[b] == b % kBranches, "tree: sequence %d", b);
 }
 

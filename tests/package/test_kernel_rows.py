@@ -32,9 +32,11 @@ ROWS = {
     "attention/forward/fp8_sm90/kernel.cuh": {"forward": ["fp8_sm90", "fp8_fast_sm90"]},
     "attention/decode/lanes/kernel.cuh": {"forward": ["decode_lanes_sm80", "decode_lanes_cluster_sm90"]},
     "attention/decode/combine.cu": {
-        "forward": ["decode_split_sm80", "decode_ring_sm90", "decode_lanes_sm80", "decode_prefix_sm80"]
+        "forward": [
+            *("decode_split_sm80", "decode_ring_sm90", "decode_lanes_sm80", "decode_prefix_sm80", "decode_prefix_sm90")
+        ]
     },
-    "attention/decode/prefix_sm80/sharing.cu": {"forward": ["decode_prefix_sm80"]},
+    "attention/decode/common/sharing.cu": {"forward": ["decode_prefix_sm80", "decode_prefix_sm90"]},
     "attention/decode/mla_sm90/merge.cuh": {"forward": ["decode_mla_sm90"]},
     "attention/backward/mma_sm80/side.cuh": {"backward": ["mma_sm80"]},
     "attention/backward/wgmma_sm90/rows.cu": {"backward": ["wgmma_sm90", "wgmma_pair_sm90"]},

@@ -52,6 +52,7 @@ BUILT_ON = {
     "attention/split/wgmma_split_sm90": "attention/forward/wgmma_sm90",
     "attention/decode/cluster_sm90": "attention/decode/lanes",
     "attention/decode/prefix_sm80": "attention/decode/split_sm80",
+    "attention/split/decode_prefix_sm90": "attention/split/wgmma_split_sm90",
     "attention/backward/wgmma_pair_sm90": "attention/backward/wgmma_sm90",
 }
 ROOMS = ("attention/forward", "attention/decode", "attention/split", "attention/backward", "transformer/w4")

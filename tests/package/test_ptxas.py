@@ -54,8 +54,6 @@ MAY_SPILL = {
     r"attention_kernelINS_10SplitFloatELi192E\w+OptionsE1": 56,
     r"attention_kernelINS_10SplitFloatELi256E\w+OptionsE1": 200,
     r"gradient_kernelILi256E\w+GradientParams": 40,
-    # Masks by intervals, head dims 64 and 128: the producer has 32 registers and stores six around a look at bounds.
-    r"forward_wgmma_kernelI\w+WgmmaPlanIdE2[01]E": 24,
     # Masks by blocks and of pairs, backward: the thread that takes keys has 32 registers and stores some between walks.
     r"backward_wgmma_kernelI\w+BackwardPlanIdE2[01]E": 28,
     # Masks by intervals, backward: the same thread.
@@ -67,16 +65,16 @@ MAY_SPILL = {
     r"backward_wgmma_kernelI6__half\w+BackwardPlanIdE13E": 24,
     # Options at head dim 128, forward, three warpgroups: one register in a step of 4000 instructions.
     r"forward_wgmma_kernelI\w+WgmmaPlanIdE16E": 4,
-    # Bias and dropout. Forward: one to three registers in a step of 4000 instructions. Backward at 64: a register in a
-    # step of 2300 instructions and one before the loop; at 128: after the loop.
-    r"forward_wgmma_bias_kernelI\w+WgmmaPlanIdE35E": 12,
-    r"forward_wgmma_bias_kernelI\w+WgmmaPlanIdE36E": 4,
+    # Bias and dropout. Forward: one register in a step of 4000 instructions. Backward at 64: a register in a step of 2300 instructions and one before the loop; at 128: after the loop.
+    r"forward_wgmma_bias_kernelI\w+WgmmaPlanIdE35E": 4,
     r"backward_wgmma_bias_kernelI\w+BackwardPlanIdE22E": 8,
     r"backward_wgmma_bias_kernelI6__half\w+BackwardPlanIdE23E": 16,
     # Bias at head dim 64, 128 rows: positions in the rings, once for each item.
     r"forward_wgmma_bias_kernelI\w+WgmmaPlanIdE49E": 32,
     # Bias of float32, backward: two registers in a step of 2300 instructions, and after the loop.
     r"backward_wgmma_bias_kernelI6__half\w+BackwardPlanIdE25E": 28,
+    # Shared prefixes at head dim 128: a position, once for each item.
+    r"prefix_wgmma_kernelI\w+SplitTileE3E": 8,
     # One of the five tiles of keys of wgmma_split_sm90; statistics of rows: two registers in a loop over keys.
     r"split_wgmma_kernelI\w+SplitTileE4E": 4,
     r"row_statistics_kernelI": 8,

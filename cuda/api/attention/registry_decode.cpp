@@ -88,7 +88,7 @@ cudaError_t run(const AttentionParams& p, const DeviceInfo& device, cudaStream_t
     return decode(kernel, p, nullptr, device, stream);
 }
 
-// ---- decode_prefix_sm80 ----
+// ---- decode_prefix_sm90, decode_prefix_sm80 ----
 
 const char* prefix_refuses(const AttentionParams& p, const DeviceInfo&, char* text, size_t size) {
     if (const char* reason = takes_rows(p, 64, text, size)) return reason;
@@ -96,13 +96,15 @@ const char* prefix_refuses(const AttentionParams& p, const DeviceInfo&, char* te
         return say(text, size, "headdim=%d, headdim_v=%d: up to 128 with an 8-bit cache", p.headdim, p.headdim_v);
     return nullptr;
 }
+template <bool wins(const AttentionParams&, const DeviceInfo&)>
 const char* prefix_yields(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
-    if (decode_prefix_sm80_wins(p, device)) return nullptr;
+    if (wins(p, device)) return nullptr;
     return say(text, size, "batch=%d with %d rows of a key head, seqlen_k=%d: reading shared keys once would save too little", p.batch,
                int(rows_of_key_head(p)), p.seqlen_k);
 }
 
 #if FA_WITH_WGMMA_SM90
+const char* takes_64_rows(const AttentionParams& p, const DeviceInfo&, char* text, size_t size) { return takes_rows(p, 64, text, size); }
 const char* takes_16_rows(const AttentionParams& p, const DeviceInfo&, char* text, size_t size) { return takes_rows(p, 16, text, size); }
 const char* cluster_refuses(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
     if (const char* reason = takes_16_rows(p, device, text, size)) return reason;
@@ -137,6 +139,21 @@ constexpr uint32_t kOfDecode = kHints | kKeySums | kCache | kPages | kScoresOfDe
 constexpr char kLanesCluster[] = "decode_lanes_cluster_sm90";
 
 constexpr Kernel kKernels[] = {
+    {.name = "decode_prefix_sm90",
+     .summary = "Hopper: shared_prefix: sequences that begin with the same pages share one read of them, on wgmma; up to 64 rows",
+     .device = FA_CUDA,
+     .limits = {.dtypes = k16Bits,
+                .gpus = kHopper,
+                .head_dims = head_dims(8, 256),
+                .takes = kHints | kKeySums | kCache | kPages | kSinks,
+                .needs = kSharedPrefix,
+                .page_step = 8,
+                .memory = Memory::kTensorMaps},
+     .refuses = FA_SM90(takes_64_rows),
+     .fits = FA_SM90(decode_prefix_sm90_fits),
+     .yields = FA_SM90(prefix_yields<decode_prefix_sm90_wins>),
+     .workspace = FA_SM90(decode_prefix_sm90_workspace),
+     .launch = FA_SM90(decode_prefix_sm90)},
     {.name = "decode_prefix_sm80",
      .summary = "shared_prefix: sequences that begin with the same pages share one read of them; up to 64 rows",
      .device = FA_CUDA,
@@ -148,7 +165,7 @@ constexpr Kernel kKernels[] = {
                 .memory = Memory::kWideRows},
      .refuses = FA_SM80(prefix_refuses),
      .fits = FA_SM80(decode_prefix_sm80_fits),
-     .yields = FA_SM80(prefix_yields),
+     .yields = FA_SM80(prefix_yields<decode_prefix_sm80_wins>),
      .workspace = FA_SM80(decode_prefix_sm80_workspace),
      .launch = FA_SM80(decode_prefix_sm80)},
     {.name = kLanesCluster,

@@ -1,16 +1,16 @@
 // prefix.h: the plan of a call with shared_prefix: which sequences begin with the same pages, and where the results for those keys lie.
-// prefix_sm80/sharing.h makes it on the device. The prefix pass, the decode kernel that attends to the other keys, and combine.cu read it.
+// sharing.h makes it on the device. The prefix pass, the decode kernel that attends to the other keys, and combine.cu read it.
 #pragma once
 
 #include "common/types.h"
 
 namespace fa {
 
-// Rows of a tile of the prefix pass. A shared prefix is whole steps of keys: whole tiles of every decode kernel.
-constexpr int kPrefixRows = 64, kPrefixStep = 128;
+// A shared prefix is whole steps of keys: whole tiles of every decode kernel.
+constexpr int kPrefixStep = 128;
 
 // Sequences that share their first `keys` keys. Their rows of a key head form one matrix: row `rank` * rows_of_key_head + r. It is cut into
-// row_tiles tiles of kPrefixRows rows, and the keys into pieces of `each` tiles. Item first_item + piece * units + unit of the call is one
+// row_tiles tiles of 2^row_shift rows, and the keys into pieces of `each` tiles. Item first_item + piece * units + unit of the call is one
 // piece for one unit, where units = nheads_k * row_tiles, and a unit is head_k * row_tiles + tile of rows.
 struct PrefixGroup {
     int32_t leader;          // the first sequence of the group: its row of the block table is read
@@ -27,7 +27,8 @@ struct PrefixPlan {
     int32_t* rank;      // (batch) its place among the members: undefined where it shares nothing
     int32_t* order;     // (batch) the members of all groups, one group after the other
     PrefixGroup* groups;
-    // The results of the prefix pass: (items, kPrefixRows, headdim_v), and exponents of 2.
+    int32_t row_shift;  // a tile of the prefix pass has 2^row_shift rows
+    // The results of the prefix pass: (items, 2^row_shift, headdim_v), and exponents of 2.
     float *partial, *partial_lse;
 };
 
@@ -49,9 +50,9 @@ struct PrefixPieces {
 FA_HOST_DEVICE PrefixPieces prefix_pieces(const PrefixPlan& plan, int32_t b, int32_t head_k, int32_t r, int32_t rows, int32_t nheads_k) {
     if (plan.keys[b] == 0) return {0, 0, 0};
     const PrefixGroup group = plan.groups[plan.group_of[b]];
-    const int32_t row = plan.rank[b] * rows + r, unit = head_k * group.row_tiles + row / kPrefixRows;
-    return {group.pieces, (int64_t(group.first_item) + unit) * kPrefixRows + row % kPrefixRows,
-            int64_t(nheads_k) * group.row_tiles * kPrefixRows};
+    const int32_t row = plan.rank[b] * rows + r, tile = row >> plan.row_shift, unit = head_k * group.row_tiles + tile;
+    return {group.pieces, ((int64_t(group.first_item) + unit) << plan.row_shift) + row - (tile << plan.row_shift),
+            (int64_t(nheads_k) * group.row_tiles) << plan.row_shift};
 }
 
 }  // namespace fa

@@ -64,8 +64,8 @@ struct DecodeParams {
     bool after_append;           // the launch is programmatic: the previous kernel may still write q and append to the cache
     bool scaled_by_key;          // 8-bit caches: the factors may differ between the keys of a head
     Balance balance;             // unless uniform
-    // decode_prefix_sm80: the keys of `prefix` are another kernel's work, and the units of the sequences that have some leave partial
-    // results even in one piece: unit u of sequence b in slot whole_slots + b * heads() + u.
+    // decode_prefix_sm80, decode_prefix_sm90: the keys of `prefix` are another kernel's work, and the units of the sequences that have some
+    // leave partial results even in one piece: unit u of sequence b in slot whole_slots + b * heads() + u.
     PrefixPlan prefix;
     int whole_slots;
 

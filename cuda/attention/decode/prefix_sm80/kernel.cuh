@@ -1,14 +1,5 @@
-// prefix_sm80/kernel.cuh: decode for sequences that begin with the same pages: the queries of these sequences share one read of them.
-//
-//     sharing.cu      finds the groups of sequences and the keys that each group shares: one block, on the device, so that a captured call
-//                     may be replayed with other tables and lengths
-//     this kernel     the prefix pass: the rows of a group's sequences are one matrix, which attends to the shared keys
-//     split_sm80 or   attends to the other keys of every sequence: where a sequence shares keys, they begin after these
-//     ring_sm90
-//     combine.cu      merges the results of both
-//
-// Four launches of fixed shape; each starts while the one before ends. Where nothing is shared, the first two find that out in about 5 us,
-// and the others do what they do without this kernel.
+// prefix_sm80/kernel.cuh: the prefix pass of decode_prefix_sm80: the queries of sequences that begin with the same pages share one read of
+// them. common/prefix_call.cu has the launches around it.
 //
 // New against split_sm80/kernel.cuh, whose loop over tiles runs here: a row of the matrix is a query head of any member, and blocks take
 // items (group, key head, tile of 64 rows, piece of the keys) instead of segments of a line. Every row sees every key of an item, so no
@@ -16,7 +7,8 @@
 // tiles of rows.
 #pragma once
 
-#include "attention/decode/prefix_sm80/plan.h"
+#include "attention/decode/common/prefix_call.h"
+#include "attention/decode/common/prefix_items.cuh"
 #include "attention/decode/split_sm80/attend.cuh"
 #include "device/launch.h"
 #include "device/ptx.cuh"
@@ -26,23 +18,8 @@ namespace {
 
 struct PrefixParams {
     DecodeParams decode;  // with tiles of 64 rows; its partial results are the plan's
-    int rows;             // of a key head in one sequence
-    Divisor of_sequence;  // divides by `rows`
+    Divisor of_sequence;  // divides by the rows of a key head in one sequence
 };
-
-// The group that has an item. Called by whole warps, whose lanes look at 32 groups at a time.
-__device__ __forceinline__ PrefixGroup group_of_item(const PrefixPlan& plan, int item, int nheads_k) {
-    const int count = plan.counts[0];
-    int last = 0;
-#pragma unroll 1
-    for (int first = 0; first < count; first += 32) {
-        const int g = first + int(threadIdx.x % 32);
-        const unsigned before = __ballot_sync(kFullWarp, g < count && plan.groups[g].first_item <= item);
-        if (before) last = first + 31 - __clz(int(before));
-        if (before != kFullWarp) break;  // groups are in the order of their items
-    }
-    return plan.groups[last];
-}
 
 // Copies the tile's rows of q from `from`: the offset of each row in q, below 0 for a row that does not exist.
 template <typename Plan>
@@ -61,7 +38,7 @@ __device__ __forceinline__ void copy_gathered(const AttentionParams& p, const Sp
 
 template <typename Plan>
 __global__ void __launch_bounds__(kDecodeThreads, Plan::kBlocksPerSm) decode_prefix_kernel(const __grid_constant__ PrefixParams params) {
-    static_assert(Plan::kRows == kPrefixRows && Plan::kSharedParts, "every warp has 16 rows and all keys");
+    static_assert(Plan::kRows == 64 && Plan::kSharedParts, "every warp has 16 rows and all keys");
     extern __shared__ __align__(128) unsigned char shared[];
     __shared__ __align__(16) SplitStats stats;
     __shared__ float row_factor[Plan::kRows];  // bytes and bf16: see narrow_rows
@@ -79,18 +56,10 @@ __global__ void __launch_bounds__(kDecodeThreads, Plan::kBlocksPerSm) decode_pre
     const int items = plan.counts[1];
 #pragma unroll 1
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
-        const PrefixGroup group = group_of_item(plan, item, p.nheads_k);
+        const PrefixGroup group = group_of_item(plan, item);
         const PrefixItem at = prefix_item(group, item, p.nheads_k, d.shape.tile_shift);
-        if (threadIdx.x < Plan::kRows) {
-            const int row = at.row_tile * Plan::kRows + int(threadIdx.x), member = params.of_sequence.divide(row);
-            int64_t from = -1;
-            if (member < group.members) {
-                const int r = params.of_sequence.remainder(row, member), i = d.group.divide(r);
-                const int head = at.head_k * p.group + d.group.remainder(r, i);
-                from = plan.order[group.begin + member] * p.q.batch + i * p.q.row + head * p.q.head;
-            }
-            row_places[threadIdx.x] = from;
-        }
+        if (threadIdx.x < Plan::kRows)
+            row_places[threadIdx.x] = prefix_row(d, group, at.head_k, at.row_tile * Plan::kRows + int(threadIdx.x), params.of_sequence);
         SequenceKeys keys;  // of the leader; every row of the tile sees all of them
         keys.count = keys.shift = keys.end = group.keys, keys.begin = keys.first_tile = 0, keys.tiles = group.keys >> d.shape.tile_shift;
         const Segment segment{group.leader, at.head_k, at.begin, at.end, item};
@@ -130,12 +99,12 @@ __global__ void __launch_bounds__(kDecodeThreads, Plan::kBlocksPerSm) decode_pre
 
 template <typename Plan>
 cudaError_t launch_prefix(const DecodeParams& suffix, const SharingRules& rules, const DeviceInfo& device, cudaStream_t stream) {
-    if (1 << rules.tile_shift != Plan::kKeys) return cudaErrorInvalidValue;
-    PrefixParams params{suffix, rules.rows, divisor_of(rules.rows)};
+    if (1 << rules.tile_shift != Plan::kKeys || 1 << rules.row_shift != Plan::kRows) return cudaErrorInvalidValue;
+    PrefixParams params{suffix, divisor_of(rules.rows)};
     DecodeParams& d = params.decode;
     // store_results keeps the rows below seqlen_q * group: all of a tile, because nobody reads those that no member has.
-    d.attention.seqlen_q = kPrefixRows;
-    d.shape.rows = kPrefixRows, d.shape.row_tiles = 1, d.shape.tile_shift = rules.tile_shift;
+    d.attention.seqlen_q = Plan::kRows;
+    d.shape.rows = Plan::kRows, d.shape.row_tiles = 1, d.shape.tile_shift = rules.tile_shift;
     d.partial = suffix.prefix.partial, d.partial_lse = suffix.prefix.partial_lse;
     d.stages = Plan::stages(device.shared_memory);
     const size_t bytes = size_t(d.stages) * Plan::kStageBytes + Plan::kQueryBytes;
@@ -146,12 +115,15 @@ cudaError_t launch_prefix(const DecodeParams& suffix, const SharingRules& rules,
 template <typename E>
 cudaError_t launch_prefix_of(const DecodeParams& d, const SharingRules& rules, const DeviceInfo& device, cudaStream_t stream) {
     switch (decode_bucket(d.attention)) {
-        case 64: return launch_prefix<SplitPlan<E, 64, kPrefixRows>>(d, rules, device, stream);
-        case 128: return launch_prefix<SplitPlan<E, 128, kPrefixRows>>(d, rules, device, stream);
+        case 64: return launch_prefix<SplitPlan<E, 64, 64>>(d, rules, device, stream);
+        case 128: return launch_prefix<SplitPlan<E, 128, 64>>(d, rules, device, stream);
     }
-    if constexpr (sizeof(E) == 2) return launch_prefix<SplitPlan<E, 256, kPrefixRows>>(d, rules, device, stream);
+    if constexpr (sizeof(E) == 2) return launch_prefix<SplitPlan<E, 256, 64>>(d, rules, device, stream);
     return cudaErrorInvalidValue;  // the table of kernels refuses 8-bit keys of such head dims
 }
 
 }  // namespace
+
+cudaError_t attend_to_prefixes_8bit(const DecodeParams& d, const SharingRules& rules, const DeviceInfo& device, cudaStream_t stream);
+
 }  // namespace fa

@@ -125,21 +125,21 @@ __device__ __forceinline__ bool any_row_sees(const AttentionParams& p, const For
 // Zeroes the rows of V that no row of the item sees, if they hold what is not finite. The warps take four rows in turn, each those that it
 // has looked at.
 template <typename T, WgmmaPlanId kId>
-__device__ __forceinline__ void zero_unseen_values(const AttentionParams& p, WgmmaSmem<T, kId>& smem, const KeyTile& tile, uint4* tile_of_v,
-                                                   int zeroing_warps) {
+__device__ __forceinline__ void zero_unseen_values(const AttentionParams& p, WgmmaSmem<T, kId>& smem, const KeyTile& tile,
+                                                   uint4* tile_of_v) {
     constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
     constexpr int kBlockN = kPlan.block_n, kChunks = kPlan.columns_v() / kChunkColumns;
-    const int lane = opaque(int(threadIdx.x)) % 32, warp = int(threadIdx.x) / 32 - 1;
+    const int lane = opaque(int(threadIdx.x)) % 32, warp = int(threadIdx.x) / 32 - kFirstZeroingWarp;
     uint32_t sums[2] = {0, 0};
 #pragma unroll 4
-    for (int row = warp * 4; row < kBlockN; row += zeroing_warps * 4)  // 32 pieces of 16 bytes in each chunk
+    for (int row = warp * 4; row < kBlockN; row += kZeroingWarps * 4)  // 32 pieces of 16 bytes in each chunk
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; ++chunk) add_zero_products<T>(sums, tile_of_v[(chunk * kBlockN + row) * 8 + lane]);
     if (__all_sync(~0u, all_finite(sums))) return;  // the others have rows of their own
     const ForwardWork& w = smem.work[(tile.work - shared_address(smem.work)) / sizeof(ForwardWork)];
     const int key0 = (tile.place < 0 ? ~tile.place : tile.place) * kBlockN;
 #pragma unroll 1
-    for (int row = warp * 4; row < kBlockN; row += row % 4 == 3 ? zeroing_warps * 4 - 3 : 1) {
+    for (int row = warp * 4; row < kBlockN; row += row % 4 == 3 ? kZeroingWarps * 4 - 3 : 1) {
         uint4* pieces = tile_of_v + row * 8 + lane;  // eight in each chunk
         bool finite = true;
 #pragma unroll 1

@@ -11,6 +11,7 @@
 #include "attention/forward/wgmma_sm90/plan.h"
 #include "device/mma.cuh"
 #include "device/ptx.cuh"
+#include "device/ring.cuh"
 #include "device/wgmma.cuh"
 
 namespace fa {
@@ -30,7 +31,10 @@ struct WgmmaItem {
     using Type = ForwardWork;
 };
 
-// Plans with options: what the producer tells the other roles about a tile of keys.
+// Plans with options: the warps of the producer that zero rows of V. Before them come the finder and the loader (key_tiles.cuh).
+constexpr int kFirstZeroingWarp = 2, kZeroingWarps = 2;
+
+// Plans with options: what the finder tells the other roles about a tile of keys.
 struct alignas(16) KeyTile {
     // The keys that the mask hides. Bit 2 i + e of word q: key 8 i + 2 q + e. A lane with quad q has it in elements 4 i + e, 4 i + 2 + e.
     uint32_t hidden[4];
@@ -64,14 +68,13 @@ using KeyTileOf = std::conditional_t<kWgmmaPlan<kId>.intervals, IntervalKeyTile<
 
 constexpr int kWgmmaWorkSlots = 3;  // consumers keep an item until its last store, and the producer is one item ahead
 
-// What the producer of a plan for intervals knows of the item. For 32 tiles, `from` and those after it, it has a bit each.
+// What the finder of a plan for intervals knows of the item. For 32 tiles, `from` and those after it, it has a bit each.
 struct SeenKeyTiles {
     const HiddenBounds* bounds;  // of the tiles of the item's keys
     const HiddenBounds* groups;  // of groups of these tiles; nullptr = none
     const int32_t* numbers;      // of these keys
     int from;
     uint32_t seen, cut, equal;  // equal: all keys of the tile have the same intervals
-    uint32_t first;             // the number of the item's first tile
     HiddenBounds of_tiles[32];  // of these tiles; only of those that are seen
 };
 // The same in plans for blocks. `words`, `keys`: of the item's first row block.
@@ -81,7 +84,6 @@ struct SeenBlockTiles {
     const uint64_t* keys;  // nullptr without pairs
     int from;
     uint32_t seen, cut;
-    uint32_t first;
 };
 struct NoSeenKeyTiles {};
 template <WgmmaPlanId kId>
@@ -94,11 +96,13 @@ struct WgmmaKeyTiles {};
 template <WgmmaPlanId kId>
 struct WgmmaKeyTiles<kId, true> {
     static constexpr int kStages = kWgmmaPlan<kId>.stages;
-    // The entry of tile i is number i % kEntries. It is written before K of tile i - 2 is loaded. Consumers, and the warps that zero V, are
-    // then done with tile i - kStages - 3.
+    // The entry of tile i is number i % kEntries. It is written when K of tile i - kAhead has been loaded. Consumers, and the warps that
+    // zero V, are then done with tile i - kAhead - kStages - 1.
     static constexpr uint32_t kEntries = 8;
-    static_assert(kEntries >= kStages + 3, "the last user of an entry is done before it is written again");
+    static constexpr int kAhead = kEntries - 1 - kStages;
+    static_assert(kAhead >= 2, "an item's tile is loaded when the next one has been found");
     KeyTileOf<kId> tiles[kEntries];
+    uint64_t found[kAhead], loaded[kAhead];  // barriers: entry i may be read, and K of tile i has been loaded
     // Tiles that a mask cuts, counted by themselves: V of cut tile c, which is tile cut[c % kStages], lands at v_landed[c % kStages]. Its
     // barrier in v_full follows when the hidden rows are zero.
     uint64_t v_landed[kStages];
@@ -106,6 +110,9 @@ struct WgmmaKeyTiles<kId, true> {
     float slope[kWgmmaWorkSlots];  // of ALiBi, in the unit of the scores before they are scaled
     SeenKeyTilesOf<kId> seen;
 };
+
+template <WgmmaPlanId kId>
+using FoundRing = Ring<WgmmaKeyTiles<kId>::kAhead>;
 
 // Plans with a bias have this in shared memory, too: tiles of bias, which count as tiles of K do. The rows of the item, as chunks of 128
 // bytes in the swizzle of wgmma.cuh; of a bias that all rows share, the first row.
@@ -149,6 +156,8 @@ __device__ __forceinline__ void init_barriers(WgmmaSmem<T, kId>& smem, bool page
         mbarrier_init(shared_address(smem.work_full + i), 1), mbarrier_init(shared_address(smem.work_empty + i), kConsumerArrivals);
     if constexpr (kPlan.options) {
         for (int i = 0; i < kPlan.stages; ++i) mbarrier_init(shared_address(smem.keys.v_landed + i), 1);
+        for (int i = 0; i < WgmmaKeyTiles<kId>::kAhead; ++i)
+            mbarrier_init(shared_address(smem.keys.found + i), 1), mbarrier_init(shared_address(smem.keys.loaded + i), 1);
         smem.keys.cuts = 0;
     }
     if constexpr (kPlan.bias)

@@ -152,15 +152,18 @@ struct TileIntervals {
         const int thread = opaque(int(threadIdx.x)) - 128;
         return {thread / 128, thread % 128 / 32, thread % 32};
     }
-    // Whether the tile must be compared for this warp's sixteen rows.
-    __device__ __forceinline__ bool is_cut(const Tile& tile) const {
-        if (!tile.cut) return false;
+    // What the bounds say that this warp's sixteen rows see of a tile.
+    __device__ __forceinline__ Seen seen_of(const Tile& tile) const {
+        if (!tile.cut) return Seen::kEverything;
         const int first = w.row0 + rare().row() / 16 * 16;
-        return tile.bounds.seen_by(first, first + 15) != Seen::kEverything;
+        return tile.bounds.seen_by(first, first + 15);
     }
+    // Whether the tile must be compared for them.
+    __device__ __forceinline__ bool is_cut(const Tile& tile) const { return seen_of(tile) != Seen::kEverything; }
     // Whether the maximum of the tile must be found: a row may see its first key.
     __device__ __forceinline__ bool is_exact(const Tile& tile, int n, int /* before */, const RowStatistics& rows) const {
-        if (n >= masked.right_tile || is_cut(tile)) return true;
+        const Seen seen = seen_of(tile);
+        if (seen == Seen::kSome || (seen == Seen::kEverything && n >= masked.right_tile)) return true;
         return __any_sync(~0u, rows.row_max[0] == -INFINITY || rows.row_max[1] == -INFINITY);
     }
     __device__ __forceinline__ void hide(Scores& S, const uint32_t (&rows)[kBlockN]) const {
@@ -184,14 +187,18 @@ struct TileIntervals {
         }
         mask_scores<kId>(S, w, masked, n, me);
     }
-    // Tiles that are not exact need no comparison but that of the left edge.
-    __device__ __forceinline__ InExponent prepare(Scores& S, const Tile&, int n) const {
+    // Tiles that are not exact need no comparison but that of the left edge. Of some of them the warp sees nothing (kMask).
+    __device__ __forceinline__ InExponent prepare(Scores& S, const Tile& tile, int n) const {
+        if (seen_of(tile) == Seen::kNothing) return InExponent::kMask;
         mask_scores<kId>(S, w, masked, n, me);
         return InExponent::kNothing;
     }
+    // Above an infinite maximum all P are 0, or NaN, and then the tile is computed again.
     __device__ __forceinline__ void take_exponentials(Scores& S, float scale, const RowStatistics& rows, const Tile&, int /* n */,
-                                                      int /* before */, InExponent, float (&sum)[2]) const {
-        exponentials(S, exponent_of_products(scale), rows.row_max, sum);
+                                                      int /* before */, InExponent option, float (&sum)[2]) const {
+        const bool none = option == InExponent::kMask;
+        const float base[2] = {none ? INFINITY : rows.row_max[0], none ? INFINITY : rows.row_max[1]};
+        exponentials(S, exponent_of_products(scale), base, sum);
     }
 };
 

@@ -251,12 +251,10 @@ __global__ void __launch_bounds__(128 * (kWgmmaPlan<kId>.warpgroups + 1), 1)
     if (warpgroup == 0) {
         if constexpr (kPlan.moves_registers()) setmaxnreg_dec<kPlan.producer_registers()>();
         if constexpr (kPlan.options) {
-            if (threadIdx.x < 32) {
-                const ThreadTiles<T, kId> tiles(map_k, map_v, p, schedule, smem);
-                if constexpr (kPlan.intervals)
-                    produce_seen_tiles(map_q, p, schedule, BoundsOfTiles{schedule.bounds, schedule.groups}, smem, tiles);
-                else produce_with_options(map_q, p, schedule, smem, tiles);
-            } else if (kPlan.intervals || p.mask.data) zero_hidden_values(p, smem);
+            produce_with_options(map_q, map_k, map_v, p, schedule, smem, [&] {
+                if constexpr (kWgmmaPlan<kId>.intervals) find_seen_tiles(p, schedule, BoundsOfTiles{schedule.bounds, schedule.groups}, smem);
+                else find_tiles(p, schedule, smem);
+            });
             return;
         }
         if constexpr (kLoads == KeyLoads::kPageBoxes) {
@@ -297,8 +295,7 @@ __global__ void __launch_bounds__(128 * (kWgmmaPlan<kId>.warpgroups + 1), 1)
     __syncthreads();
     if (warpgroup == 0) {
         setmaxnreg_dec<kPlan.producer_registers()>();
-        if (threadIdx.x >= 32) zero_hidden_values(p, smem);
-        else produce_with_options(map_q, p, schedule, smem, ThreadTiles<T, kId>(map_k, map_v, p, schedule, smem), &map_bias);
+        produce_with_options(map_q, map_k, map_v, p, schedule, smem, [&] { find_tiles(p, schedule, smem); }, &map_bias);
         return;
     }
     setmaxnreg_inc<kPlan.consumer_registers()>();
@@ -325,8 +322,7 @@ __global__ void __launch_bounds__(128 * (kWgmmaPlan<kId>.warpgroups + 1), 1)
     __syncthreads();
     if (warpgroup == 0) {
         setmaxnreg_dec<kPlan.producer_registers()>();
-        if (threadIdx.x >= 32) zero_hidden_values(p, smem);
-        else produce_seen_tiles(map_q, p, schedule, blocks, smem, ThreadTiles<T, kId>(map_k, map_v, p, schedule, smem));
+        produce_with_options(map_q, map_k, map_v, p, schedule, smem, [&] { find_seen_tiles(p, schedule, blocks, smem); });
         return;
     }
     setmaxnreg_inc<kPlan.consumer_registers()>();

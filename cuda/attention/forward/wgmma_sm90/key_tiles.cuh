@@ -1,15 +1,20 @@
 // wgmma_sm90/key_tiles.cuh: the producer's side of plans with options: which tiles of keys an item needs, in which order, and what a mask
 // of keys hides in them.
 //
-// A mask of keys is (batch, heads, 1, seqlen_k), so it is the same for all rows of an item. Warp 0 reads its bytes once for a tile and
-// sorts the tile into one of three classes:
+// A mask of keys is (batch, heads, 1, seqlen_k), so it is the same for all rows of an item. Its bytes are read once for a tile and sort the
+// tile into one of three classes:
 //
 //     empty   all keys are hidden: the tile is not loaded, and the consumers never hear of it
 //     whole   no key is hidden: the consumers treat it as in a call without a mask
 //     cut     the consumers get one bit for each key, and V is zeroed where keys are hidden, because P = 0 times NaN is NaN
 //
-// The other three warps of the producer do the zeroing, once for all consumers, while other tiles are multiplied. In plans with a bias they
-// look through every tile of V (bias.cuh).
+// The warps of the producer have a role each. To find a tile takes a warp 150 instructions, each of which waits for the one before, and to
+// load it 100. One warp that did both in turn would be slower than the consumers at head dim 128.
+//
+//     finder   finds items and tiles, and writes what is known of them to shared memory
+//     loader   copies the tiles that the finder has found: Q, K, V, and tiles of bias
+//     zeroing  two warps zero rows of V, once for all consumers, while other tiles are multiplied. In plans with a bias they look through
+//              every tile of V (bias.cuh)
 #pragma once
 
 #include "attention/forward/common/work_loop.cuh"
@@ -23,33 +28,42 @@
 
 namespace fa {
 
-constexpr int kZeroingWarps = 3;
 constexpr uint32_t kNoMoreTiles = ~0u;
 
-// Finds the tiles of one item in their order and loads them, by a whole warp. Keys are walked downwards, as in the bare plans. But under
+// ---- the finder ----
+
+// Finds the tiles of one item in their order, by a whole warp. Keys are walked downwards, as in the bare plans. But under
 // ALiBi scores fall on both sides of the diagonal: the walk goes down from the diagonal of the item's last row, and then up from there. So
 // a row's first tiles hold its greatest scores as far as the distance decides, and later tiles need no new maximum.
 //
 // A tile of K, and its V, has a number, `count`: tiles count over all items. The registers of a producer are few, so what is known of a
 // tile goes to its entry in shared memory at once, and the item is read from there.
 template <typename T, WgmmaPlanId kId>
-struct KeyTileLoads {
-    static constexpr int kBlockN = kWgmmaPlan<kId>.block_n, kStages = kWgmmaPlan<kId>.stages;
-    // With one slot, a tile of bias waits for the consumers' last one, for which V must not wait.
-    static constexpr bool kLateBias = kWgmmaPlan<kId>.bias && kWgmmaPlan<kId>.bias_stages == 1;
+struct TileFinder {
+    static constexpr int kBlockN = kWgmmaPlan<kId>.block_n;
     static constexpr bool kBias = kWgmmaPlan<kId>.bias, kSkips = kWgmmaPlan<kId>.skips();
     static constexpr int kStride = 32 * 16 / kBlockN;  // tiles whose bytes of the mask the lanes read at once, 16 bytes each
-    using Stages = Ring<kStages>;
     const AttentionParams& p;
     WgmmaSmem<T, kId>& smem;
-    ThreadTiles<T, kId>& tiles;
-    const CUtensorMap* map_bias;
 
     // Opaque: what follows from these is computed where it is used, and takes no register or predicate elsewhere.
     __device__ __forceinline__ int lane() const { return opaque(int(threadIdx.x % 32)); }
     __device__ __forceinline__ bool has_mask() const { return opaque(static_cast<const uint8_t*>(p.mask.data)); }
     __device__ __forceinline__ bool has_slopes() const { return !kBias && !kSkips && opaque(p.alibi_slopes); }
     __device__ __forceinline__ KeyTileOf<kId>& entry(uint32_t count) const { return smem.keys.tiles[count % WgmmaKeyTiles<kId>::kEntries]; }
+    __device__ __forceinline__ FoundRing<kId> found(uint32_t count) const { return {smem.keys.found, smem.keys.loaded, count}; }
+    // The entry of tile number `count`, which the loader and the consumers have done with.
+    __device__ __forceinline__ KeyTileOf<kId>& next_entry(uint32_t count) const {
+        found(count).wait_empty();
+        return entry(count);
+    }
+    // Tile number `count` may be loaded. Its entry is complete, so the consumers know whether it is the item's last one.
+    __device__ __forceinline__ void publish(uint32_t count, bool is_last) const {
+        __syncwarp();
+        if (lane() != 0) return;
+        if (is_last) entry(count).place = ~entry(count).place;
+        mbarrier_arrive(found(count).full_barrier());
+    }
     // The mask's byte of key 0.
     __device__ __forceinline__ const uint8_t* mask_of(const ForwardWork& w) const {
         return static_cast<const uint8_t*>(p.mask.data) + w.batch * p.mask.batch + w.head * p.mask.head;
@@ -99,12 +113,12 @@ struct KeyTileLoads {
     }
     // The first tile from n on that has a visible key, or kNoTile. Its number is `count`.
     __device__ __forceinline__ int find(const ForwardWork& w, int n, uint32_t count) const {
-        KeyTile& tile = entry(count);
+        KeyTile& tile = next_entry(count);
         if (has_mask()) {
 #pragma unroll 1
             while (n != kNoTile && !read(w, n, tile)) {
                 n = after(w, n);
-                if (!kBias && w.first_tile < n && n < start_of(w)) n = pass_hidden(w, n);  // a producer beside a bias has no registers left
+                if (w.first_tile < n && n < start_of(w)) n = pass_hidden(w, n);
             }
         } else {
             tile.cut = false;
@@ -119,92 +133,28 @@ struct KeyTileLoads {
         read(w, start_of(w), entry(count));
         return entry(count).place = start_of(w);
     }
-    // Loads K of tile number `count`, and finds the next tile of the item, because the consumers must know whether there is one.
-    __device__ __forceinline__ int load_next_k(const ForwardWork& w, int n, uint32_t count) const {
-        const int next = find(w, after(w, n), count + 1);
-        load_k(w, n, count, next);
-        return next;
-    }
-    __device__ __forceinline__ void load_k(const ForwardWork& w, int n, uint32_t count, int next) const {
-        if (next == kNoTile) entry(count).place = ~n;
-        __syncwarp();
-        if (lane() == 0) {
-            tiles.load_k(w, n, Stages(smem.k_full, smem.k_empty, count));
-            if constexpr (kBias && !kLateBias) load_bias<T, kId>(map_bias, p, w, smem, n, count);
-        }
-        __syncwarp();
-    }
-    // The bias of tile number `count`, if load_k has not loaded it.
-    __device__ __forceinline__ void load_late_bias(const ForwardWork& w, int n, uint32_t count) const {
-        if constexpr (kLateBias) {
-            if (lane() == 0) load_bias<T, kId>(map_bias, p, w, smem, n, count);
-            __syncwarp();
-        }
-    }
-    __device__ __forceinline__ void load_q(const CUtensorMap& map, const ForwardWork& w, uint32_t item) const {
-        const Ring<1> q(smem.q_full, smem.q_empty, item);
-        q.wait_empty();
-        if (lane() == 0) fa::load_q(map, p, tiles.schedule, w, smem, q.full_barrier());
-        __syncwarp();
-    }
-    // V of a cut tile goes through the zeroing warps; beside a bias that of every tile.
-    __device__ __forceinline__ void load_v(const ForwardWork& w, int n, uint32_t count) const {
-        if (lane() == 0) {
-            Stages v(smem.v_full, smem.v_empty, count);
-            if (kBias || entry(count).zeroes_values()) {
-                v.wait_empty();
-                if constexpr (kBias) entry(count).work = shared_address(&w);
-                v.full = next_landing(count) - 8 * v.slot;
-            }
-            tiles.load_v(w, n, v);
-        }
-        __syncwarp();
-    }
-    // The barrier for the next cut tile. Its slot is free once there is room for V, because the cut tile that had it before lies at least
-    // kStages tiles back.
-    __device__ __forceinline__ uint32_t next_landing(uint32_t count) const {
-        const uint32_t slot = smem.keys.cuts++ % kStages;
-        smem.keys.cut[slot] = count;
-        return shared_address(smem.keys.v_landed + slot);
-    }
-    // Tells the zeroing warps that no more tiles come, after they have done all.
-    __device__ __forceinline__ void end(uint32_t count) const {
-        if (!(kBias || kSkips || has_mask()) || lane() != 0) return;
-        for (int i = 0; i < kStages; ++i) Stages(smem.v_full, smem.v_empty, count + i).wait_empty();
-        mbarrier_arrive(next_landing(kNoMoreTiles));
-    }
 };
 
 template <typename T, WgmmaPlanId kId>
-__device__ __forceinline__ void produce_with_options(const CUtensorMap& map_q, const AttentionParams& p, const WgmmaSchedule& schedule,
-                                                     WgmmaSmem<T, kId>& smem, ThreadTiles<T, kId> tiles,
-                                                     const CUtensorMap* map_bias = nullptr) {
-    const KeyTileLoads<T, kId> loads{p, smem, tiles, map_bias};
+__device__ __forceinline__ void find_tiles(const AttentionParams& p, const WgmmaSchedule& schedule, WgmmaSmem<T, kId>& smem) {
+    const TileFinder<T, kId> finder{p, smem};
     uint32_t count = 0;
     const auto prepare = [&](ForwardWork& w) {
         if constexpr (kWgmmaPlan<kId>.bias_options)
             if (p.alibi_slopes) smem.keys.slope[&w - smem.work] = p.alibi_slopes[w.batch * p.alibi_batch + w.head];
-        if (!loads.has_slopes()) return;
+        if (!finder.has_slopes()) return;
         const float softcap = __int_as_float(opaque(__float_as_int(p.softcap))), unit = softcap != 0 ? softcap : p.scale;
         smem.keys.slope[&w - smem.work] = __fdividef(p.alibi_slopes[w.batch * p.alibi_batch + w.head], unit);
     };
-    const auto load = [&](const ForwardWork& w, uint32_t item) {
-        tiles.begin_item(w);
-        int before = kNoTile, n = loads.find_first(w, count);
+    const auto find = [&](const ForwardWork& w, uint32_t /* item */) {
+        int n = finder.find_first(w, count);
 #pragma unroll 1
-        for (;; ++count) {
-            const int next = n == kNoTile ? kNoTile : loads.load_next_k(w, n, count);
-            if (before != kNoTile) loads.load_v(w, before, count - 1);
-            else loads.load_q(map_q, w, item);
-            if (n == kNoTile) break;
-            loads.load_late_bias(w, n, count);
-            before = n, n = next;
+        while (n != kNoTile) {
+            n = finder.find(w, finder.after(w, n), count + 1);
+            finder.publish(count++, n == kNoTile);
         }
     };
-    // Opaque beside a bias: what finding an item needs is not kept in registers between items.
-    const AttentionParams& of_items = kWgmmaPlan<kId>.bias ? *opaque(&p) : p;
-    for_each_item<WgmmaWorkTiles<kId>, WalkedBy::kWarp>(of_items, schedule.list, smem.work, smem.work_full, smem.work_empty, prepare, load);
-    loads.end(count);
+    for_each_item<WgmmaWorkTiles<kId>, WalkedBy::kWarp>(p, schedule.list, smem.work, smem.work_full, smem.work_empty, prepare, find);
 }
 
 // The first tile from n downwards of which a row of the item sees a key; its entry is `tile`. If there is none: kNoTile, or, for the first
@@ -235,47 +185,127 @@ __device__ __forceinline__ int find_seen_tile(const AttentionParams& p, const So
 // The same with masks by intervals, by blocks or of pairs. Tiles are found at one place of the code, because registers are few. `seen`:
 // what a small kernel has written.
 template <typename T, WgmmaPlanId kId, typename Source>
-__device__ __forceinline__ void produce_seen_tiles(const CUtensorMap& map_q, const AttentionParams& p, const WgmmaSchedule& schedule,
-                                                   const Source& seen, WgmmaSmem<T, kId>& smem, ThreadTiles<T, kId> tiles) {
+__device__ __forceinline__ void find_seen_tiles(const AttentionParams& p, const WgmmaSchedule& schedule, const Source& seen,
+                                                WgmmaSmem<T, kId>& smem) {
     constexpr int kBlockM = kWgmmaPlan<kId>.block_m(), kBlockN = kWgmmaPlan<kId>.block_n;
-    const KeyTileLoads<T, kId> loads{p, smem, tiles, nullptr};
-    const auto place_of = [&](uint32_t count) {
-        const int place = *static_cast<volatile int*>(&loads.entry(count).place);
-        return place < 0 ? ~place : place;
-    };
-    uint32_t count = 0;  // the tile whose K comes next
+    const TileFinder<T, kId> finder{p, smem};
+    uint32_t count = 0;  // the tile that is looked for
     const auto prepare = [&](ForwardWork& w) { describe_item<kBlockN>(p, seen, w, int(&w - smem.work), smem.keys.seen); };
-    const auto load = [&](const ForwardWork& w, uint32_t item) {
-        tiles.begin_item(w);
-        smem.keys.seen.first = count;
+    const auto find = [&](const ForwardWork& w, uint32_t /* item */) {
         __syncwarp();
-        bool is_first = true, more = true;
+        bool is_first = true;
+        int n = w.last_tile;
 #pragma unroll 1
-        for (;;) {
-            int next = kNoTile;
-            if (more)
-                next = find_seen_tile<kBlockM, kBlockN>(p, seen, w, is_first ? w.last_tile : place_of(count) - 1, is_first, smem.keys.seen,
-                                                        loads.entry(is_first ? count : count + 1));
-            __syncwarp();
-            if (!is_first) {
-                if (more) loads.load_k(w, place_of(count), count, next);
-                if (count != smem.keys.seen.first) loads.load_v(w, place_of(count - 1), count - 1);
-                else loads.load_q(map_q, w, item);
-                if (!more) break;
-                more = next != kNoTile, ++count;
-            }
-            is_first = false;
+        while (true) {
+            n = find_seen_tile<kBlockM, kBlockN>(p, seen, w, n, is_first, smem.keys.seen, finder.next_entry(count));
+            __syncwarp();  // no lane reads what is known of the tiles any more
+            if (!is_first) finder.publish(count - 1, n == kNoTile);
+            if (n == kNoTile) break;
+            is_first = false, ++count, --n;
         }
     };
-    for_each_item<WgmmaWorkTiles<kId>, WalkedBy::kWarp>(p, schedule.list, smem.work, smem.work_full, smem.work_empty, prepare, load);
-    loads.end(count);
+    for_each_item<WgmmaWorkTiles<kId>, WalkedBy::kWarp>(p, schedule.list, smem.work, smem.work_full, smem.work_empty, prepare, find);
 }
 
-// Zeroes the rows of V that the mask hides. Eight lanes share a row, so a warp takes four rows at a time, and the three warps take twelve.
+// ---- the loader ----
+
+// Loads the tiles that the finder has published, by one thread. A tile of K, and its V, has a number, `count`: tiles count over all items.
+template <typename T, WgmmaPlanId kId>
+struct TileLoader {
+    static constexpr int kStages = kWgmmaPlan<kId>.stages;
+    static constexpr bool kBias = kWgmmaPlan<kId>.bias;
+    // With one slot, a tile of bias waits for the consumers' last one, for which V must not wait.
+    static constexpr bool kLateBias = kBias && kWgmmaPlan<kId>.bias_stages == 1;
+    using Stages = Ring<kStages>;
+    const AttentionParams& p;
+    WgmmaSmem<T, kId>& smem;
+    ThreadTiles<T, kId>& tiles;
+    const CUtensorMap* map_bias;
+
+    __device__ __forceinline__ KeyTileOf<kId>& entry(uint32_t count) const { return smem.keys.tiles[count % WgmmaKeyTiles<kId>::kEntries]; }
+    __device__ __forceinline__ void load_k(const ForwardWork& w, int n, uint32_t count) const {
+        tiles.load_k(w, n, Stages(smem.k_full, smem.k_empty, count));
+        if constexpr (kBias && !kLateBias) load_bias<T, kId>(map_bias, p, w, smem, n, count);
+    }
+    // The bias of tile number `count`, if load_k has not loaded it.
+    __device__ __forceinline__ void load_late_bias(const ForwardWork& w, int n, uint32_t count) const {
+        if constexpr (kLateBias) load_bias<T, kId>(map_bias, p, w, smem, n, count);
+    }
+    __device__ __forceinline__ void load_q(const CUtensorMap& map, const ForwardWork& w, uint32_t item) const {
+        const Ring<1> q(smem.q_full, smem.q_empty, item);
+        q.wait_empty();
+        fa::load_q(map, p, tiles.schedule, w, smem, q.full_barrier());
+    }
+    // V of a cut tile goes through the zeroing warps; beside a bias that of every tile.
+    __device__ __forceinline__ void load_v(const ForwardWork& w, int n, uint32_t count) const {
+        Stages v(smem.v_full, smem.v_empty, count);
+        if (kBias || entry(count).zeroes_values()) {
+            v.wait_empty();
+            if constexpr (kBias) entry(count).work = shared_address(&w);
+            v.full = next_landing(count) - 8 * v.slot;
+        }
+        tiles.load_v(w, n, v);
+    }
+    // The barrier for the next cut tile. Its slot is free once there is room for V, because the cut tile that had it before lies at least
+    // kStages tiles back.
+    __device__ __forceinline__ uint32_t next_landing(uint32_t count) const {
+        const uint32_t slot = smem.keys.cuts++ % kStages;
+        smem.keys.cut[slot] = count;
+        return shared_address(smem.keys.v_landed + slot);
+    }
+    // Tells the zeroing warps that no more tiles come, after they have done all.
+    __device__ __forceinline__ void end(uint32_t count) const {
+        for (int i = 0; i < kStages; ++i) Stages(smem.v_full, smem.v_empty, count + i).wait_empty();
+        mbarrier_arrive(next_landing(kNoMoreTiles));
+    }
+};
+
+// Whether any tile may go through the zeroing warps.
+template <WgmmaPlanId kId>
+__device__ __forceinline__ bool zeroes_values(const AttentionParams& p) {
+    return kWgmmaPlan<kId>.bias || kWgmmaPlan<kId>.skips() || p.mask.data;
+}
+
+template <typename T, WgmmaPlanId kId>
+__device__ __forceinline__ void load_found_tiles(const CUtensorMap& map_q, const AttentionParams& p, WgmmaSmem<T, kId>& smem,
+                                                 ThreadTiles<T, kId> tiles, const CUtensorMap* map_bias) {
+    const TileLoader<T, kId> loader{p, smem, tiles, map_bias};
+    Ring<WgmmaSmem<T, kId>::kWorkSlots> work(smem.work_full, smem.work_empty);
+    FoundRing<kId> found(smem.keys.found, smem.keys.loaded);
+    uint32_t count = 0;
+#pragma unroll 1
+    for (uint32_t item = 0;; ++item, work.next()) {
+        work.wait_full();
+        const ForwardWork& w = smem.work[work.slot];
+        if (w.state == WorkState::kEnd) break;
+        tiles.begin_item(w);
+        int before = kNoTile;
+        bool more = true;
+#pragma unroll 1
+        for (; more; ++count) {
+            found.wait_full();
+            const int place = loader.entry(count).place, n = place < 0 ? ~place : place;
+            more = place >= 0;
+            loader.load_k(w, n, count);
+            mbarrier_arrive(found.empty_barrier());
+            found.next();
+            if (before != kNoTile) loader.load_v(w, before, count - 1);
+            else loader.load_q(map_q, w, item);
+            loader.load_late_bias(w, n, count);
+            before = n;
+        }
+        loader.load_v(w, before, count - 1);
+    }
+    if (zeroes_values<kId>(p)) loader.end(count);
+}
+
+// ---- the zeroing warps ----
+
+// Zeroes the rows of V that the mask hides. Eight lanes share a row, so a warp takes four rows at a time.
 template <WgmmaPlanId kId>
 __device__ __forceinline__ void zero_masked_values(const KeyTile& tile, uint4* tile_of_v) {
     constexpr int kBlockN = kWgmmaPlan<kId>.block_n, kChunks = kWgmmaPlan<kId>.columns_v() / kChunkColumns;
-    const int warp = int(threadIdx.x) / 32 - 1, r = threadIdx.x % 32 / 8, piece = threadIdx.x % 8;
+    const int warp = int(threadIdx.x) / 32 - kFirstZeroingWarp, r = threadIdx.x % 32 / 8, piece = threadIdx.x % 8;
     const uint32_t even = tile.hidden[r / 2] >> r % 2, odd = tile.hidden[2 + r / 2] >> r % 2;  // of rows 8 x + r, and 8 x + 4 + r
     uint4* pieces = tile_of_v + piece;
 #pragma unroll(kWgmmaPlan<kId>.bias ? 1 : kBlockN)
@@ -287,7 +317,7 @@ __device__ __forceinline__ void zero_masked_values(const KeyTile& tile, uint4* t
     }
 }
 
-// The zeroing warps: hidden rows of V become zeros before the consumers see the tile.
+// Hidden rows of V become zeros before the consumers see the tile.
 template <typename T, WgmmaPlanId kId>
 __device__ __forceinline__ void zero_hidden_values(const AttentionParams& p, WgmmaSmem<T, kId>& smem) {
     constexpr int kStages = kWgmmaPlan<kId>.stages;
@@ -299,10 +329,26 @@ __device__ __forceinline__ void zero_hidden_values(const AttentionParams& p, Wgm
         const KeyTileOf<kId>& tile = smem.keys.tiles[count % WgmmaKeyTiles<kId>::kEntries];
         uint4* tile_of_v = reinterpret_cast<uint4*>(smem.v[count % kStages]);
         if (!kWgmmaPlan<kId>.bias || tile.cut) zero_masked_values<kId>(tile, tile_of_v);
-        if constexpr (kWgmmaPlan<kId>.bias) zero_unseen_values(p, smem, tile, tile_of_v, kZeroingWarps);
+        if constexpr (kWgmmaPlan<kId>.bias) zero_unseen_values(p, smem, tile, tile_of_v);
         fence_proxy_async();
         bar_sync(kProducer, 32 * kZeroingWarps);
-        if (threadIdx.x == 32) mbarrier_arrive(shared_address(smem.v_full + count % kStages));
+        if (threadIdx.x == 32 * kFirstZeroingWarp) mbarrier_arrive(shared_address(smem.v_full + count % kStages));
+    }
+}
+
+// ---- all roles ----
+
+// Called by the producer's four warps. find(): what the finder does.
+template <typename T, WgmmaPlanId kId, typename Find>
+__device__ __forceinline__ void produce_with_options(const CUtensorMap& map_q, const CUtensorMap& map_k, const CUtensorMap& map_v,
+                                                     const AttentionParams& p, const WgmmaSchedule& schedule, WgmmaSmem<T, kId>& smem,
+                                                     const Find& find, const CUtensorMap* map_bias = nullptr) {
+    if (threadIdx.x < 32) {
+        find();
+    } else if (threadIdx.x < 32 * kFirstZeroingWarp) {
+        if (threadIdx.x == 32) load_found_tiles(map_q, p, smem, ThreadTiles<T, kId>(map_k, map_v, p, schedule, smem), map_bias);
+    } else if (zeroes_values<kId>(p)) {
+        zero_hidden_values(p, smem);
     }
 }
 

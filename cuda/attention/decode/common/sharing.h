@@ -1,4 +1,4 @@
-// prefix_sm80/sharing.h: decides which sequences of a call share keys, from the block table and the lengths, and lays out the work for
+// sharing.h: decides which sequences of a call share keys, from the block table and the lengths, and lays out the work for
 // these keys. On the device one block runs it (sharing.cu); native tests run the same functions on the host.
 //
 //   1. Sequences whose tables agree where the first step of keys ends are a class. The longest of them is its leader.
@@ -10,7 +10,8 @@
 //   5. If all groups together save too little, no keys are shared.
 //   6. All groups get the same length of pieces: the one with which the blocks are done first.
 //
-// `team` runs loops side by side. Between two loops with sync() in between, what one iteration wrote is visible to all.
+// `team` runs loops side by side. Between two loops with sync() in between, what one iteration wrote is visible to all. In for_each_wide
+// several lanes run an iteration together: they count and search side by side, and the one that writes() writes.
 #pragma once
 
 #include "attention/common/params.h"
@@ -21,6 +22,8 @@ namespace fa {
 // What the host says about a call.
 struct SharingRules {
     int32_t rows;         // of a key head in one sequence: seqlen_q * group
+    int32_t row_shift;    // a tile of the prefix pass has 2^row_shift rows
+    int32_t tile_cost;    // what such a tile takes, in halves of the time in which a decode kernel reads the keys of one sequence
     int32_t tile_shift;   // a tile of keys of the prefix pass has 2^tile_shift keys
     int32_t blocks;       // blocks of the prefix pass that run at once
     int32_t most_pieces;  // of a prefix
@@ -49,17 +52,18 @@ FA_HOST_DEVICE int32_t shareable_keys(const AttentionParams& p, int32_t b) {
     return end < 0 ? 0 : int32_t(end / kPrefixStep * kPrefixStep);
 }
 
-FA_HOST_DEVICE int32_t prefix_row_tiles(int32_t members, int32_t rows) { return (members * rows + kPrefixRows - 1) / kPrefixRows; }
+FA_HOST_DEVICE int32_t prefix_row_tiles(int32_t members, const SharingRules& rules) {
+    return (members * rules.rows + (1 << rules.row_shift) - 1) >> rules.row_shift;
+}
 
-// What sharing `steps` steps of keys saves: key heads of half steps that are not read. A tile of 64 rows reads keys at two thirds of the
-// speed with which the other decode kernels read them (H200: 2.8 and 4.2 TB/s).
-FA_HOST_DEVICE int64_t saving(int64_t steps, int32_t members, int32_t rows) {
-    return steps * (2 * int64_t(members) - 3 * int64_t(prefix_row_tiles(members, rows)));
+// What sharing `steps` steps of keys saves: key heads of half steps that are not read.
+FA_HOST_DEVICE int64_t saving(int64_t steps, int32_t members, const SharingRules& rules) {
+    return steps * (2 * int64_t(members) - rules.tile_cost * int64_t(prefix_row_tiles(members, rules)));
 }
 
 // A group's claim to be the best of its leader: the saving for each member, in 64ths; of two that save the same, the longer one.
-FA_HOST_DEVICE uint64_t prefix_claim(int64_t steps, int32_t members, int32_t rows) {
-    const int64_t saved = saving(steps, members, rows);
+FA_HOST_DEVICE uint64_t prefix_claim(int64_t steps, int32_t members, const SharingRules& rules) {
+    const int64_t saved = saving(steps, members, rules);
     return saved > 0 ? uint64_t(saved * 64 / members) << kStepBits | uint64_t(steps) : 0;
 }
 
@@ -73,19 +77,19 @@ FA_HOST_DEVICE void find_prefixes(const Team& team, const AttentionParams& p, co
     team.for_each(batch, [&](int32_t b) {
         s.limit[b] = shareable_keys(p, b), s.keys[b] = 0;
         s.page[b] = s.limit[b] > 0 ? cache.block_table[b * cache.table_row + (kPrefixStep - 1) / cache.page_size] : -1;
-        if (b == 0) *s.followers = *s.group_count = 0, *s.saved = 0, *s.choice = ~uint64_t(0);
+        if (b == 0) *s.followers = *s.group_count = 0, *s.saved = *s.choice = 0;
     });
     team.sync();
     int32_t followers = 0;
     uint64_t saved = 0;
     for (int round = 0, idle = 0; round < kMostRounds && idle < kMostIdleRounds; ++round) {
         // A sequence that has found a group, or is no candidate for one, has no leader but itself.
-        team.for_each(batch, [&](int32_t b) {
+        team.for_each_wide(batch, [&](int32_t b) {
             if (s.keys[b]) return;
             const int32_t page = s.page[b];
-            int32_t leader = b, longest = -1;
-            for (int32_t x = 0; page >= 0 && x < batch; ++x)
-                if (s.page[x] == page && s.keys[x] == 0 && s.limit[x] > longest) leader = x, longest = s.limit[x];
+            const int32_t leader =
+                page < 0 ? b : team.first_greatest(batch, [&](int32_t x) { return s.page[x] == page && s.keys[x] == 0 ? s.limit[x] : -1; });
+            if (!team.writes()) return;
             s.leader[b] = leader, s.common[b] = s.limit[b], s.best[b] = 0;
             if (leader != b) team.add(s.followers, int32_t(1));
         });
@@ -104,22 +108,24 @@ FA_HOST_DEVICE void find_prefixes(const Team& team, const AttentionParams& p, co
             if (team.writes()) s.common[b] = keys < limit ? int32_t(keys / kPrefixStep * kPrefixStep) : limit;
         });
         team.sync();
-        team.for_each(batch, [&](int32_t b) {
+        const auto members_of = [&](int32_t leader, int64_t keys) {  // those that have `keys` keys in common with it
+            return team.count(batch, [&](int32_t x) { return s.leader[x] == leader && s.common[x] >= keys; });
+        };
+        team.for_each_wide(batch, [&](int32_t b) {
             const int32_t leader = s.leader[b], keys = s.common[b];
             if (s.keys[b] || keys == 0 || leader == b) return;
-            int32_t members = 0;
-            for (int32_t x = 0; x < batch; ++x) members += s.leader[x] == leader && s.common[x] >= keys;
-            if (const uint64_t claim = prefix_claim(keys / kPrefixStep, members, rules.rows)) team.raise(s.best + leader, claim);
+            const uint64_t claim = prefix_claim(keys / kPrefixStep, members_of(leader, keys), rules);
+            if (claim && team.writes()) team.raise(s.best + leader, claim);
         });
         team.sync();
-        team.for_each(batch, [&](int32_t b) {
+        team.for_each_wide(batch, [&](int32_t b) {
             if (s.keys[b]) return;
             const int32_t leader = s.leader[b];
             const int64_t steps = int64_t(s.best[leader] & ((uint64_t(1) << kStepBits) - 1));
+            const int32_t members = leader == b ? members_of(b, steps * kPrefixStep) : 0;
+            if (!team.writes()) return;
             if (leader == b) {
-                int32_t members = 0;
-                for (int32_t x = 0; x < batch; ++x) members += s.leader[x] == b && s.common[x] >= steps * kPrefixStep;
-                if (steps > 0) team.add(s.saved, uint64_t(saving(steps, members, rules.rows)));
+                if (steps > 0) team.add(s.saved, uint64_t(saving(steps, members, rules)));
                 else s.page[b] = -1;  // no group has this leader
             }
             if (s.common[b] >= steps * kPrefixStep) s.keys[b] = int32_t(steps) * kPrefixStep;
@@ -171,26 +177,31 @@ template <typename Team>
 FA_HOST_DEVICE void lay_out_prefixes(const Team& team, const AttentionParams& p, const SharingRules& rules, const SharingScratch& s,
                                      const PrefixPlan& plan) {
     const int32_t batch = p.batch;
-    team.for_each(batch, [&](int32_t b) {
-        plan.keys[b] = s.keys[b];
-        if (s.keys[b] == 0) return;
-        const int32_t leader = s.leader[b];
-        int32_t group = 0, begin = 0, rank = 0, members = 0;
-        for (int32_t x = 0; x < batch; ++x) {
-            if (s.keys[x] == 0) continue;
-            group += s.leader[x] == x && x < leader, begin += s.leader[x] < leader;
-            const bool with = s.leader[x] == leader;
-            rank += with && x < b, members += with;
+    team.for_each_wide(batch, [&](int32_t b) {
+        const int32_t leader = s.leader[b], keys = s.keys[b];
+        if (keys == 0) {
+            if (team.writes()) plan.keys[b] = 0;
+            return;
         }
-        plan.group_of[b] = group, plan.rank[b] = rank, plan.order[begin + rank] = b;
+        const auto count = [&](const auto& holds) { return team.count(batch, [&](int32_t x) { return s.keys[x] != 0 && holds(x); }); };
+        const int32_t group = count([&](int32_t x) { return s.leader[x] == x && x < leader; });
+        const int32_t begin = count([&](int32_t x) { return s.leader[x] < leader; });
+        const int32_t rank = count([&](int32_t x) { return s.leader[x] == leader && x < b; });
+        const int32_t members = leader == b ? count([&](int32_t x) { return s.leader[x] == leader; }) : 0;
+        if (!team.writes()) return;
+        plan.keys[b] = keys, plan.group_of[b] = group, plan.rank[b] = rank, plan.order[begin + rank] = b;
         if (leader != b) return;
-        s.groups[group] = {b, begin, members, s.keys[b], 0, 0, prefix_row_tiles(members, rules.rows), 0};
+        s.groups[group] = {b, begin, members, s.keys[b], 0, 0, prefix_row_tiles(members, rules), 0};
         team.add(s.group_count, int32_t(1));
     });
     team.sync();
     const int32_t count = *s.group_count;
     if (count > 0)
-        team.for_each(kPieceCandidates, [&](int32_t i) { team.lower(s.choice, piece_candidate(i, s.groups, count, p.nheads_k, rules)); });
+        team.for_each_wide(1, [&](int32_t) {
+            const uint64_t best =
+                team.least(kPieceCandidates, [&](int32_t i) { return piece_candidate(i, s.groups, count, p.nheads_k, rules); });
+            if (team.writes()) *s.choice = best;
+        });
     team.sync();
     const int32_t each = int32_t(*s.choice & 0xFFFFFFFFu);
     const auto items_of = [&](const PrefixGroup& x) {

@@ -1,7 +1,7 @@
-// prefix_sm80/sharing.cu: one block plans a call with shared_prefix (sharing.h). It reads lengths and block tables, which earlier kernels
+// sharing.cu: one block plans a call with shared_prefix (sharing.h). It reads lengths and block tables, which earlier kernels
 // do not write, while these still run, and writes the plan when they have ended. Bound by latency: lengths and first pages, then the rows
 // of the table, then the plan.
-#include "attention/decode/prefix_sm80/plan.h"
+#include "attention/decode/common/prefix_call.h"
 #include "device/launch.h"
 #include "device/ptx.cuh"
 
@@ -46,23 +46,82 @@ struct BlockTeam {
         else atomicAdd(to, x);
 #endif
     }
+    // 64-bit maxima of shared memory are loops of compare-and-swap, so those that change nothing are left out.
     FA_HOST_DEVICE void raise(uint64_t* to, uint64_t x) const {
 #if defined(__CUDA_ARCH__)
-        atomicMax(reinterpret_cast<unsigned long long*>(to), static_cast<unsigned long long>(x));
+        if (*static_cast<volatile uint64_t*>(to) < x)
+            atomicMax(reinterpret_cast<unsigned long long*>(to), static_cast<unsigned long long>(x));
 #endif
     }
-    FA_HOST_DEVICE void lower(uint64_t* to, uint64_t x) const {
+    // The next four are called by a warp, all of whose lanes get the result. How many of x = 0 .. n - 1 have holds(x).
+    template <typename Holds>
+    FA_HOST_DEVICE int32_t count(int32_t n, const Holds& holds) const {
+        int32_t found = 0;
 #if defined(__CUDA_ARCH__)
-        atomicMin(reinterpret_cast<unsigned long long*>(to), static_cast<unsigned long long>(x));
+#pragma unroll 1
+        for (int32_t first = 0; first < n; first += 32) {
+            const int32_t x = first + int32_t(threadIdx.x % 32);
+            found += __popc(__ballot_sync(~0u, x < n && holds(x)));
+        }
 #endif
+        return found;
     }
-    // How many entries at the start of two rows are equal. Called by a warp, all of whose lanes get the result.
+    // The first x of 0 .. n - 1 with the greatest value(x), of which at least one is not negative.
+    template <typename Value>
+    FA_HOST_DEVICE int32_t first_greatest(int32_t n, const Value& value) const {
+        int32_t greatest = -1, at = n;
+#if defined(__CUDA_ARCH__)
+#pragma unroll 1
+        for (int32_t x = int32_t(threadIdx.x % 32); x < n; x += 32)
+            if (const int32_t own = value(x); own > greatest) greatest = own, at = x;
+        const int32_t most = __reduce_max_sync(~0u, greatest);
+        at = __reduce_min_sync(~0u, greatest == most ? at : n);
+#endif
+        return at;
+    }
+    // The least value(x) of x = 0 .. n - 1, n > 0.
+    template <typename Value>
+    FA_HOST_DEVICE uint64_t least(int32_t n, const Value& value) const {
+        uint64_t least = ~uint64_t(0);
+#if defined(__CUDA_ARCH__)
+#pragma unroll 1
+        for (int32_t x = int32_t(threadIdx.x % 32); x < n; x += 32)
+            if (const uint64_t own = value(x); own < least) least = own;
+#pragma unroll
+        for (int step = 16; step > 0; step /= 2)
+            if (const uint64_t other = __shfl_xor_sync(~0u, least, step); other < least) least = other;
+#endif
+        return least;
+    }
+    // How many entries at the start of two rows are equal.
     FA_HOST_DEVICE int32_t equal_entries(const int32_t* a, const int32_t* b, int32_t count) const {
 #if defined(__CUDA_ARCH__)
-        constexpr int kAtOnce = 8;  // loads of a lane
+        constexpr int kAtOnce = 4;  // loads of a lane
         const int lane = threadIdx.x % 32;
+        int32_t first = 0;
+        if ((reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b)) % 16 == 0) {  // four entries a load
+            constexpr int kEntries = 4 * 32 * kAtOnce;
 #pragma unroll 1
-        for (int32_t first = 0; first < count; first += 32 * kAtOnce) {
+            for (; first + 4 <= count; first += kEntries) {
+                int equal[kAtOnce];
+#pragma unroll
+                for (int j = 0; j < kAtOnce; ++j) {
+                    const int32_t i = first + 4 * (32 * j + lane);
+                    int4 x{}, y{};
+                    if (i + 4 <= count) x = *reinterpret_cast<const int4*>(a + i), y = *reinterpret_cast<const int4*>(b + i);
+                    equal[j] = x.x != y.x ? 0 : x.y != y.y ? 1 : x.z != y.z ? 2 : x.w != y.w ? 3 : 4;
+                }
+#pragma unroll
+                for (int j = 0; j < kAtOnce; ++j)
+                    if (const unsigned lanes = __ballot_sync(~0u, equal[j] < 4)) {
+                        const int from = __ffs(int(lanes)) - 1;
+                        return first + 4 * (32 * j + from) + __shfl_sync(~0u, equal[j], from);
+                    }
+            }
+            first = count / 4 * 4;
+        }
+#pragma unroll 1
+        for (; first < count; first += 32 * kAtOnce) {
             bool differs[kAtOnce];
 #pragma unroll
             for (int j = 0; j < kAtOnce; ++j) {
