@@ -219,7 +219,8 @@ def test_choice(prefix):
     many = replace(CASE, lengths=(8000,) * 32, pages=502, num_splits=0, nheads_k=4, headdim=128, spare=0)
     few = replace(many, lengths=(200,) * 4, pages=13)
     for case, shared_prefix, page, chosen in (
-        (many, True, 16, SM90 if hopper else SM80), (many, True, 4, SM80), (many, False, 16, None), (few, True, 16, None),
+        (many, True, 16, SM90 if hopper else SM80), (many, True, 4, SM80),
+        (many, False, 16, None), (few, True, 16, None),
     ):  # fmt: skip
         q = torch.zeros(len(case.lengths), 1, 8, 128, dtype=torch.bfloat16, device="cuda")
         cache = torch.zeros(64, page, 4, 128, dtype=torch.bfloat16, device="cuda")

@@ -65,7 +65,8 @@ MAY_SPILL = {
     r"backward_wgmma_kernelI6__half\w+BackwardPlanIdE13E": 24,
     # Options at head dim 128, forward, three warpgroups: one register in a step of 4000 instructions.
     r"forward_wgmma_kernelI\w+WgmmaPlanIdE16E": 4,
-    # Bias and dropout. Forward: one register in a step of 4000 instructions. Backward at 64: a register in a step of 2300 instructions and one before the loop; at 128: after the loop.
+    # Bias and dropout. Forward: one register in a step of 4000 instructions. Backward at 64: a register in a step of
+    # 2300 instructions and one before the loop; at 128: after the loop.
     r"forward_wgmma_bias_kernelI\w+WgmmaPlanIdE35E": 4,
     r"backward_wgmma_bias_kernelI\w+BackwardPlanIdE22E": 8,
     r"backward_wgmma_bias_kernelI6__half\w+BackwardPlanIdE23E": 16,

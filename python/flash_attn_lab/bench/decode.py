@@ -32,12 +32,13 @@ class Point:
     nheads_k: int
     headdim: int
     queries: int = 1  # query tokens of every sequence
-    shared: int = 0  # keys that all sequences have in the same pages
+    shared: int | None = None  # with shared_prefix: the keys that all sequences have in the same pages
+    cache: str | None = None  # with shared_prefix: the dtype of the cache, where it is not that of q
 
     def __str__(self) -> str:
         queries = "" if self.queries == 1 else f"{self.queries} queries, "
         heads = f"heads {self.nheads}/{self.nheads_k}, headdim {self.headdim}"
-        shared = f", {self.shared} of them shared" if self.shared else ""
+        shared = "" if self.shared is None else f", {self.shared} of them shared"
         return f"batch {self.batch}, {queries}{self.seqlen} keys{shared}, {heads}"
 
     def bytes(self, dtype: str) -> int:
@@ -56,7 +57,7 @@ FEW_KEYS = [Point(1, seqlen, 12, 12, 64) for seqlen in (128, 512, 1024)] + [Poin
 SHARED = [
     Point(batch, shared + 512, nheads, 8, 128, shared=shared)
     for batch, shared, nheads in ((64, 8192, 32), (64, 8192, 64), (16, 4096, 32), (4, 32768, 32), (64, 1024, 32))
-]
+] + [Point(64, 8704, 32, 8, 128, shared=0), Point(64, 8704, 32, 8, 128, shared=8192, cache="float8_e4m3fn")]
 CPU = [Point(1, 1024, 8, 8, 64), Point(4, 1024, 16, 4, 64), Point(4, 1024, 16, 4, 64, shared=768)]
 QUICK = {"cuda": [LARGE[0], LARGE[6]], "cpu": CPU[:1]}
 PAGES = (16, 64)
@@ -95,7 +96,8 @@ class Caches:
         for page in PAGES:
             pages = torch.randperm(point.batch * point.seqlen // page, generator=generator).to(self.q.device)
             self.order[page] = table = pages.to(torch.int32).view(point.batch, -1)
-            table[:, : point.shared // page] = table[:1, : point.shared // page].clone()
+            if point.shared:
+                table[:, : point.shared // page] = table[:1, : point.shared // page].clone()
 
     def ask(self, point: Point, seed: int) -> None:
         """Makes q and out for a point."""
@@ -219,7 +221,7 @@ def base_row(suite: str, caches: Caches) -> dict[str, Any]:
     point = caches.point
     row = {"suite": suite, "pass": "decode", "dtype": caches.dtype, "headdim": point.headdim}
     row |= {"headdim_v": point.headdim, "batch": point.batch, "nheads": point.nheads, "nheads_k": point.nheads_k}
-    row |= {"shared": point.shared} if point.shared else {}
+    row |= {} if point.shared is None else {"shared": point.shared}
     return row | {"input_sets": caches.sets, "seqlen_q": point.queries, "seqlen_k": point.seqlen}
 
 
@@ -285,9 +287,10 @@ def _one(machine, point: Point, dtype: str, options, protocol, meter, outcome: O
     timed, notes = [], []
     kernel = one_kernel(options)
     variants = [(0, dtype), *((page, dtype) for page in PAGES), *((0, name) for name in EIGHT_BIT)]
-    if point.shared:
-        variants = [(page, dtype) for page in PAGES]
-    asked = [(*variant, more) for variant in variants for more in ((False, True) if point.shared else (False,))]
+    asks = point.shared is not None
+    if asks:
+        variants = [(page, point.cache or dtype) for page in PAGES]
+    asked = [(*variant, more) for variant in variants for more in ((False, True) if asks else (False,))]
     for page, cache_dtype, shared in asked:
         name = "ours" + (f" paged {page}" if page else "") + ("" if cache_dtype == dtype else f" {cache_dtype}")
         name += " shared" * shared
@@ -297,14 +300,14 @@ def _one(machine, point: Point, dtype: str, options, protocol, meter, outcome: O
             leave_out(outcome, name, point, str(refusal))
             continue
         row = base | {"system": "ours", "kernel": found, "cache_dtype": cache_dtype, "page_size": page}
-        row |= {"shared_prefix": shared} if point.shared else {}
+        row |= {"shared_prefix": shared} if asks else {}
         note = check(caches, launch, seen, row, outcome)
         del seen
         if note:
             notes.append(f"{name} is WRONG: {note}")
         else:
             timed.append((name, launch, row, point.bytes(cache_dtype)))
-    names = () if point.shared else (*peers_on(machine), *readers_on(machine))
+    names = () if asks else (*peers_on(machine), *readers_on(machine))
     for name, launch in others(caches, names, outcome):
         timed.append((name, launch, base | {"system": name}, point.bytes(dtype)))
     timings = interleave(machine, [launch for _, launch, *_ in timed], protocol, meter, seed=seed)
@@ -313,7 +316,7 @@ def _one(machine, point: Point, dtype: str, options, protocol, meter, outcome: O
         measured = timing.row(0.0)
         del measured["tflops"]
         speed = ""
-        if not point.shared:  # else nobody needs to read every key of every sequence
+        if not asks:  # else nobody needs to read every key of every sequence
             measured["tbps"] = read / measured["us"] * 1e-6
             speed = f" ({measured['tbps']:.2f} TB/s)"
         outcome.rows.append(rounded(row | measured))
@@ -335,8 +338,8 @@ def table(data: dict, rows: list[dict]) -> list[str]:
         page = f"paged {row['page_size']}" * bool(row["page_size"])
         return " ".join(filter(None, ["ours", page, SHORT.get(row["cache_dtype"], row["cache_dtype"])]))
 
-    shared = [row for row in rows if row.get("shared")]
-    rows = [row for row in rows if not row.get("shared")]
+    shared = [row for row in rows if "shared" in row]
+    rows = [row for row in rows if "shared" not in row]
     names = list(dict.fromkeys(map(name, rows)))
     points: dict[tuple, dict[str, dict]] = {}
     for row in rows:
@@ -360,23 +363,30 @@ def shared_table(rows: list[dict]) -> list[str]:
     """Calls over sequences that begin with the same pages, without and with shared_prefix."""
     points: dict[tuple, dict[bool, dict]] = {}
     for row in rows:
-        key = tuple(row[x] for x in ("batch", "seqlen_k", "shared", "nheads", "nheads_k", "headdim", "page_size"))
-        points.setdefault(key, {})[row["shared_prefix"]] = row
+        names = ("batch", "seqlen_k", "shared", "nheads", "nheads_k", "headdim", "page_size", "cache_dtype")
+        points.setdefault(tuple(row[x] for x in names), {})[row["shared_prefix"]] = row
     body = []
-    for (batch, keys, shared, nheads, nheads_k, headdim, page), found in points.items():
+    for (batch, keys, shared, nheads, nheads_k, headdim, page, cache), found in points.items():
         us = [found[x]["us"] if x in found else None for x in (False, True)]
         cells = ["" if x is None else f"{x:.1f}" for x in us]
         ratio = f"{us[0] / us[1]:.2f}" if us[0] and us[1] else ""
         body.append(
-            [str(batch), str(keys), str(shared), f"{nheads}/{nheads_k}", str(headdim), str(page), *cells, ratio]
+            [
+                *(
+                    str(x)
+                    for x in (batch, keys, shared, f"{nheads}/{nheads_k}", headdim, page, SHORT.get(cache, cache))
+                ),
+                *cells,
+                ratio,
+            ]
         )
-    head = ["batch", "keys", "of them shared", "heads", "headdim", "page", "plain, us", "shared_prefix, us"]
+    head = ["batch", "keys", "of them shared", "heads", "headdim", "page", "cache", "plain, us", "shared_prefix, us"]
     return ["", "## Sequences that begin with the same pages", "", *markdown_table([*head, "**speed**"], body)]
 
 
 def picture(data: dict, rows: list[dict]):
     """TB/s of keys and values at every point, a bar for each system, on the contiguous cache in the inputs' dtype."""
-    rows = [row for row in rows if not row.get("shared")]
+    rows = [row for row in rows if "shared" not in row]
     rows = [
         row for row in rows if row["system"] != "ours" or (row["cache_dtype"] == row["dtype"] and not row["page_size"])
     ]
