@@ -241,10 +241,11 @@ def test_keys_are_shared(prefix):
     plain = fa.flash_attn_with_kvcache(**{**arrays, "shared_prefix": False, "kernel": None}, return_softmax_lse=True)
     assert not np.array_equal(shared[1], prefix.device.numpy(plain[1]))
     arrays = on_device(prefix, case, make(replace(case, shares=())))
-    plain = fa.flash_attn_with_kvcache(**{**arrays, "shared_prefix": False, "kernel": None}, return_softmax_lse=True)
+    other = "decode_ring_sm90" if torch.cuda.get_device_capability() == (9, 0) else "decode_split_sm80"
+    plain = fa.flash_attn_with_kvcache(**{**arrays, "shared_prefix": False, "kernel": other}, return_softmax_lse=True)
     np.testing.assert_array_equal(
         alone[1], prefix.device.numpy(plain[1])
-    )  # nothing is shared: the kernel of a plain call
+    )  # nothing is shared: the kernel that attends to the other keys has done all
 
 
 def test_graph_whose_tables_and_lengths_change(prefix):

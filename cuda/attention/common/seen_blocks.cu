@@ -3,6 +3,7 @@
 #include "attention/common/seen_blocks.cuh"
 #include "common/types.h"
 #include "device/launch.h"
+#include "device/ptx.cuh"
 
 namespace fa {
 namespace {
@@ -19,6 +20,7 @@ __device__ __forceinline__ void first_of_entry(const SeenBlocksShape& shape, int
 
 // block_mask alone: a warp makes a word.
 __global__ void __launch_bounds__(kThreads) seen_by_blocks_kernel(const __grid_constant__ SeenParams params) {
+    launch_dependents();
     const AttentionParams& p = params.attention;
     const SeenBlocksShape& shape = params.to.shape;
     const int64_t index = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32;
@@ -137,6 +139,7 @@ template <PairWords kOrder>
 __global__ void __launch_bounds__(kThreads) seen_by_pairs_kernel(const __grid_constant__ SeenParams params) {
     __shared__ uint64_t pairs[kGroup][kWordsOfBlock];
     __shared__ uint8_t is_seen[kGroup], is_cut[kGroup];
+    launch_dependents();
     const AttentionParams& p = params.attention;
     const SeenBlocksShape& shape = params.to.shape;
     const int groups = shape.words_of_row() * kGroupsOfWord, group = int(blockIdx.x % unsigned(groups));

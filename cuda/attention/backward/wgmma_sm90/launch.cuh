@@ -70,7 +70,8 @@ cudaError_t launch_backward_block(Kernel function, int shared_bytes, const Backw
         void* const memory = static_cast<char*>(align_up(p.workspace, 128)) + query_tiles_bytes(schedule.tiles);
         if (cudaError_t error = launch_masked_tiles(p, kPlan, memory, &schedule.masks, stream)) return error;
     }
-    if (cudaError_t error = backward_rows_before(groups, schedule.tiles, stream)) return error;
+    const bool after_lists = kPlan.masks && schedule.masks.seen.shape.blocks() > 0;  // else no list was launched
+    if (cudaError_t error = backward_rows_before(groups, schedule.tiles, after_lists, stream)) return error;
     if (cudaError_t error = launch_kernel(function, unsigned(grid), kBackwardThreads, size_t(shared_bytes), stream, LaunchOptions{}, map_q,
                                           map_k, map_v, map_dout, maps..., call, schedule))
         return error;

@@ -2,11 +2,13 @@
 // after that of attention/common/seen_blocks.cu:
 //     states   for each tile and block of keys, whether they meet, and how many blocks of lower keys the tile meets
 //     walks    for each block of keys, the tiles that it meets, one after another, and the keys that no query sees
-// Both read bits and are short. Under masks by intervals, states come from bounds, and walks list tiles alone.
+// Both read bits and are short. Each is launched while the one before ends, and so is the kernel that follows (rows.cu). Under masks by
+// intervals, states come from bounds, walks list tiles alone, and launches are plain.
 #include "attention/backward/wgmma_sm90/masked_tiles.cuh"
 #include "attention/common/seen_blocks.cuh"
 #include "attention/common/tile_intervals.h"
 #include "device/launch.h"
+#include "device/ptx.cuh"
 
 namespace fa {
 namespace {
@@ -46,6 +48,8 @@ __device__ __forceinline__ bool meets_by_intervals(const TilesParams& params, co
 // A warp for each tile.
 template <int kRows, bool kIntervals>
 __global__ void __launch_bounds__(kThreads) tile_states_kernel(const __grid_constant__ TilesParams params) {
+    launch_dependents();
+    grid_dependency_wait();
     const MaskedTiles& to = params.to;
     const int lane = threadIdx.x % 32;
     const int64_t index = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32;
@@ -77,6 +81,8 @@ __global__ void __launch_bounds__(kThreads) tile_states_kernel(const __grid_cons
 // A warp for each walk.
 template <int kRows, bool kIntervals>
 __global__ void __launch_bounds__(kThreads) walks_kernel(const __grid_constant__ TilesParams params) {
+    launch_dependents();
+    grid_dependency_wait();
     const MaskedTiles& to = params.to;
     const int lane = threadIdx.x % 32;
     const int64_t index = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32;
@@ -118,7 +124,7 @@ template <bool kIntervals>
 cudaError_t launch_lists(const TilesParams& params, bool short_tiles, cudaStream_t stream) {
     const MaskedTiles& to = params.to;
     const auto launch = [&](auto* kernel, int64_t warps) {
-        return launch_kernel(kernel, unsigned(ceil_div(warps, kWarps)), kThreads, 0, stream, params);
+        return launch_kernel(kernel, unsigned(ceil_div(warps, kWarps)), kThreads, 0, stream, params, !kIntervals);
     };
     const int64_t states = int64_t(to.batches) * to.heads_k * to.tiles_q;
     if (states == 0 || walks_of(to) == 0) return cudaSuccess;

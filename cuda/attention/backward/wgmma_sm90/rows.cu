@@ -12,6 +12,7 @@
 #include "common/constants.h"
 #include "device/launch.h"
 #include "device/mma.cuh"
+#include "device/ptx.cuh"
 #include "device/wgmma.cuh"
 
 namespace fa {
@@ -96,7 +97,10 @@ __global__ void __launch_bounds__(kThreads, kBeforeBlocks) before_kernel(const _
     // Every tile has counters that begin at zero. Where lengths are not in order, the main kernel also visits tiles that find_tile assigns
     // to another sequence, or to none.
     if (threadIdx.x < params.tiles.blocks) params.tiles.turn[int64_t(blockIdx.x) * params.tiles.blocks + threadIdx.x] = 0;
-    if (!find_tile(params, blockIdx.x, at)) return;
+    if (!find_tile(params, blockIdx.x, at)) {
+        grid_dependency_wait();  // as at the end
+        return;
+    }
     const int lane = threadIdx.x % kLanes;
     const T* out = static_cast<const T*>(p.out.data) + at.s.out + at.head * p.out.head + 8 * lane;
     const T* dout =
@@ -152,6 +156,7 @@ __global__ void __launch_bounds__(kThreads, kBeforeBlocks) before_kernel(const _
     }
     // Rare. Under softcap, in plans that are not natural, P of a large row is 0: backward_serves_options.
     if (__syncthreads_or(large) && (params.tiles.natural || p.softcap == 0)) prepare_large_rows<T, kBlockM, kBlocks>(params);
+    grid_dependency_wait();  // on the kernels that make lists of tiles: so the end of this kernel is also the end of those
 }
 
 // Writes eight columns of dQ, scaled, to 16 bytes of a row; zeros where scale is 0.
@@ -243,7 +248,7 @@ __global__ void __launch_bounds__(kThreads) after_kernel(const __grid_constant__
 enum class Rows { kBefore, kAfter };
 
 template <Rows kWhich>
-cudaError_t launch(const BackwardParams& b, const QueryTiles& tiles, cudaStream_t stream) {
+cudaError_t launch(const BackwardParams& b, const QueryTiles& tiles, bool programmatic, cudaStream_t stream) {
     const RowsParams params{b, tiles};
     const auto start = [&](auto element, auto columns, auto block_m) {
         using T = decltype(element);
@@ -252,7 +257,7 @@ cudaError_t launch(const BackwardParams& b, const QueryTiles& tiles, cudaStream_
                                                     : before_kernel<T, columns(), block_m(), false>;
         constexpr int kPieces = block_m() / 64 * (columns() / 64);
         const int64_t blocks = tiles.count() * (kWhich == Rows::kBefore ? 1 : (kPieces + kPiecesOfBlock - 1) / kPiecesOfBlock);
-        return launch_kernel(kernel, unsigned(blocks), kThreads, 0, stream, params);
+        return launch_kernel(kernel, unsigned(blocks), kThreads, 0, stream, params, programmatic);
     };
     const auto shape = [&](auto element) {
         using std::integral_constant;
@@ -269,11 +274,11 @@ cudaError_t launch(const BackwardParams& b, const QueryTiles& tiles, cudaStream_
 
 }  // namespace
 
-cudaError_t backward_rows_before(const BackwardParams& b, const QueryTiles& tiles, cudaStream_t stream) {
-    return launch<Rows::kBefore>(b, tiles, stream);
+cudaError_t backward_rows_before(const BackwardParams& b, const QueryTiles& tiles, bool after_lists, cudaStream_t stream) {
+    return launch<Rows::kBefore>(b, tiles, after_lists, stream);
 }
 cudaError_t backward_rows_after(const BackwardParams& b, const QueryTiles& tiles, cudaStream_t stream) {
-    return tiles.direct ? cudaSuccess : launch<Rows::kAfter>(b, tiles, stream);
+    return tiles.direct ? cudaSuccess : launch<Rows::kAfter>(b, tiles, false, stream);
 }
 
 }  // namespace fa

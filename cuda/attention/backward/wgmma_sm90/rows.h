@@ -8,7 +8,8 @@
 
 namespace fa {
 
-cudaError_t backward_rows_before(const BackwardParams& b, const QueryTiles& tiles, cudaStream_t stream);
+// after_lists: kernels that make lists of tiles (masked_tiles.cu) were launched just before, and this one may run beside them.
+cudaError_t backward_rows_before(const BackwardParams& b, const QueryTiles& tiles, bool after_lists, cudaStream_t stream);
 cudaError_t backward_rows_after(const BackwardParams& b, const QueryTiles& tiles, cudaStream_t stream);
 
 }  // namespace fa

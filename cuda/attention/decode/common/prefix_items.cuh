@@ -6,18 +6,32 @@
 
 namespace fa {
 
-// The group that has an item. Called by whole warps, whose lanes look at 32 groups at a time.
-__device__ __forceinline__ PrefixGroup group_of_item(const PrefixPlan& plan, int item) {
+// The group that has an item. Called by whole warps, whose lanes read 32 groups at a time. Groups are in the order of their items; where
+// there is none, what is read is not used.
+__device__ __forceinline__ PrefixGroup group_of_item(const PrefixPlan& plan, int batch, int item) {
+    constexpr int kWords = sizeof(PrefixGroup) / sizeof(int4);
+    static_assert(sizeof(PrefixGroup) == kWords * sizeof(int4));
+    union {
+        int4 words[kWords];
+        PrefixGroup group;
+    } own{}, found{};
     const int count = plan.counts[0];
-    int last = 0;
 #pragma unroll 1
-    for (int first = 0; first < count; first += 32) {
+    for (int first = 0;; first += 32) {
         const int g = first + int(threadIdx.x % 32);
-        const unsigned before = __ballot_sync(~0u, g < count && plan.groups[g].first_item <= item);
-        if (before) last = first + 31 - __clz(int(before));
-        if (before != ~0u) break;  // groups are in the order of their items
+        if (g < batch / 2)  // not `count`, so as not to wait for it
+#pragma unroll
+            for (int x = 0; x < kWords; ++x) own.words[x] = reinterpret_cast<const int4*>(plan.groups + g)[x];
+        const unsigned before = __ballot_sync(~0u, g < count && own.group.first_item <= item);
+        if (before)
+#pragma unroll
+            for (int x = 0; x < kWords; ++x) {
+                const int from = 31 - __clz(int(before));
+                found.words[x] = make_int4(__shfl_sync(~0u, own.words[x].x, from), __shfl_sync(~0u, own.words[x].y, from),
+                                           __shfl_sync(~0u, own.words[x].z, from), __shfl_sync(~0u, own.words[x].w, from));
+            }
+        if (before != ~0u) return found.group;
     }
-    return plan.groups[last];
 }
 
 // Where row `row` of a group's matrix for one key head lies in q: an offset in elements, below 0 for a row that no member has.

@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kDecodeThreads, Plan::kBlocksPerSm) decode_pre
     const int items = plan.counts[1];
 #pragma unroll 1
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
-        const PrefixGroup group = group_of_item(plan, item);
+        const PrefixGroup group = group_of_item(plan, p.batch, item);
         const PrefixItem at = prefix_item(group, item, p.nheads_k, d.shape.tile_shift);
         if (threadIdx.x < Plan::kRows)
             row_places[threadIdx.x] = prefix_row(d, group, at.head_k, at.row_tile * Plan::kRows + int(threadIdx.x), params.of_sequence);

@@ -98,9 +98,9 @@ struct WgmmaKeyTiles<kId, true> {
     static constexpr int kStages = kWgmmaPlan<kId>.stages;
     // The entry of tile i is number i % kEntries. It is written when K of tile i - kAhead has been loaded. Consumers, and the warps that
     // zero V, are then done with tile i - kAhead - kStages - 1.
-    static constexpr uint32_t kEntries = 8;
-    static constexpr int kAhead = kEntries - 1 - kStages;
-    static_assert(kAhead >= 2, "an item's tile is loaded when the next one has been found");
+    static constexpr uint32_t kEntries = 16;
+    static constexpr int kAhead = 8;  // the first tiles of an item are found before the last ones of the item before it are loaded
+    static_assert(kEntries >= kAhead + kStages + 1, "the last user of an entry is done before it is written again");
     KeyTileOf<kId> tiles[kEntries];
     uint64_t found[kAhead], loaded[kAhead];  // barriers: entry i may be read, and K of tile i has been loaded
     // Tiles that a mask cuts, counted by themselves: V of cut tile c, which is tile cut[c % kStages], lands at v_landed[c % kStages]. Its

@@ -1,5 +1,5 @@
-// decode_prefix_sm90/kernel.cuh: the prefix pass of decode_prefix_sm90: as in prefix_sm80, the rows of a group's sequences are one matrix that
-// attends to the keys these sequences begin with. common/prefix_call.cu has the launches around it.   fp16 and bf16.
+// decode_prefix_sm90/kernel.cuh: the prefix pass of decode_prefix_sm90: as in prefix_sm80, the rows of a group's sequences are one matrix
+// that attends to the keys these sequences begin with. common/prefix_call.cu has the launches around it.   fp16 and bf16.
 //
 // New against prefix_sm80: wgmma and the copy engine. A block is a block of wgmma_split_sm90 with 128 rows, whose consumer loop runs here;
 // an item is some of the shared keys for one tile of rows. Pages come as boxes. A row of the matrix may be any row of q, so the producer's
@@ -53,7 +53,7 @@ __device__ __forceinline__ void produce_prefixes(const CUtensorMap& map_k, const
     const int items = plan.counts[1];
 #pragma unroll 1
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
-        const PrefixGroup group = group_of_item(plan, item);
+        const PrefixGroup group = group_of_item(plan, p.batch, item);
         const PrefixItem at = prefix_item(group, item, p.nheads_k, params.tile_shift);
         SplitWork& w = smem.work[work.slot];
         work.wait_empty();
@@ -71,11 +71,11 @@ __device__ __forceinline__ void produce_prefixes(const CUtensorMap& map_k, const
             mbarrier_arrive(work.full_barrier());
         }
         const int64_t place = prefix_row(d, group, at.head_k, at.row_tile * kRows + int(threadIdx.x), params.of_sequence);
-        bar_sync(kProducer, 128);  // all have read the item; no warp is more than one item ahead
+        const Ring<1> q(smem.q_full, smem.q_empty, count);
+        q.wait_empty();
+        gather_q<T, kId>(p, place, smem);  // before the first keys, which take longer to find
+        bar_sync(kProducer, 128);          // all have read the item; no warp is more than one item ahead
         load_item<T, kId>(w, smem, tiles, tile, [&] {
-            const Ring<1> q(smem.q_full, smem.q_empty, count);
-            q.wait_empty();
-            gather_q<T, kId>(p, place, smem);
             cp_async_wait_all();
             fence_proxy_async();
             bar_sync(kProducer, 128);  // all rows are there, and no warp still waits for this phase of the buffer
