@@ -252,7 +252,8 @@ __global__ void __launch_bounds__(128 * (kWgmmaPlan<kId>.warpgroups + 1), 1)
         if constexpr (kPlan.moves_registers()) setmaxnreg_dec<kPlan.producer_registers()>();
         if constexpr (kPlan.options) {
             produce_with_options(map_q, map_k, map_v, p, schedule, smem, [&] {
-                if constexpr (kWgmmaPlan<kId>.intervals) find_seen_tiles(p, schedule, BoundsOfTiles{schedule.bounds, schedule.groups}, smem);
+                if constexpr (kWgmmaPlan<kId>.intervals)
+                    find_seen_tiles(p, schedule, BoundsOfTiles{schedule.bounds, schedule.groups}, smem);
                 else find_tiles(p, schedule, smem);
             });
             return;
