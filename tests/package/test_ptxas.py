@@ -57,7 +57,7 @@ MAY_SPILL = {
     # Masks by blocks and of pairs, backward: the thread that takes keys has 32 registers and stores some between walks.
     r"backward_wgmma_kernelI\w+BackwardPlanIdE2[01]E": 28,
     # Masks by intervals, backward: the same thread.
-    r"backward_wgmma_kernelI\w+BackwardPlanIdE1[45]E": 4,
+    r"backward_wgmma_kernelI\w+BackwardPlanIdE1[45]E": 8,
     # Masks by blocks, head dim 64: four positions, once for each item, one of which a step of 2500 instructions reads.
     r"forward_wgmma_blocks_kernelI\w+WgmmaPlanIdE28E": 32,
     # Softcap backward. Head dim 64: two registers in a step of 2300 instructions; 128, float16: after the loop.

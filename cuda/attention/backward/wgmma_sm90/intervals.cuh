@@ -19,8 +19,11 @@ struct alignas(16) IntervalTile {
     int entry;          // of the head, on the head axis of the numbers
 };
 
-// The entry of a query head on the head axis of the numbers. Opaque: nothing of the division is held in registers.
-__device__ __forceinline__ int entry_of(const AttentionParams& p, int head) { return opaque(head / opaque(p.intervals.heads_of_entry)); }
+// The entry of a query head on the head axis of the numbers. Mostly all heads have one. Opaque: nothing of the division is held in registers.
+__device__ __forceinline__ int entry_of(const AttentionParams& p, int head) {
+    const int heads = opaque(p.intervals.heads_of_entry);
+    return head < heads ? 0 : opaque(head / heads);
+}
 
 // Called by one thread after find_key_block: leaves the tiles out of which no row sees any of the keys.
 template <int kBlockM, int kBlockN>

@@ -120,8 +120,9 @@ __device__ __forceinline__ void load_queries(const CUtensorMap& map_q, const CUt
             const int batch = p.cu_seqlens_q ? 0 : w.batch;
             if constexpr (kBackwardPlan<kId>.intervals) {
                 constexpr int kStages = kBackwardPlan<kId>.stages;
+                const IntervalTile seen = describe_tile<kBackwardPlan<kId>.block_m>(p, w, at);  // while the slot is in use
                 mbarrier_wait(shared_address(&smem.q_empty[it % kStages]), it / kStages & 1 ^ 1);
-                smem.options.tile[it % kStages] = describe_tile<kBackwardPlan<kId>.block_m>(p, w, at);
+                smem.options.tile[it % kStages] = seen;
             } else if constexpr (kBackwardPlan<kId>.masks) {
                 constexpr int kStages = kBackwardPlan<kId>.stages;
                 const MaskedTile seen = describe_tile<kBackwardPlan<kId>.block_m, kBackwardPlan<kId>.block_n>(schedule.masks, w, at);

@@ -62,7 +62,8 @@ size_t prefix_workspace(const PrefixPass& pass, const AttentionParams& p, const 
 bool prefix_fits(const PrefixPass& pass, const AttentionParams& p, const DeviceInfo& device) {
     constexpr int64_t kMost = int64_t(1) << 30;
     if (p.batch > kPrefixMostSequences || !decode_fits(suffix_kernel(p, device), p, device)) return false;
-    return prefix_room(pass, p, device).slots < kMost;
+    const PrefixRoom room = prefix_room(pass, p, device);
+    return room.slots < kMost && room.plan - room.prefix <= pass.most_bytes;
 }
 
 cudaError_t decode_with_prefixes(const PrefixPass& pass, const AttentionParams& p, const DeviceInfo& device, cudaStream_t stream) {

@@ -19,6 +19,7 @@ struct PrefixPass {
     int32_t row_shift, tile_shift;  // a tile has 2^row_shift rows and 2^tile_shift keys
     int32_t tile_cost;              // SharingRules::tile_cost
     int32_t blocks;                 // that the GPU holds
+    int64_t most_bytes;             // of its partial results
     cudaError_t (*attend)(const DecodeParams& suffix, const SharingRules& rules, const DeviceInfo& device, cudaStream_t stream);
 };
 
@@ -44,7 +45,7 @@ inline bool prefix_can_win(const PrefixPass& pass, const AttentionParams& p) {
 // The decode kernel that attends to the keys which are not shared: the one that a call of several thousand keys gets.
 DecodeKernel suffix_kernel(const AttentionParams& p, const DeviceInfo& device);
 
-// Bytes of workspace: the plan, and partial results. `fits`: 32-bit indices and the planning block suffice.
+// Bytes of workspace: the plan, and partial results. `fits`: 32-bit indices, the planning block and most_bytes suffice.
 size_t prefix_workspace(const PrefixPass& pass, const AttentionParams& p, const DeviceInfo& device);
 bool prefix_fits(const PrefixPass& pass, const AttentionParams& p, const DeviceInfo& device);
 cudaError_t decode_with_prefixes(const PrefixPass& pass, const AttentionParams& p, const DeviceInfo& device, cudaStream_t stream);

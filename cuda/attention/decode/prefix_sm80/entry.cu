@@ -15,7 +15,7 @@ cudaError_t attend_to_prefixes(const DecodeParams& d, const SharingRules& rules,
 PrefixPass pass_sm80(const AttentionParams& p, const DeviceInfo& device) {
     const bool half_tiles = !has_8bit_cache(p) && decode_bucket(p) > 64;
     const int blocks_per_sm = decode_bucket(p) <= 128 ? 2 : 1;
-    return {6, half_tiles ? 6 : 7, 3, blocks_per_sm * device.multiprocessors, attend_to_prefixes};
+    return {6, half_tiles ? 6 : 7, 3, blocks_per_sm * device.multiprocessors, INT64_MAX, attend_to_prefixes};
 }
 
 }  // namespace

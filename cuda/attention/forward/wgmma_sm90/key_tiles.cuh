@@ -57,6 +57,13 @@ struct TileFinder {
         found(count).wait_empty();
         return entry(count);
     }
+    // Waits until only few tiles before number `count` are left to load. Earlier the next item must not be taken: short items would wait in
+    // one block while others have nothing to do.
+    __device__ __forceinline__ void wait_before_item(uint32_t count) const {
+        constexpr uint32_t kLeft = 4;
+        static_assert(kLeft < uint32_t(WgmmaKeyTiles<kId>::kAhead));
+        found(count + WgmmaKeyTiles<kId>::kAhead - kLeft).wait_empty();
+    }
     // Tile number `count` may be loaded. Its entry is complete, so the consumers know whether it is the item's last one.
     __device__ __forceinline__ void publish(uint32_t count, bool is_last) const {
         __syncwarp();
@@ -153,6 +160,7 @@ __device__ __forceinline__ void find_tiles(const AttentionParams& p, const Wgmma
             n = finder.find(w, finder.after(w, n), count + 1);
             finder.publish(count++, n == kNoTile);
         }
+        finder.wait_before_item(count);
     };
     for_each_item<WgmmaWorkTiles<kId>, WalkedBy::kWarp>(p, schedule.list, smem.work, smem.work_full, smem.work_empty, prepare, find);
 }
@@ -203,6 +211,7 @@ __device__ __forceinline__ void find_seen_tiles(const AttentionParams& p, const 
             if (n == kNoTile) break;
             is_first = false, ++count, --n;
         }
+        finder.wait_before_item(count);
     };
     for_each_item<WgmmaWorkTiles<kId>, WalkedBy::kWarp>(p, schedule.list, smem.work, smem.work_full, smem.work_empty, prepare, find);
 }

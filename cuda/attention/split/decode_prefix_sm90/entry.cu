@@ -22,9 +22,11 @@ cudaError_t attend_to_prefixes(const DecodeParams& d, const SharingRules& rules,
                                                 : attend_of<__nv_bfloat16>(d, rules, device, stream);
 }
 
-// A tile takes two thirds of the time in which a decode kernel reads as many keys, and the group's first one waits for its keys.
+// A tile takes two thirds of the time in which a decode kernel reads as many keys, and the group's first one waits for its keys. Tiles of
+// 128 rows leave twice the partial results of those of decode_prefix_sm80, which serves what needs too much.
 PrefixPass pass_sm90(const AttentionParams& p, const DeviceInfo& device) {
-    PrefixPass pass{7, 0, 2, device.multiprocessors, attend_to_prefixes};
+    constexpr int64_t kMostBytes = int64_t(512) << 20;
+    PrefixPass pass{7, 0, 2, device.multiprocessors, kMostBytes, attend_to_prefixes};
     while (1 << pass.tile_shift < split_plan(tile_of(p)).block_n) ++pass.tile_shift;
     return pass;
 }

@@ -50,6 +50,7 @@ __device__ __forceinline__ void produce_prefixes(const CUtensorMap& map_k, const
     Ring<WgmmaSmem<T, kId>::kWorkSlots> work(smem.work_full, smem.work_empty);
     uint32_t count = 0, tile = 0;
     grid_dependency_wait();  // the plan is there, q is there, and the keys before those of this call
+    fence_proxy_async_global();
     const int items = plan.counts[1];
 #pragma unroll 1
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
@@ -72,10 +73,14 @@ __device__ __forceinline__ void produce_prefixes(const CUtensorMap& map_k, const
         }
         const int64_t place = prefix_row(d, group, at.head_k, at.row_tile * kRows + int(threadIdx.x), params.of_sequence);
         const Ring<1> q(smem.q_full, smem.q_empty, count);
-        q.wait_empty();
-        gather_q<T, kId>(p, place, smem);  // before the first keys, which take longer to find
-        bar_sync(kProducer, 128);          // all have read the item; no warp is more than one item ahead
+        const auto gather = [&] {
+            q.wait_empty();
+            gather_q<T, kId>(p, place, smem);
+        };
+        if (count == 0) gather();  // before the first keys, which take longer to find
+        bar_sync(kProducer, 128);  // all have read the item; no warp is more than one item ahead
         load_item<T, kId>(w, smem, tiles, tile, [&] {
+            if (count > 0) gather();
             cp_async_wait_all();
             fence_proxy_async();
             bar_sync(kProducer, 128);  // all rows are there, and no warp still waits for this phase of the buffer
