@@ -19,7 +19,8 @@ struct alignas(16) IntervalTile {
     int entry;          // of the head, on the head axis of the numbers
 };
 
-// The entry of a query head on the head axis of the numbers. Mostly all heads have one. Opaque: nothing of the division is held in registers.
+// The entry of a query head on the head axis of the numbers. Mostly all heads have one. Opaque: nothing of the division is held in
+// registers.
 __device__ __forceinline__ int entry_of(const AttentionParams& p, int head) {
     const int heads = opaque(p.intervals.heads_of_entry);
     return head < heads ? 0 : opaque(head / heads);
