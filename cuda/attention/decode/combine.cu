@@ -63,21 +63,22 @@ struct WarpShare {
     float4 o[kParts] = {};
 
     __device__ __forceinline__ void read(const DecodeParams& d, const UnitPieces& pieces, int tile_row, int begin, int lane) {
-        read<kParts == 1 ? 4 : 2>(
+        read(
             d.partial, d.partial_lse, d.attention.headdim_v, pieces.count,
             [&](int piece) { return pieces.slot(piece) * d.shape.rows + tile_row; }, begin, lane);
     }
     __device__ __forceinline__ void read(const DecodeParams& d, const PrefixPieces& pieces, int begin, int lane) {
-        read<kParts == 1 ? 8 : 2>(
+        read(
             d.prefix.partial, d.prefix.partial_lse, d.attention.headdim_v, pieces.count,
             [&](int piece) { return pieces.first + piece * pieces.step; }, begin, lane);
     }
 
 private:
-    // row_of(piece): the row of the partial results. kAtOnce: pieces that a warp reads at once.
-    template <int kAtOnce, typename RowOf>
+    // row_of(piece): the row of the partial results.
+    template <typename RowOf>
     __device__ __forceinline__ void read(const float* partial, const float* partial_lse, int headdim_v, int count, const RowOf& row_of,
                                          int begin, int lane) {
+        constexpr int kAtOnce = kParts == 1 ? 4 : 2;  // pieces that a warp reads at once
         for (int first = begin; first < count; first += kEvery * kAtOnce) {
             float lse[kAtOnce], sum[kAtOnce];  // natural scores: the maximum, and the sum
             float4 piece_o[kAtOnce][kParts];
