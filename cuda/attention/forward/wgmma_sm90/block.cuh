@@ -102,6 +102,7 @@ struct WgmmaKeyTiles<kId, true> {
     static constexpr int kAhead = 8;  // the first tiles of an item are found before the last ones of the item before it are loaded
     static_assert(kEntries >= kAhead + kStages + 1, "the last user of an entry is done before it is written again");
     KeyTileOf<kId> tiles[kEntries];
+    __device__ __forceinline__ KeyTileOf<kId>& entry(uint32_t count) { return tiles[count % kEntries]; }
     uint64_t found[kAhead], loaded[kAhead];  // barriers: entry i may be read, and K of tile i has been loaded
     // Tiles that a mask cuts, counted by themselves: V of cut tile c, which is tile cut[c % kStages], lands at v_landed[c % kStages]. Its
     // barrier in v_full follows when the hidden rows are zero.

@@ -50,12 +50,11 @@ struct TileFinder {
     __device__ __forceinline__ int lane() const { return opaque(int(threadIdx.x % 32)); }
     __device__ __forceinline__ bool has_mask() const { return opaque(static_cast<const uint8_t*>(p.mask.data)); }
     __device__ __forceinline__ bool has_slopes() const { return !kBias && !kSkips && opaque(p.alibi_slopes); }
-    __device__ __forceinline__ KeyTileOf<kId>& entry(uint32_t count) const { return smem.keys.tiles[count % WgmmaKeyTiles<kId>::kEntries]; }
     __device__ __forceinline__ FoundRing<kId> found(uint32_t count) const { return {smem.keys.found, smem.keys.loaded, count}; }
     // The entry of tile number `count`, which the loader and the consumers have done with.
     __device__ __forceinline__ KeyTileOf<kId>& next_entry(uint32_t count) const {
         found(count).wait_empty();
-        return entry(count);
+        return smem.keys.entry(count);
     }
     // Waits until only few tiles before number `count` are left to load. Earlier the next item must not be taken: short items would wait in
     // one block while others have nothing to do.
@@ -68,7 +67,7 @@ struct TileFinder {
     __device__ __forceinline__ void publish(uint32_t count, bool is_last) const {
         __syncwarp();
         if (lane() != 0) return;
-        if (is_last) entry(count).place = ~entry(count).place;
+        if (is_last) smem.keys.entry(count).place = ~smem.keys.entry(count).place;
         mbarrier_arrive(found(count).full_barrier());
     }
     // The mask's byte of key 0.
@@ -137,8 +136,8 @@ struct TileFinder {
     __device__ __forceinline__ int find_first(const ForwardWork& w, uint32_t count) const {
         const int n = find(w, start_of(w), count);
         if (n != kNoTile) return n;
-        read(w, start_of(w), entry(count));
-        return entry(count).place = start_of(w);
+        read(w, start_of(w), smem.keys.entry(count));
+        return smem.keys.entry(count).place = start_of(w);
     }
 };
 
@@ -231,7 +230,6 @@ struct TileLoader {
     ThreadTiles<T, kId>& tiles;
     const CUtensorMap* map_bias;
 
-    __device__ __forceinline__ KeyTileOf<kId>& entry(uint32_t count) const { return smem.keys.tiles[count % WgmmaKeyTiles<kId>::kEntries]; }
     __device__ __forceinline__ void load_k(const ForwardWork& w, int n, uint32_t count) const {
         tiles.load_k(w, n, Stages(smem.k_full, smem.k_empty, count));
         if constexpr (kBias && !kLateBias) load_bias<T, kId>(map_bias, p, w, smem, n, count);
@@ -248,9 +246,9 @@ struct TileLoader {
     // V of a cut tile goes through the zeroing warps; beside a bias that of every tile.
     __device__ __forceinline__ void load_v(const ForwardWork& w, int n, uint32_t count) const {
         Stages v(smem.v_full, smem.v_empty, count);
-        if (kBias || entry(count).zeroes_values()) {
+        if (kBias || smem.keys.entry(count).zeroes_values()) {
             v.wait_empty();
-            if constexpr (kBias) entry(count).work = shared_address(&w);
+            if constexpr (kBias) smem.keys.entry(count).work = shared_address(&w);
             v.full = next_landing(count) - 8 * v.slot;
         }
         tiles.load_v(w, n, v);
@@ -293,7 +291,7 @@ __device__ __forceinline__ void load_found_tiles(const CUtensorMap& map_q, const
 #pragma unroll 1
         for (; more; ++count) {
             found.wait_full();
-            const int place = loader.entry(count).place, n = place < 0 ? ~place : place;
+            const int place = smem.keys.entry(count).place, n = place < 0 ? ~place : place;
             more = place >= 0;
             loader.load_k(w, n, count);
             mbarrier_arrive(found.empty_barrier());
@@ -335,7 +333,7 @@ __device__ __forceinline__ void zero_hidden_values(const AttentionParams& p, Wgm
         mbarrier_wait(shared_address(smem.keys.v_landed + c % kStages), c / kStages % 2);
         const uint32_t count = smem.keys.cut[c % kStages];
         if (count == kNoMoreTiles) return;
-        const KeyTileOf<kId>& tile = smem.keys.tiles[count % WgmmaKeyTiles<kId>::kEntries];
+        const KeyTileOf<kId>& tile = smem.keys.entry(count);
         uint4* tile_of_v = reinterpret_cast<uint4*>(smem.v[count % kStages]);
         if (!kWgmmaPlan<kId>.bias || tile.cut) zero_masked_values<kId>(tile, tile_of_v);
         if constexpr (kWgmmaPlan<kId>.bias) zero_unseen_values(p, smem, tile, tile_of_v);

@@ -219,7 +219,7 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
         kPlan.bias ? exponent_of_natural() : exponent_of_products((!kPlan.skips() && p.softcap != 0 ? p.softcap : p.scale) * kLog2e);
 
     uint32_t entry = 0;  // of the next tile
-    const auto next_tile = [&] { return &smem.keys.tiles[entry++ % WgmmaKeyTiles<kId>::kEntries]; };
+    const auto next_tile = [&] { return &smem.keys.entry(entry++); };
     // Intervals and dropout leave too few registers to carry the positions in the rings of K and V: they follow from the tile's number.
     const auto find_stages = [&] {
         if constexpr (kWgmmaPlan<kId>.intervals || kWgmmaPlan<kId>.dropout)
@@ -296,7 +296,7 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
             wgmma_wait<1>(S);
             if (!kSpeculative) k.release(me.lane);
             if constexpr (kPlan.blocks) options.align(*tile);
-            if constexpr (kPlan.dropout) tile = &smem.keys.tiles[(opaque(entry) - 1) % WgmmaKeyTiles<kId>::kEntries];
+            if constexpr (kPlan.dropout) tile = &smem.keys.entry(opaque(entry) - 1);
             bool done = false, moved = false;
             // Plans for blocks: the first tile of the item may be one that the warpgroup does not see.
             if (!kSpeculative || ((kPlan.blocks || !plain) && options.is_exact(*tile, n, before, rows))) {
