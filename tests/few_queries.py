@@ -107,11 +107,12 @@ def estimate(numbers, made, call):
 
 
 def load(path: Path) -> list[tuple[dict, dict]]:
-    """(call, microseconds of each kernel) of each row."""
+    """(call, microseconds of each kernel) of each row: the geometric mean of keys in L2 and keys in memory."""
     from flash_attn_lab.bench.calls.call import Call
 
     rows = json.loads(path.read_text())["rows"]
-    return [(described(Call.parse(row["call"])), row["us"]) for row in rows]
+    mean = lambda row, kernel: math.sqrt(row["us"][kernel] * max(row.get("us_cold", row["us"])[kernel], 1))  # noqa: E731
+    return [(described(Call.parse(row["call"])), {kernel: mean(row, kernel) for kernel in row["us"]}) for row in rows]
 
 
 def table_of_header() -> dict:
@@ -195,8 +196,8 @@ def tuned(table: dict, rows) -> dict:
     return table
 
 
-def microseconds(launch) -> float:
-    """Device time of a launch that is given a number: the median of five graphs of them."""
+def microseconds(launch, repeats: int = 0) -> float:
+    """Device time of a launch that is given a number: the median of five graphs of them. 0 repeats: by its time."""
     from statistics import median
 
     import torch
@@ -212,7 +213,7 @@ def microseconds(launch) -> float:
         stop.synchronize()
         return start.elapsed_time(stop) * 1e3
 
-    repeats = max(5, min(20, int(3e3 / max(between(lambda: launch(0)), 10))))
+    repeats = repeats or max(5, min(20, int(3e3 / max(between(lambda: launch(0)), 10))))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for i in range(repeats):
@@ -220,8 +221,31 @@ def microseconds(launch) -> float:
     return round(median(between(graph.replay) for _ in range(5)) / repeats, 2)
 
 
-def measure(given: argparse.Namespace, suite: str, kernels_of) -> None:
-    """Writes the times of random calls of the sweep in the kernels that kernels_of(call) names, if it names any."""
+class Cold:
+    """Device times of launches whose keys lie in memory and not in L2, as in a step of a model, which reads weights
+    between two of its calls: a read of 128 MB comes before each launch, and its time is taken off."""
+
+    REPEATS = 8
+
+    def __init__(self):
+        import torch
+
+        read = torch.empty(32 << 20, device="cuda").fill_(1.0)
+        sums = torch.empty((), device="cuda")
+        self.read = lambda: torch.sum(read, (0,), out=sums)
+        self.alone = microseconds(lambda i: self.read(), self.REPEATS)
+
+    def microseconds(self, launch) -> float:
+        def both(i: int) -> None:
+            self.read()
+            launch(i)
+
+        return round(microseconds(both, self.REPEATS) - self.alone, 2)
+
+
+def measure(given: argparse.Namespace, suite: str, kernels_of, colds: bool = False) -> None:
+    """Writes the times of random calls of the sweep in the kernels that kernels_of(call) names, if it names any. colds:
+    those with keys in memory, too."""
     from datetime import date
 
     from flash_attn_lab.bench.calls.call import drawn
@@ -231,20 +255,24 @@ def measure(given: argparse.Namespace, suite: str, kernels_of) -> None:
     from flash_attn_lab.report import commit
 
     machine, rows, end, number = open_machine("cuda", "torch"), [], time.monotonic() + given.seconds, -1
+    cold = Cold() if colds else None
     while len(rows) < given.calls and time.monotonic() < end:
         number += 1
         call = drawn(given.seed, number, "cuda", ("bfloat16", "float16"))
         kernels = () if call.packed is not None or max(call.headdim, call.headdim_v) > 256 else kernels_of(call)
         if not kernels:
             continue
-        arrays, took = Arrays.of(machine, call), {}
+        arrays, took, took_cold = Arrays.of(machine, call), {}, {}
         for kernel in kernels:
             try:
-                took[kernel] = microseconds(ours(arrays, kernel).launch)
+                launch = ours(arrays, kernel).launch
+                took[kernel] = microseconds(launch)
+                if cold:
+                    took_cold[kernel] = cold.microseconds(launch)
             except Refused:
                 continue
         if len(took) > 1:
-            rows.append({"call": str(call), "us": took})
+            rows.append({"call": str(call), "us": took} | ({"us_cold": took_cold} if cold else {}))
             print(f"[{len(rows)}/{given.calls}] {call}", file=sys.stderr)
     about = {
         "machine": {"gpu": machine.name}, "date": f"{date.today()}", "commit": commit(), "command": " ".join(sys.argv),
@@ -266,7 +294,8 @@ def arguments(about: str, calls: int, seed: int) -> argparse.Namespace:
 def main() -> None:
     given = arguments(__doc__, calls=1900, seed=900)
     if given.verb == "measure":
-        measure(given, "few_queries", lambda call: () if call.backward or call.seqlen_q > 16 else KERNELS)
+        kernels_of = lambda call: () if call.backward or call.seqlen_q > 16 else KERNELS  # noqa: E731
+        measure(given, "few_queries", kernels_of, colds=True)
         return
     rows = load(given.path)
     table = tuned(fit(rows), rows)

@@ -273,7 +273,8 @@ def cuda_items(names: list[str] | None = None) -> Makers:
     the 132 blocks of an H200. Only the third piece uses state that the first has left, such as the phase of a barrier.
 
     tiles      wgmma_sm90, wgmma_wide_sm90 (66 pairs of blocks), fp8: rows of q, at most 192 of a head
-    segments   wgmma_split_sm90, decode_ring_sm90, decode_split_sm80, decode_lanes_sm80: keys of a head of a sequence
+    segments   wgmma_split_sm90, decode_ring_sm90, decode_split_sm80, decode_wide_sm80, decode_lanes_sm80: keys of a
+               head of a sequence
     items      decode_prefix_sm80, decode_prefix_sm90: keys of a key head of a group
     key blocks wgmma_sm90, wgmma_pair_sm90 backward: 128 keys, or fewer, of a key head; the pair's blocks take one each
     row tiles  of 4-bit weights: 128 rows, or 16 in few_w4_sm90, mma_w4 and chain_w4_sm90; walks of linear_gemv_sm80
@@ -292,6 +293,7 @@ def cuda_items(names: list[str] | None = None) -> Makers:
         partial(_cache, "decode_ring_sm90", half, MANY, 400, 8, 4, 128, cache="int8"),
         partial(_cache, "decode_split_sm80", half, MANY, 400, 8, 4, 128),
         partial(_cache, "decode_split_sm80", half, MANY, 400, 8, 4, 128, cache="int8"),
+        partial(_cache, "decode_wide_sm80", half, MANY, 400, 8, 4, 512),
         *(partial(_shared, f"decode_prefix_{sm}", 200, 2, 128, 20, 4, 4, 64) for sm in ("sm80", "sm90")),
         partial(_cache, "decode_lanes_sm80", "float32", MANY, 400, 8, 4, 64),
         partial(_cache, "decode_mla_sm90", half, MANY, 400, 64, 1, 576, 512),
@@ -388,6 +390,8 @@ def _cuda_makers() -> Makers:
         partial(_cache, "decode_ring_sm90", half, LONG, 400, 8, 4, 128, cache="int8"),
         partial(_cache, "decode_split_sm80", half, LONG, 400, 8, 4, 256),
         partial(_cache, "decode_split_sm80", half, LONG, 400, 8, 4, 128, new=2),
+        partial(_cache, "decode_wide_sm80", half, LONG, 400, 8, 4, 512),
+        partial(_cache, "decode_wide_sm80", half, LONG, 400, 8, 4, 320, new=2),
         partial(_cache, "decode_split_sm80", half, LONG, 400, 8, 4, 128, cache="int8"),
         *(partial(_shared, f"decode_prefix_{sm}", 2, 9, 400, 40, 8, 2, 128, splits=3) for sm in ("sm80", "sm90")),
         partial(_cache, "decode_lanes_sm80", "float32", LONG, 400, 8, 4, 64),

@@ -70,7 +70,7 @@ size_t forward_fp8_sm90_workspace(const AttentionParams&, const DeviceInfo&);
 
 // A few query rows against long keys. With cache.added > 0, either kvcache_append runs before and this kernel may start while it runs, or
 // `append` is given and kLanesCluster appends by itself.
-enum class DecodeKernel : int32_t { kLanesCluster, kCluster, kRing, kSplit, kLanes };
+enum class DecodeKernel : int32_t { kLanesCluster, kCluster, kRing, kSplit, kWide, kLanes };
 cudaError_t decode(DecodeKernel kernel, const AttentionParams& params, const AppendParams* append, const DeviceInfo& device,
                    cudaStream_t stream);
 size_t decode_workspace(DecodeKernel kernel, const AttentionParams&, const DeviceInfo&);  // bytes: partial results

@@ -44,9 +44,9 @@ def kernel_of(dtype: str) -> Kernel:
     return Kernel(CUDA, "decode_lanes_sm80" if dtype == "float32" else "decode_split_sm80")
 
 
-def check(case: Case) -> None:
+def check(case: Case, kernel: Kernel | None = None) -> None:
     (q, k, v, options), exact, plain = accuracy.expected(case)
-    got = kernel_of(case.dtype)(q, k, v, case.dtype, **options)
+    got = (kernel or kernel_of(case.dtype))(q, k, v, case.dtype, **options)
     for i, name in enumerate(("out", "lse")):
         accuracy.check(name, got[i], exact[i], plain[i], case.dtype)
 
@@ -71,6 +71,30 @@ def test_head_dims(rows, headdim, options, dtype):
         options = {"intervals": (rows[2], 4)}
     case = Case(rows[0], 777, headdim[0], headdim[1], nheads=rows[1], nheads_k=rows[2], dtype=dtype, **options)
     check(case)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("headdim", [(264, None), (512, None), (320, 64), (40, 384)], ids=str)
+@pytest.mark.parametrize("rows", [(1, 4, 2), (20, 2, 2)], ids=str)
+def test_wide_head_dims(rows, headdim, options, dtype):
+    """decode_wide_sm80, whose warps share a tile's columns."""
+    seqlen_q, nheads, nheads_k = rows
+    if options.get("intervals", (0,))[0] < 0:
+        options = options | {"intervals": (nheads_k, options["intervals"][1])}
+    case = Case(seqlen_q, 777, *headdim, batch=2, nheads=nheads, nheads_k=nheads_k, dtype=dtype, **options)
+    check(case, Kernel(CUDA, "decode_wide_sm80"))
+
+
+@pytest.mark.parametrize("keys", [0, 1, 31, 33, 5000])
+@pytest.mark.parametrize("batch", [1, 3, 70])
+@pytest.mark.parametrize("options", [{}, {"bias": (True, True, True)}], ids=["bare", "bias"])
+def test_wide_lengths(batch, keys, options):
+    """Units in one piece, in several, and several units of a block."""
+    if batch * keys > 20000:
+        keys = 300
+    case = Case(2, keys, 512, batch=batch, nheads=4, nheads_k=2, dtype="bfloat16", causal=True, **options)
+    check(case, Kernel(CUDA, "decode_wide_sm80"))
 
 
 @pytest.mark.parametrize("keys", [0, 1, 15, 64, 129, 5000])

@@ -33,7 +33,8 @@ ROWS = {
     "attention/decode/lanes/kernel.cuh": {"forward": ["decode_lanes_sm80", "decode_lanes_cluster_sm90"]},
     "attention/decode/combine.cu": {
         "forward": [
-            *("decode_split_sm80", "decode_ring_sm90", "decode_lanes_sm80", "decode_prefix_sm80", "decode_prefix_sm90")
+            *("decode_split_sm80", "decode_wide_sm80", "decode_ring_sm90", "decode_lanes_sm80"),
+            *("decode_prefix_sm80", "decode_prefix_sm90"),
         ]
     },
     "attention/decode/common/sharing.cu": {"forward": ["decode_prefix_sm80", "decode_prefix_sm90"]},

@@ -7,6 +7,7 @@
 #if FA_WITH_CUDA && FA_WITH_MMA_SM80
 #include "attention/common/tiles_mma_sm80.h"
 #include "attention/decode/common/decode.h"
+#include "attention/decode/wide_sm80/plan.h"
 #endif
 
 namespace fa {
@@ -73,6 +74,19 @@ const char* lanes_cluster_yields(const AttentionParams& p, const DeviceInfo& dev
     if (const char* reason = others_are_faster(p, device, text, size)) return reason;
     if (decode_lanes_cluster_wins(p, device)) return nullptr;
     return "a launch with the keys in pieces, or tensor cores, are faster for so many keys or rows";
+}
+
+// ---- decode_wide_sm80 ----
+
+const char* wide_refuses(const AttentionParams&, const DeviceInfo& device, char* text, size_t size) {
+    if (DecodeWide::stages(device.shared_memory) >= DecodeWide::kLeastStages) return nullptr;
+    return say(text, size, "the GPU: it takes %d KB of shared memory a block", int(DecodeWide::bytes(DecodeWide::kLeastStages) >> 10) + 1);
+}
+const char* wide_yields(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
+    if (p.headdim <= 256 && p.headdim_v <= 256) return "decode_split_sm80 is faster for head dims to 256";
+    if (decode_wide_wins(p, device)) return nullptr;
+    return say(text, size, "batch=%d, seqlen_q=%d x %d heads of a key head, seqlen_k=%d: kernels with all keys in a block are faster", p.batch,
+               p.seqlen_q, p.group, p.seqlen_k);
 }
 
 template <DecodeKernel kernel>
@@ -220,6 +234,19 @@ constexpr Kernel kKernels[] = {
      .yields = FA_SM80(others_are_faster),
      .workspace = FA_SM80(workspace<DecodeKernel::kSplit>),
      .launch = FA_SM80(run<DecodeKernel::kSplit>)},
+    {.name = "decode_wide_sm80",
+     .summary = "few rows against many keys above head dim 256: mma.sync, columns shared by the warps; bias, masks, dropout; any pages",
+     .device = FA_CUDA,
+     .limits = {.dtypes = k16Bits,
+                .gpus = kFromSm80,
+                .head_dims = head_dims(1, 512),
+                .takes = kOfDecode | kLeftpad | kNoKeys | kReadsScores | kDropout,
+                .memory = Memory::kWideRows},
+     .refuses = FA_SM80(wide_refuses),
+     .fits = FA_SM80(fits<DecodeKernel::kWide>),
+     .yields = FA_SM80(wide_yields),
+     .workspace = FA_SM80(workspace<DecodeKernel::kWide>),
+     .launch = FA_SM80(run<DecodeKernel::kWide>)},
     {.name = "decode_lanes_sm80",
      .summary = "few rows against many keys in float32: CUDA cores; bias, masks; head dims to 256",
      .device = FA_CUDA,

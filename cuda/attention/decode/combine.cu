@@ -253,36 +253,41 @@ __global__ void __launch_bounds__(kThreads) combine_rows_kernel(const __grid_con
 
 namespace {
 
-template <bool kPrefix>
+template <bool kPrefix, int kParts>
 cudaError_t launch_combine(const DecodeParams& d, int64_t most_blocks, const DeviceInfo& device, cudaStream_t stream) {
     const AttentionParams& p = d.attention;
     const int64_t rows = int64_t(p.batch) * p.seqlen_q * p.nheads;
-    const bool wide = p.headdim_v > 128, late = device.compute >= 90;
+    const bool late = device.compute >= 90;
     // The two kernels add up the pieces of a row in different orders. With batch_invariant, and for natural scores, always the same kernel
-    // runs, with many blocks.
+    // runs, with many blocks. It runs, too, for rows of more than 256 columns, which take too many registers of a warp.
     constexpr int kInvariantBlocks = 16;  // blocks per multiprocessor
-    const bool natural = decode_scores_are_natural(p), invariant = p.cache.batch_invariant || natural;
+    const bool natural = decode_scores_are_natural(p), invariant = p.cache.batch_invariant || natural || kParts > 2;
     if (invariant) most_blocks = std::max<int64_t>(most_blocks, kInvariantBlocks * device.multiprocessors);
-    if (rows > most_blocks && !invariant) {  // one block per row would not run at once
-        const RowsParams params{d, int(std::clamp<int64_t>(rows / (kWarps * most_blocks), 1, 4))};
-        const int64_t groups = groups_of(d.shape, params.neighbours) * decode_units(d.shape, p);
-        const unsigned blocks = unsigned(std::min((groups + kWarps - 1) / kWarps, most_blocks));
-        return launch_kernel(wide ? combine_rows_kernel<2, kPrefix> : combine_rows_kernel<1, kPrefix>, blocks, kThreads, 0, stream, params,
-                             late);
+    if constexpr (kParts <= 2) {
+        if (rows > most_blocks && !invariant) {  // one block per row would not run at once
+            const RowsParams params{d, int(std::clamp<int64_t>(rows / (kWarps * most_blocks), 1, 4))};
+            const int64_t groups = groups_of(d.shape, params.neighbours) * decode_units(d.shape, p);
+            const unsigned blocks = unsigned(std::min((groups + kWarps - 1) / kWarps, most_blocks));
+            return launch_kernel(combine_rows_kernel<kParts, kPrefix>, blocks, kThreads, 0, stream, params, late);
+        }
     }
     const unsigned blocks = unsigned(std::min(rows, most_blocks));
     if constexpr (!kPrefix) {
-        if (natural)
-            return launch_kernel(wide ? combine_kernel<2, false, ScoreUnit::kNatural> : combine_kernel<1, false, ScoreUnit::kNatural>,
-                                 blocks, kThreads, 0, stream, d, late);
+        if (natural) return launch_kernel(combine_kernel<kParts, false, ScoreUnit::kNatural>, blocks, kThreads, 0, stream, d, late);
     }
-    return launch_kernel(wide ? combine_kernel<2, kPrefix> : combine_kernel<1, kPrefix>, blocks, kThreads, 0, stream, d, late);
+    return launch_kernel(combine_kernel<kParts, kPrefix>, blocks, kThreads, 0, stream, d, late);
 }
 
 }  // namespace
 
 cudaError_t decode_combine(const DecodeParams& d, int64_t most_blocks, const DeviceInfo& device, cudaStream_t stream) {
-    return d.prefix.keys ? launch_combine<true>(d, most_blocks, device, stream) : launch_combine<false>(d, most_blocks, device, stream);
+    const int columns = d.attention.headdim_v;
+    if (d.prefix.keys)
+        return columns > 128 ? launch_combine<true, 2>(d, most_blocks, device, stream)
+                             : launch_combine<true, 1>(d, most_blocks, device, stream);
+    if (columns > 256) return launch_combine<false, 4>(d, most_blocks, device, stream);
+    return columns > 128 ? launch_combine<false, 2>(d, most_blocks, device, stream)
+                         : launch_combine<false, 1>(d, most_blocks, device, stream);
 }
 
 }  // namespace fa

@@ -30,6 +30,7 @@ cudaError_t decode(DecodeKernel kernel, const AttentionParams& p, const AppendPa
         case DecodeKernel::kLanes:
         case DecodeKernel::kLanesCluster: error = decode_lanes(d, append, device, stream); break;
         case DecodeKernel::kSplit: error = decode_split_sm80(d, device, stream); break;
+        case DecodeKernel::kWide: error = decode_wide_sm80(d, device, stream); break;
 #if FA_WITH_WGMMA_SM90
         case DecodeKernel::kCluster: error = decode_cluster_sm90(d, stream); break;
         case DecodeKernel::kRing: error = decode_ring_sm90(d, device, stream); break;

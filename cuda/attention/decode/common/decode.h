@@ -38,7 +38,8 @@ inline bool decode_scores_are_natural(const AttentionParams& p) {
 // Rows of q that share a key head.
 inline int64_t rows_of_key_head(const AttentionParams& p) { return int64_t(p.seqlen_q) * p.group; }
 
-constexpr int kLaneWarps = 8;  // warps of a block of lanes/kernel.cuh; a warp has 1 or 4 rows
+constexpr int kWideTileShift = 5;  // a tile of decode_wide_sm80 has 32 keys
+constexpr int kLaneWarps = 8;      // warps of a block of lanes/kernel.cuh; a warp has 1 or 4 rows
 
 // The most blocks of a cluster: 8 on every GPU with clusters; 16, a whole GPC, where a GPU of at least 128 multiprocessors can hold such a
 // cluster. The GPU is asked once per process, when it has a context.
@@ -105,7 +106,7 @@ inline int64_t decode_tiles(const DecodeShape& s, const AttentionParams& p) {
 }
 // Blocks that the GPU holds at a time.
 inline int decode_resident(const DecodeShape& s, const AttentionParams& p, const DeviceInfo& device) {
-    const bool two = s.kernel != DecodeKernel::kRing && (s.row_warps || decode_bucket(p) <= 128);
+    const bool two = s.kernel != DecodeKernel::kRing && s.kernel != DecodeKernel::kWide && (s.row_warps || decode_bucket(p) <= 128);
     return (two ? 2 : 1) * device.multiprocessors;
 }
 // Blocks of the grid, for kernels without clusters.
@@ -134,7 +135,7 @@ inline DecodeShape decode_shape(DecodeKernel kernel, const AttentionParams& p, c
         s.rows = kernel == DecodeKernel::kSplit && rows > 16 && decode_has_wide(has_8bit_cache(p) ? 1 : 2, bucket) ? 64 : 16;
     }
     s.row_tiles = (rows + s.rows - 1) / s.rows;
-    s.tile_shift = has_8bit_cache(p) || (bucket <= 64 && !s.row_warps) ? 7 : 6;
+    s.tile_shift = kernel == DecodeKernel::kWide ? kWideTileShift : has_8bit_cache(p) || (bucket <= 64 && !s.row_warps) ? 7 : 6;
     const int64_t tiles = decode_tiles(s, p), line = tiles * decode_units(s, p);
     s.uniform = splits > 0 || p.cache.batch_invariant;
     s.least_tiles = splits > 0 ? 1 : kInvariantTiles;
@@ -232,9 +233,13 @@ inline bool decode_wins(const AttentionParams& p, const DeviceInfo& device) {
     return (single ? decode_lanes_time(p) : decode_split_time(p, device)) < whole_rows_time(p, device);
 }
 
+// Whether decode_wide_sm80 is faster than kernels whose blocks have all keys of their rows, for head dims above 256.
+inline bool decode_wide_wins(const AttentionParams& p, const DeviceInfo&) { return rows_of_key_head(p) <= 64; }
+
 cudaError_t decode_split_sm80(const DecodeParams& d, const DeviceInfo& device, cudaStream_t stream);
 cudaError_t decode_split_8bit(const DecodeParams& d, const DeviceInfo& device, cudaStream_t stream);  // decode_split_sm80 for 8-bit caches
 cudaError_t decode_split_options(const DecodeParams& d, const DeviceInfo& device, cudaStream_t stream);  // for decode_reads_scores
+cudaError_t decode_wide_sm80(const DecodeParams& d, const DeviceInfo& device, cudaStream_t stream);
 cudaError_t decode_ring_sm90(const DecodeParams& d, const DeviceInfo& device, cudaStream_t stream);
 cudaError_t decode_cluster_sm90(const DecodeParams& d, cudaStream_t stream);
 // decode_lanes_sm80 or, with a cluster, decode_lanes_cluster_sm90. With `append` the latter also does the work of kvcache_append.

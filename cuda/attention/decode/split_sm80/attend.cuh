@@ -2,8 +2,8 @@
 #pragma once
 
 #include "attention/common/epilogue.cuh"
+#include "attention/decode/common/read_scores.cuh"
 #include "attention/decode/split_sm80/loads.cuh"
-#include "attention/decode/split_sm80/options.cuh"
 
 #include <cfloat>
 

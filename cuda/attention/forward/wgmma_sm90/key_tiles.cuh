@@ -156,8 +156,13 @@ __device__ __forceinline__ void find_tiles(const AttentionParams& p, const Wgmma
         int n = finder.find_first(w, count);
 #pragma unroll 1
         while (n != kNoTile) {
-            n = finder.find(w, finder.after(w, n), count + 1);
-            finder.publish(count++, n == kNoTile);
+            n = finder.after(w, n);
+            // Without a mask every tile has keys that are seen: the loader need not wait until the next one is found.
+            const bool at_once = !finder.has_mask();
+            if (at_once) finder.publish(count, n == kNoTile);
+            n = finder.find(w, n, count + 1);
+            if (!at_once) finder.publish(count, n == kNoTile);
+            ++count;
         }
         finder.wait_before_item(count);
     };
@@ -286,6 +291,7 @@ __device__ __forceinline__ void load_found_tiles(const CUtensorMap& map_q, const
         const ForwardWork& w = smem.work[work.slot];
         if (w.state == WorkState::kEnd) break;
         tiles.begin_item(w);
+        if (item == 0) loader.load_q(map_q, w, item);  // its buffer is free, and the first tile is still being looked for
         int before = kNoTile;
         bool more = true;
 #pragma unroll 1
@@ -297,7 +303,7 @@ __device__ __forceinline__ void load_found_tiles(const CUtensorMap& map_q, const
             mbarrier_arrive(found.empty_barrier());
             found.next();
             if (before != kNoTile) loader.load_v(w, before, count - 1);
-            else loader.load_q(map_q, w, item);
+            else if (item > 0) loader.load_q(map_q, w, item);  // after K, which does not wait for the buffer of Q
             loader.load_late_bias(w, n, count);
             before = n;
         }
