@@ -25,10 +25,11 @@ ROOT = Path(__file__).resolve().parent.parent
 HEADER = ROOT / "cuda" / "attention" / "decode" / "common" / "few_queries.h"
 DATA = ROOT / "docs" / "benchmarks" / "h200" / "few_queries.json"
 KERNELS = (
-    "mma_sm80", "wgmma_sm90", "wgmma_split_sm90", "decode_split_sm80", "decode_ring_sm90", "decode_cluster_sm90",
-    "decode_lanes_cluster_sm90",
+    "mma_sm80", "wgmma_sm90", "wgmma_wide_sm90", "wgmma_split_sm90", "decode_split_sm80", "decode_wide_sm80",
+    "decode_ring_sm90", "decode_cluster_sm90", "decode_lanes_cluster_sm90",
 )  # fmt: skip
-BUCKETS = (64, 128, 256)
+BUCKETS = (64, 128, 256, 512)
+MOST_QUERIES = 64
 NUMBERS = (
     "start", "of_round", "of_step", "reads", "reads_again", "start_scores", "step_scores", "step_pages",
     "start_natural", "step_natural", "merge", "step_rows", "start_rows", "ragged", "cache", "cache_start",
@@ -49,11 +50,29 @@ def described(call) -> dict:
     return {
         "bucket": next(i for i, bucket in enumerate(BUCKETS) if width <= bucket),
         "batch": call.batch, "heads": call.nheads, "heads_k": call.nheads_k, "columns": call.headdim + call.headdim_v,
-        "rows": call.seqlen_q * call.nheads // call.nheads_k, "keys": keys, "cache": float(call.is_cache),
+        "columns_v": call.headdim_v, "rows": call.seqlen_q * call.nheads // call.nheads_k, "keys": keys,
+        "cache": float(call.is_cache),
         "scores": float(any(name.startswith("bias") or "mask" in name or name == "dropout" for name in options)),
         "natural": float(bool(options & {"softcap", "alibi"})), "pages": float(0 < call.page < 64),
         "ragged": float(bool(call.headdim * 2 % 128 or call.headdim_v * 2 % 128)),
     }  # fmt: skip
+
+
+def units_stay_whole(kernel: str, call: dict, tile_rows: int, tile: int, places: int) -> bool:
+    """decode_units_stay_whole of decode.h."""
+    ring, large = kernel == "decode_ring_sm90", kernel == "decode_wide_sm80" or call["bucket"] == 2
+    tiles = math.ceil(call["keys"] / tile)
+    units = call["batch"] * call["heads_k"] * math.ceil(call["rows"] / tile_rows)
+    step = (0.4 if ring else 1.7 if large else 0.85) * (4 if tile_rows > 16 else 1) * (1.5 if call["scores"] else 1)
+    bytes_of_unit = call["keys"] * call["columns"] * 2
+    time = lambda blocks, steps, n: max(steps * step, n * bytes_of_unit / 5e6) if blocks else 0  # noqa: E731
+    rounds, rest = divmod(units, places)
+    whole = rounds * time(1, tiles, places) + time(rest, tiles, rest)
+    cut = time(1, max(1, math.ceil(units * tiles / places)), units)
+    merge = (2.0 if large else 1.4) + 0.005 * call["batch"] * call["rows"] * call["heads_k"] * max(
+        1, call["columns_v"] / 128
+    )
+    return whole <= cut + merge + (2.0 if ring and 10 * units * tiles >= 9 * places else 0)
 
 
 def features(kernel: str, call: dict, sms: int = MULTIPROCESSORS) -> tuple[float, ...]:
@@ -61,8 +80,8 @@ def features(kernel: str, call: dict, sms: int = MULTIPROCESSORS) -> tuple[float
     up = lambda x, y: math.ceil(x / y)  # noqa: E731
     bucket, units, rows, keys = call["bucket"], call["batch"] * call["heads_k"], call["rows"], call["keys"]
     read, tiles = units * keys * 2 * call["columns"] / 4.2e6, up(keys, 128 if bucket == 0 else 64)
-    if kernel in ("mma_sm80", "wgmma_sm90"):
-        blocks = call["batch"] * call["heads"]
+    if kernel in ("mma_sm80", "wgmma_sm90", "wgmma_wide_sm90"):
+        blocks = call["batch"] * call["heads"] * (2 if bucket == 3 else 1)
         rounds = up(blocks, sms * (2 if kernel == "mma_sm80" and bucket < 2 else 1))
         steps = rounds * up(keys, 64 if kernel == "mma_sm80" else 128)
         return rounds, steps, read, blocks * keys * 2 * call["columns"] / 6.5e6, 0, 0
@@ -80,12 +99,22 @@ def features(kernel: str, call: dict, sms: int = MULTIPROCESSORS) -> tuple[float
             0,
             rounds * (rows > 1) * rows / 16,
         )
-    split, wide = kernel == "decode_split_sm80", rows > 16
-    row_tiles = up(rows, 64 if kernel == "wgmma_split_sm90" or (split and wide) else 16)
-    places = sms * (2 if split and bucket < 2 else 1)
+    if kernel == "wgmma_split_sm90":
+        row_tiles = up(rows, 64)
+        filled, merges = units * row_tiles / sms, tiles > 1 and units * row_tiles % sms != 0
+        return max(1, filled), max(1, filled * tiles), read * row_tiles, 0, float(merges), float(rows > 16)
+    split = kernel == "decode_split_sm80"
+    tile_rows, tile = (
+        64 if split and rows > 16 else 16,
+        32 if kernel == "decode_wide_sm80" else 128 if bucket == 0 else 64,
+    )
+    row_tiles, places, tiles = up(rows, tile_rows), sms * (2 if split and bucket < 2 else 1), up(keys, tile)
+    filled, wide = units * row_tiles / places, float(split and rows > 16)
+    if units_stay_whole(kernel, call, tile_rows, tile, places):
+        rounds = up(units * row_tiles, places)
+        return rounds, rounds * tiles, read * row_tiles, 0, 0, wide
     merges = tiles > 1 and units * row_tiles % places != 0
-    filled = units * row_tiles / places
-    return max(1, filled), max(1, filled * tiles), read * row_tiles, 0, float(merges), float(wide)
+    return max(1, filled), max(1, filled * tiles), read * row_tiles, 0, float(merges), wide
 
 
 def estimate(numbers, made, call):
@@ -116,9 +145,9 @@ def load(path: Path) -> list[tuple[dict, dict]]:
 
 
 def table_of_header() -> dict:
-    text = HEADER.read_text().split("kFewTimes[kFewKernels][3] = {")[1].split("// clang-format on")[0]
+    text = HEADER.read_text().split("kFewTimes[kFewKernels][kFewBuckets] = {")[1].split("// clang-format on")[0]
     rows = [[float(x) for x in row.split(",")] for row in re.findall(r"\{([\d., ]+)\}", text)]
-    places = [(kernel, bucket) for kernel in KERNELS for bucket in range(3)]
+    places = [(kernel, bucket) for kernel in KERNELS for bucket in range(len(BUCKETS))]
     return dict(zip(places, rows, strict=True))
 
 
@@ -131,7 +160,11 @@ def regret(table: dict, rows) -> float:
     """The time of the kernels with the least estimates over that of the best ones, in the geometric mean."""
     logs = []
     for call, times in rows:
-        known = {k: estimate(table[k, call["bucket"]], features(k, call), call) for k in times}
+        known = {
+            k: estimate(table[k, call["bucket"]], features(k, call), call)
+            for k in times
+            if any(table[k, call["bucket"]])
+        }
         logs.append(loss(known, times))
     return math.exp(np.mean(logs))
 
@@ -141,7 +174,7 @@ def fit(rows) -> dict:
 
     table = {}
     for kernel in KERNELS:
-        for bucket in range(3):
+        for bucket in range(len(BUCKETS)):
             own = [(call, times) for call, times in rows if call["bucket"] == bucket and kernel in times]
             table[kernel, bucket] = [0.0] * len(NUMBERS)
             if len(own) < 20:
@@ -175,13 +208,15 @@ def fit(rows) -> dict:
 def tuned(table: dict, rows) -> dict:
     """The table after small steps of its numbers, one after another, each kept where the choice becomes better."""
     table = {place: list(numbers) for place, numbers in table.items()}
-    for bucket in range(3):
+    for bucket in range(len(BUCKETS)):
         own = [(call, {k: features(k, call) for k in times}, times) for call, times in rows if call["bucket"] == bucket]
 
         def cost(own=own, bucket=bucket) -> float:
             total = 0.0
             for call, made, times in own:
-                total += loss({k: estimate(table[k, bucket], made[k], call) for k in times}, times)
+                total += loss(
+                    {k: estimate(table[k, bucket], made[k], call) for k in times if any(table[k, bucket])}, times
+                )
             return total
 
         best = cost()
@@ -243,7 +278,7 @@ class Cold:
         return round(microseconds(both, self.REPEATS) - self.alone, 2)
 
 
-def measure(given: argparse.Namespace, suite: str, kernels_of, colds: bool = False) -> None:
+def measure(given: argparse.Namespace, suite: str, kernels_of, widest: int, colds: bool = False) -> None:
     """Writes the times of random calls of the sweep in the kernels that kernels_of(call) names, if it names any. colds:
     those with keys in memory, too."""
     from datetime import date
@@ -259,7 +294,7 @@ def measure(given: argparse.Namespace, suite: str, kernels_of, colds: bool = Fal
     while len(rows) < given.calls and time.monotonic() < end:
         number += 1
         call = drawn(given.seed, number, "cuda", ("bfloat16", "float16"))
-        kernels = () if call.packed is not None or max(call.headdim, call.headdim_v) > 256 else kernels_of(call)
+        kernels = () if call.packed is not None or max(call.headdim, call.headdim_v) > widest else kernels_of(call)
         if not kernels:
             continue
         arrays, took, took_cold = Arrays.of(machine, call), {}, {}
@@ -294,13 +329,18 @@ def arguments(about: str, calls: int, seed: int) -> argparse.Namespace:
 def main() -> None:
     given = arguments(__doc__, calls=1900, seed=900)
     if given.verb == "measure":
-        kernels_of = lambda call: () if call.backward or call.seqlen_q > 16 else KERNELS  # noqa: E731
-        measure(given, "few_queries", kernels_of, colds=True)
+
+        def kernels_of(call) -> tuple[str, ...]:
+            wide = max(call.headdim, call.headdim_v) > 256
+            kernels = tuple(kernel for kernel in KERNELS if kernel == "mma_sm80" or ("wide" in kernel) == wide)
+            return () if call.backward or call.seqlen_q > MOST_QUERIES else kernels
+
+        measure(given, "few_queries", kernels_of, BUCKETS[-1], colds=True)
         return
     rows = load(given.path)
     table = tuned(fit(rows), rows)
     for kernel in KERNELS:
-        lines = ("{" + ", ".join(f"{x:g}" for x in table[kernel, bucket]) + "}" for bucket in range(3))
+        lines = ("{" + ", ".join(f"{x:g}" for x in table[kernel, bucket]) + "}" for bucket in range(len(BUCKETS)))
         print("    {  // " + kernel + "\n" + ",\n".join(f"     {line}" for line in lines) + "},")
     print(f"// regret {regret(table, rows):.3f}")
 

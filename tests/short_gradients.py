@@ -173,7 +173,7 @@ def kernels_of(call) -> tuple[str, ...]:
 def main() -> None:
     given = few_queries.arguments(__doc__, calls=1000, seed=905)
     if given.verb == "measure":
-        few_queries.measure(given, "short_gradients", kernels_of)
+        few_queries.measure(given, "short_gradients", kernels_of, BUCKETS[-1])
         return
     rows = load(given.path)
     table = fit(rows)

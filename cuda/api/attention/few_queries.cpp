@@ -12,7 +12,8 @@ namespace fa {
 namespace {
 
 // In the order of FewKernel.
-constexpr const char* kNames[kFewKernels] = {"mma_sm80",         "wgmma_sm90",          "wgmma_split_sm90",         "decode_split_sm80",
+constexpr const char* kNames[kFewKernels] = {"mma_sm80",         "wgmma_sm90",          "wgmma_wide_sm90",
+                                             "wgmma_split_sm90", "decode_split_sm80",   "decode_wide_sm80",
                                              "decode_ring_sm90", "decode_cluster_sm90", "decode_lanes_cluster_sm90"};
 struct Rows {
     const Kernel* of[kFewKernels] = {};

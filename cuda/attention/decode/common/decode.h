@@ -6,6 +6,7 @@
 #include "common/constants.h"
 
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 
 namespace fa {
@@ -118,6 +119,35 @@ inline int64_t decode_blocks(const DecodeShape& s, const AttentionParams& p, con
 inline int64_t decode_slots(const DecodeShape& s, const AttentionParams& p) {
     return s.uniform ? decode_units(s, p) * s.pieces : 2 * int64_t(s.pieces);
 }
+// The keys that some row of the longest sequence may see under causal and window.
+inline int64_t decode_span(const AttentionParams& p) {
+    const int64_t keys = p.deciding_keys(), left = p.window_left, right = p.window_right;
+    const int64_t end = p.top_left && right >= 0 ? std::min(keys, p.seqlen_q + right) : keys;
+    return left < 0 ? end : std::min(end, left + p.seqlen_q + (right >= 0 ? right : end));
+}
+
+// Whether every unit is one piece, because its keys are too few to be worth a merge, which is a launch of its own. Microseconds on an
+// H200: a tile of keys of a block alone on its multiprocessor; the bytes of all units; the merge, with 5 ns for each row of 128 columns.
+// The merge of decode_ring_sm90 finds no room beside its blocks if these fill the GPU. Sequences as long as the cache allows are assumed:
+// with more room the lengths decide on the device (schedule.h).
+inline bool decode_units_stay_whole(const DecodeShape& s, const AttentionParams& p, const DeviceInfo& device) {
+    const bool ring = s.kernel == DecodeKernel::kRing, large = s.kernel == DecodeKernel::kWide || decode_bucket(p) == 256;
+    if (s.cluster || s.row_warps || p.cache.batch_invariant || p.cache.shared_prefix) return false;
+    const double tiles = double(((decode_span(p) - 1) >> s.tile_shift) + 1), units = double(decode_units(s, p)),
+                 places = decode_resident(s, p, device);
+    const double step = (ring ? 0.4 : large ? 1.7 : 0.85) * (s.rows > 16 ? 4 : 1) * (decode_reads_scores(p) ? 1.5 : 1);
+    const double bytes_of_unit = double(decode_span(p)) * (p.headdim + p.headdim_v) * (has_8bit_cache(p) ? 1 : 2);
+    const auto time = [&](double blocks, double steps, double of_units) {
+        return blocks > 0 ? std::max(steps * step, of_units * bytes_of_unit / 5e6) : 0.0;
+    };
+    const double rounds = std::floor(units / places), rest = units - rounds * places;
+    const double whole = rounds * time(1, tiles, places) + time(rest, tiles, rest);
+    const double cut = time(1, std::max(1.0, std::ceil(units * tiles / places)), units);
+    const double merge = (large ? 2.0 : 1.4) + 0.005 * double(p.batch) * p.seqlen_q * p.nheads * std::max(1.0, p.headdim_v / 128.0) +
+                         (ring && 10 * units * tiles >= 9 * places ? 2.0 : 0.0);
+    return whole <= cut + merge;
+}
+
 // Floats of a row of a partial result: its O, and its lse or, of natural scores, its maximum and its sum.
 inline int decode_row_floats(const AttentionParams& p) { return p.headdim_v + (decode_scores_are_natural(p) ? 2 : 1); }
 
@@ -137,9 +167,10 @@ inline DecodeShape decode_shape(DecodeKernel kernel, const AttentionParams& p, c
     s.row_tiles = (rows + s.rows - 1) / s.rows;
     s.tile_shift = kernel == DecodeKernel::kWide ? kWideTileShift : has_8bit_cache(p) || (bucket <= 64 && !s.row_warps) ? 7 : 6;
     const int64_t tiles = decode_tiles(s, p), line = tiles * decode_units(s, p);
-    s.uniform = splits > 0 || p.cache.batch_invariant;
-    s.least_tiles = splits > 0 ? 1 : kInvariantTiles;
-    const int64_t most = s.uniform ? (splits > 0 ? splits : kInvariantPieces) : decode_resident(s, p, device);
+    const bool whole = splits == 0 && decode_units_stay_whole(s, p, device);
+    s.uniform = splits > 0 || p.cache.batch_invariant || whole;
+    s.least_tiles = splits > 0 || whole ? 1 : kInvariantTiles;
+    const int64_t most = s.uniform ? (splits > 0 ? splits : whole ? 1 : kInvariantPieces) : decode_resident(s, p, device);
     const int64_t work = s.uniform ? tiles : line;
     s.pieces = int(work < most ? work : most);
     s.combines = !s.cluster && tiles > 1 && s.pieces > 1;
@@ -157,13 +188,6 @@ inline DecodeParams decode_params(const DecodeShape& shape, const AttentionParam
     d.page = divisor_of(p.cache.page_size > 0 ? p.cache.page_size : 1), d.group = divisor_of(p.group), d.units = divisor_of(d.heads());
     if (!shape.uniform && shape.pieces > 0) d.balance = balance_of(int(decode_units(shape, p)), shape.pieces);
     return d;
-}
-
-// The keys that some row of the longest sequence may see under causal and window.
-inline int64_t decode_span(const AttentionParams& p) {
-    const int64_t keys = p.deciding_keys(), left = p.window_left, right = p.window_right;
-    const int64_t end = p.top_left && right >= 0 ? std::min(keys, p.seqlen_q + right) : keys;
-    return left < 0 ? end : std::min(end, left + p.seqlen_q + (right >= 0 ? right : end));
 }
 
 // Whether a window hides keys from the last rows.
