@@ -7,7 +7,9 @@ What a peer makes of a mask before its call, such as a BlockMask or a plan, is n
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,6 +28,7 @@ from .suite import Outcome, Suite, measuring, register, rounded
 from .systems import Refused, Shape, peers_of
 from .timing import Protocol, interleave
 
+SLOW_S, SLOW_ROUNDS = 1.0, 3
 HIDES_US = 1000  # a launch that takes longer hides the host's work for the next one
 
 
@@ -225,6 +228,16 @@ class _Shape:
             return None
         return launch
 
+    def _protocol(self, launches: list[Callable]) -> Protocol:
+        """Fewer rounds where a turn of all launches takes long, as on a CPU."""
+        start = time.perf_counter()
+        for launch in launches:
+            launch(0)
+        self.machine.synchronize()
+        if time.perf_counter() - start < SLOW_S:
+            return self.protocol
+        return replace(self.protocol, rounds=min(self.protocol.rounds, SLOW_ROUNDS))
+
     def measured(self, name: str, peers: list[str]) -> str:
         """Checks and times everything under one mask; returns the line about it."""
         n = self.shape.seqlen
@@ -252,7 +265,7 @@ class _Shape:
                 rows.append(other[1])
         found = {name: launch for name in peers if (launch := self.peer(name, case, exact))}
         launches += found.values()
-        timings = interleave(self.machine, launches, self.protocol, self.meter, self.seed)
+        timings = interleave(self.machine, launches, self._protocol(launches), self.meter, self.seed)
         case.mask.cache.pop("dense", None)  # the largest array of all
         hosts = [t.capture_failed and median(t.bursts) < HIDES_US for t in timings]
         dense, *times = (timing.row(0.0) for timing in timings)
@@ -329,7 +342,8 @@ def picture(data: dict, rows: list[dict]):
     """Over the number of tokens: our time over share x dense, and the best peer's time over ours."""
     mine = [row for row in rows if row["form"] == INTERVALS]
     figure, axes = figure_of(2, 2, 10, 7)
-    names, dims = ([*dict.fromkeys(row[key] for row in mine)] for key in ("mask", "headdim"))
+    names = [name for name in MASKS if any(row["mask"] == name for row in mine)]
+    dims = sorted({row["headdim"] for row in mine})
     styles = ("-", "--", ":", "-.")
     for column, (way, title) in enumerate((("fwd", "forward"), ("bwd", "backward"))):
         for line, field in enumerate(("over_share", "ratio")):
