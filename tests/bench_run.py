@@ -18,7 +18,7 @@ FAST = ["--quick", "--rounds", "2", "--framework", "numpy"]
 ROW_TYPES = dict.fromkeys(
     "suite system kernel pass dtype mix arrays device call mode fused model cache_dtype layout weights".split(), str
 )
-ROW_TYPES |= dict.fromkeys("option best".split(), str)
+ROW_TYPES |= dict.fromkeys("option best mask form".split(), str)
 ROW_TYPES |= dict.fromkeys("commit against date row family reason".split(), str)  # of the ledger
 ROW_TYPES |= {"number": int, "rounds": int, "peers": dict, "not_captured": list, "peers_wrong": list}
 ROW_TYPES |= {
@@ -38,7 +38,9 @@ ROW_TYPES |= dict.fromkeys(
 ROW_TYPES |= dict.fromkeys(
     "us us_min us_spread tflops tbps max_err err_budget sustained_us sustained_tflops steps_per_s share".split(), float
 )
-ROW_TYPES |= dict.fromkeys("ratio before_us price other_us ratio_min ratio_max ratio_error".split(), float)
+ROW_TYPES |= dict.fromkeys(
+    "ratio before_us price dense_us over_share other_us ratio_min ratio_max ratio_error".split(), float
+)
 
 
 OTHERS = (
@@ -49,6 +51,7 @@ OTHERS = (
     "sweep",
     "dispatch",
     "prices",
+    "masks",
     "ledger",
 )  # rows of a kind of their own
 

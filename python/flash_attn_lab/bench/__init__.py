@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from flash_attn_minimal._commands.command import Parser, any_seed, command, integer, one_of
@@ -23,6 +24,8 @@ from . import (
     ledger,
     linear,
     llama,
+    masked,
+    masks,
     overhead,
     prefill,
     prices,
@@ -41,14 +44,19 @@ from .systems import PEERS
 from .timing import QUICK, Protocol
 
 MODULES = (  # the modules that register suites
-    attention, shapes, prices, languages, profile, prefill, decode, queries, llama, block, overhead, linear, small_ops,
-    transformers, sweep, dispatch, ledger,
+    attention, shapes, prices, masks, languages, profile, prefill, decode, queries, llama, block, overhead, linear,
+    small_ops, transformers, sweep, dispatch, ledger,
 )  # fmt: skip
 
 
 def _about(suite: Suite) -> str:
     first, *rest = suite.about.splitlines()
     return "\n".join([f"{suite.name:<16} {first}", *(f"{'':<16} {line}" for line in rest)])
+
+
+def _names(peers: Mapping[str, Collection[str]]) -> str:
+    """The names of both devices' peers."""
+    return "; ".join(", ".join(names) for names in peers.values())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -92,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME,...",
         help="ours: kernels by name, or best; default: best, in the ladder all; languages: rungs",
     )
-    add("--peers", metavar="NAME,...", help=f"{'; '.join(', '.join(names) for names in PEERS.values())}; all; none")
+    add("--peers", metavar="NAME,...", help=f"{_names(PEERS)}; masks: {_names(masked.PEERS)}; all; none")
     add("--model", metavar="NAME", help="llama: a shape that `synthetic` knows; transformers: 1b, tiny")
     add("--threads", type=integer(most=4096), metavar="N", help="CPU threads; default: all cores")
     add("--rounds", type=positive, metavar="N", help="bursts of each system on each shape")
@@ -109,11 +117,12 @@ def _parser() -> argparse.ArgumentParser:
         "--before",
         type=Path,
         metavar="FILE.json",
-        help="sweep: time the calls of an earlier result (with --seed those of the seed), and compare with it",
+        help="sweep: time the calls of an earlier result (with --seed those of the seed), and compare with it; masks: "
+        "add to the rows of an earlier result",
     )
     add("--devices", metavar="N,...", help="sweep, ledger: GPUs by number; default: all")
     add("--against", metavar="LIBRARY", help="ledger: a library, a checkout that is built, or a commit to compile")
-    add("--row", type=words, metavar="TEXT,...", help="ledger: the rows with one of these texts in their name")
+    add("--row", type=words, metavar="TEXT,...", help="ledger, masks: the rows with one of these texts in their name")
     add("--quick", action="store_const", const=True, help="fewer shapes, shorter bursts")
     add(
         "--sustained", action="store_const", const=True, help="also time a third of a second each, with clock and power"

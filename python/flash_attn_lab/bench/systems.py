@@ -435,6 +435,8 @@ LABELS = {
     "fa2": "FlashAttention-2 (PyTorch)",
     "efficient": "memory-efficient attention (PyTorch)",
     "torch": "PyTorch SDPA",
+    "flex": "FlexAttention (PyTorch, compiled)",
+    "cudnn_flex": "flex_attention of cuDNN's frontend",
     "read": "a read alone",
     "cublas": "cuBLAS",
     "blas": "BLAS",
@@ -467,10 +469,11 @@ def installed(package: str) -> bool:
         return False
 
 
-def peers_of(machine, asked: str | None, usual: str | None = None) -> list[str]:
-    """The names that --peers stands for: `none`, `all` or a list. The default is the usual peers of the suite or of the
-    device, with FlashAttention-3 and -4 only if they are installed."""
-    known = list(PEERS[machine.device])
+def peers_of(machine, asked: str | None, usual: str | None = None, known: list[str] | None = None) -> list[str]:
+    """The names that --peers stands for: `none`, `all` or a list of the known ones, which are this module's unless the
+    suite has its own. The default is the usual peers of the suite or of the device, with FlashAttention-3 and -4 only
+    if they are installed."""
+    known = known or list(PEERS[machine.device])
     if asked == "none" or (asked in (None, "all") and machine.framework != "torch"):
         return []
     if asked == "all":
