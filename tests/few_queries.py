@@ -54,6 +54,7 @@ def described(call) -> dict:
         "cache": float(call.is_cache),
         "scores": float(any(name.startswith("bias") or "mask" in name or name == "dropout" for name in options)),
         "natural": float(bool(options & {"softcap", "alibi"})), "pages": float(0 < call.page < 64),
+        "paged": float(call.page > 0),
         "ragged": float(bool(call.headdim * 2 % 128 or call.headdim_v * 2 % 128)),
     }  # fmt: skip
 
@@ -76,15 +77,25 @@ def units_stay_whole(kernel: str, call: dict, tile_rows: int, tile: int, places:
 
 
 def features(kernel: str, call: dict, sms: int = MULTIPROCESSORS) -> tuple[float, ...]:
-    """Rounds, steps, reads, reads again, merge, more than 16 rows."""
+    """Rounds, steps, reads, reads again, merge, more than 16 rows, pages that take time."""
     up = lambda x, y: math.ceil(x / y)  # noqa: E731
     bucket, units, rows, keys = call["bucket"], call["batch"] * call["heads_k"], call["rows"], call["keys"]
     read, tiles = units * keys * 2 * call["columns"] / 4.2e6, up(keys, 128 if bucket == 0 else 64)
     if kernel in ("mma_sm80", "wgmma_sm90", "wgmma_wide_sm90"):
-        blocks = call["batch"] * call["heads"] * (2 if bucket == 3 else 1)
-        rounds = up(blocks, sms * (2 if kernel == "mma_sm80" and bucket < 2 else 1))
-        steps = rounds * up(keys, 64 if kernel == "mma_sm80" else 128)
-        return rounds, steps, read, blocks * keys * 2 * call["columns"] / 6.5e6, 0, 0
+        mma, blocks = kernel == "mma_sm80", call["batch"] * call["heads"]
+        again = blocks * keys * 2 * call["columns"] / 6.5e6
+        if kernel == "wgmma_wide_sm90":
+            blocks *= 2  # halves of the columns of V
+        rounds = up(blocks, sms * (2 if mma and bucket < 3 else 1))
+        return (
+            rounds,
+            rounds * up(keys, 128 if not mma else 64 if bucket < 2 else 32),
+            read,
+            again,
+            0,
+            0,
+            call["paged" if mma else "pages"],
+        )
     if "cluster" in kernel:
         lanes, blocks = "lanes" in kernel, 2
         while blocks < 8 and units * blocks * 2 <= 2 * sms:
@@ -98,11 +109,20 @@ def features(kernel: str, call: dict, sms: int = MULTIPROCESSORS) -> tuple[float
             0,
             0,
             rounds * (rows > 1) * rows / 16,
+            call["pages"],
         )
     if kernel == "wgmma_split_sm90":
         row_tiles = up(rows, 64)
         filled, merges = units * row_tiles / sms, tiles > 1 and units * row_tiles % sms != 0
-        return max(1, filled), max(1, filled * tiles), read * row_tiles, 0, float(merges), float(rows > 16)
+        return (
+            max(1, filled),
+            max(1, filled * tiles),
+            read * row_tiles,
+            0,
+            float(merges),
+            float(rows > 16),
+            call["pages"],
+        )
     split = kernel == "decode_split_sm80"
     tile_rows, tile = (
         64 if split and rows > 16 else 16,
@@ -112,19 +132,19 @@ def features(kernel: str, call: dict, sms: int = MULTIPROCESSORS) -> tuple[float
     filled, wide = units * row_tiles / places, float(split and rows > 16)
     if units_stay_whole(kernel, call, tile_rows, tile, places):
         rounds = up(units * row_tiles, places)
-        return rounds, rounds * tiles, read * row_tiles, 0, 0, wide
+        return rounds, rounds * tiles, read * row_tiles, 0, 0, wide, call["pages"]
     merges = tiles > 1 and units * row_tiles % places != 0
-    return max(1, filled), max(1, filled * tiles), read * row_tiles, 0, float(merges), wide
+    return max(1, filled), max(1, filled * tiles), read * row_tiles, 0, float(merges), wide, call["pages"]
 
 
 def estimate(numbers, made, call):
     """Microseconds. `made`: of features; `call`: of described. Arrays of both may be given."""
     t = dict(zip(NUMBERS, numbers, strict=True))
-    rounds, steps, read, again, merges, wide = made
+    rounds, steps, read, again, merges, wide, pages = made
     shorter = 1 - 0.5 * t["cache"] * call["cache"]
     steps = (
         steps * shorter * t["of_step"]
-        * (1 + t["step_scores"] * call["scores"] + t["step_pages"] * call["pages"] + t["step_rows"] * wide
+        * (1 + t["step_scores"] * call["scores"] + t["step_pages"] * pages + t["step_rows"] * wide
            + t["step_natural"] * call["natural"])
     )  # fmt: skip
     read, again = read * shorter * t["reads"] * (1 + t["ragged"] * call["ragged"]), again * t["reads_again"]

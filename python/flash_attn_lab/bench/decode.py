@@ -54,6 +54,7 @@ LARGE = [
     )
 ]  # fmt: skip
 FEW_KEYS = [Point(1, seqlen, 12, 12, 64) for seqlen in (128, 512, 1024)] + [Point(1, 256, 32, 8, 128)]
+WIDE = [Point(1, 32768, 16, 2, 512), Point(16, 4096, 8, 1, 512), Point(8, 4096, 16, 16, 320)]
 SHARED = [
     Point(batch, shared + 512, nheads, 8, 128, shared=shared)
     for batch, shared, nheads in ((64, 8192, 32), (64, 8192, 64), (16, 4096, 32), (4, 32768, 32), (64, 1024, 32))
@@ -244,8 +245,10 @@ def check(
     return f"error {err:.3g}, budget {budget:.3g}"
 
 
-def peers_on(machine) -> tuple[str, ...]:
-    return ("cudnn", "fa2") if machine.device == "cuda" else ("torch",)
+def peers_on(machine, headdim: int) -> tuple[str, ...]:
+    if machine.device != "cuda":
+        return ("torch",)
+    return ("cudnn", "fa2") if headdim <= 256 else ("efficient",)  # the only backend above 256
 
 
 def readers_on(machine) -> tuple[str, ...]:
@@ -270,7 +273,7 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
     machine = open_machine(options.device, "torch", "decode")
     gpu = machine.device == "cuda"
     dtype = options.dtype or ("bfloat16" if gpu else "float32")
-    points = QUICK[machine.device] if options.quick else LARGE + FEW_KEYS + SHARED if gpu else CPU
+    points = QUICK[machine.device] if options.quick else LARGE + FEW_KEYS + WIDE + SHARED if gpu else CPU
     outcome = Outcome(load=load_average())
     print(f"{machine.title}, {dtype}, {machine.framework} arrays", flush=True)
     with measuring(outcome, machine, len(points), "decode") as (meter, progress):
@@ -286,7 +289,8 @@ def _one(machine, point: Point, dtype: str, options, protocol, meter, outcome: O
     base = base_row("decode", caches)
     timed, notes = [], []
     kernel = one_kernel(options)
-    variants = [(0, dtype), *((page, dtype) for page in PAGES), *((0, name) for name in EIGHT_BIT)]
+    eight_bit = EIGHT_BIT if point.headdim <= 256 else ()  # no fast kernel
+    variants = [(0, dtype), *((page, dtype) for page in PAGES), *((0, name) for name in eight_bit)]
     asks = point.shared is not None
     if asks:
         variants = [(page, point.cache or dtype) for page in PAGES]
@@ -307,7 +311,7 @@ def _one(machine, point: Point, dtype: str, options, protocol, meter, outcome: O
             notes.append(f"{name} is WRONG: {note}")
         else:
             timed.append((name, launch, row, point.bytes(cache_dtype)))
-    names = () if asks else (*peers_on(machine), *readers_on(machine))
+    names = () if asks else (*peers_on(machine, point.headdim), *readers_on(machine))
     for name, launch in others(caches, names, outcome):
         timed.append((name, launch, base | {"system": name}, point.bytes(dtype)))
     timings = interleave(machine, [launch for _, launch, *_ in timed], protocol, meter, seed=seed)

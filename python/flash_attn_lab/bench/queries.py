@@ -92,7 +92,7 @@ def _one(
                 notes.append(f"{name} is WRONG at {point.queries}: {note}")
             else:
                 timed.append((launch, row, point))
-        names = (peers_on(machine) if point.queries in BESIDE else ()) + (
+        names = (peers_on(machine, point.headdim) if point.queries in BESIDE else ()) + (
             readers_on(machine) if caches is asked[0] else ()
         )
         for name, launch in others(caches, names, outcome):
