@@ -70,10 +70,10 @@ def units_stay_whole(kernel: str, call: dict, tile_rows: int, tile: int, places:
     rounds, rest = divmod(units, places)
     whole = rounds * time(1, tiles, places) + time(rest, tiles, rest)
     cut = time(1, max(1, math.ceil(units * tiles / places)), units)
-    merge = (2.0 if large else 1.4) + 0.005 * call["batch"] * call["rows"] * call["heads_k"] * max(
-        1, call["columns_v"] / 128
-    )
-    return whole <= cut + merge + (2.0 if ring and 10 * units * tiles >= 9 * places else 0)
+    rows = call["batch"] * call["rows"] * call["heads_k"]
+    merge = (2.0 if large else 1.4) + 0.005 * rows * max(1, call["columns_v"] / 128)
+    merge += 2.0 if ring and 10 * units * tiles >= 9 * places else 0.0
+    return whole <= cut + merge
 
 
 def features(kernel: str, call: dict, sms: int = MULTIPROCESSORS) -> tuple[float, ...]:

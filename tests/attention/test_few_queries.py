@@ -165,3 +165,16 @@ def test_default(shape, dtype, option):
         "window": {"window_size": (keys // 2, 0)},
     }[option]
     assert fa.query(q, k, k, **options).kernel.startswith("decode_")
+
+
+@pytest.mark.skipif(CUDA.framework != "torch", reason="needs PyTorch with CUDA")
+@pytest.mark.parametrize("option", ["bias", "mask"])
+def test_no_keys_beside_a_broadcast_option(option):
+    """Nothing is read before an option's only element: it starts a segment of the allocator, before which reads fault
+    under compute-sanitizer."""
+    q = torch.randn(1, 2, 4, 512, device="cuda", dtype=torch.bfloat16)
+    k = torch.empty(1, 0, 4, 512, device="cuda", dtype=torch.bfloat16)
+    dtype = torch.bool if option == "mask" else torch.bfloat16
+    values = torch.zeros(1 << 24, device="cuda", dtype=dtype)[:2].view(1, 1, 2, 1)
+    out, lse = fa.flash_attn_func(q, k, k, return_lse=True, kernel="decode_wide_sm80", **{option: values})
+    assert (out == 0).all() and (lse == -torch.inf).all()

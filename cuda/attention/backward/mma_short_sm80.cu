@@ -11,8 +11,7 @@
 //   - on Hopper a cluster of up to eight blocks has the same owner, where there are fewer owners than places on the GPU: its blocks share
 //     the steps, and add their sums up through each other's shared memory, in the order of their ranks
 //   - delta = rowsum(dO * O) - dlse is computed by whoever needs it, from tiles in shared memory
-//   - where all keys fit in one block, no mask hides some of them, and the GPU is full, the block of keys writes dQ, too, and there are no
-//     blocks of queries
+//   - where all keys fit in one block and the GPU is full, the block of keys writes dQ, too, and there are no blocks of queries
 //
 // One step (|: block barrier), eight warps. For S and dP a warp has 16 queries and 32 keys, for a gradient 16 rows and half of the columns.
 //
@@ -206,6 +205,12 @@ struct ShortBlock {
 
     // ---- gradients ----
 
+    // A key without a nonzero dS in this step may hold NaN in K, and 0 x NaN is NaN: its K is zeroed.
+    __device__ __forceinline__ void zero_unused_keys(T* k) const {
+        for (int x = opaque(int(threadIdx.x)); x < kTile * Tile::kPieces; x += kThreads)
+            if (!smem.used[x / Tile::kPieces]) reinterpret_cast<uint4*>(k)[x] = uint4{};
+        __syncthreads();
+    }
     // C += X^T Y: 16 keys, the sum over the 64 queries of the step. X is P or dS, Y is dO or Q.
     __device__ __forceinline__ void add_to_keys(Gradient& C, const T* x, const T* y) const {
         const uint32_t a = shared_address(x) + TileP::offset(lane % 8 + lane / 16 * 8, share / 8 + lane / 8 % 2);
@@ -265,7 +270,7 @@ struct ShortBlock {
     // ---- the two kinds of blocks ----
 
     __device__ __forceinline__ void own_keys(int head_k, int key0) const {
-        const bool writes_dq = params.keys_write_dq;
+        const bool writes_dq = params.keys_write_dq, zeroes_keys = writes_dq && kGeneral && p.may_hide_keys();
         if (key0 >= s.seqlen_k && !writes_dq) return;
         const KeyRange keys = keys_seen(p, s), rows = rows_seeing(p, s, key0, min(key0 + kTile, s.seqlen_k) - 1);
         // Rows that see none of the keys have a dQ, too: 0.
@@ -286,6 +291,7 @@ struct ShortBlock {
             const auto& queries = smem.walked[stage];
             const int head = head_k * p.group + step / tiles, row0 = (first + step % tiles) * kTile, next = step + params.cluster;
             const float lse = own_lse(head, row0);
+            if (zeroes_keys && threadIdx.x < kTile) smem.used[threadIdx.x] = 0;
             cp_async_wait_all();
             __syncthreads();  // this step is here; nobody reads the previous step any more
             if (kStages == 2) {
@@ -298,14 +304,16 @@ struct ShortBlock {
             add_to_keys(sums[1], smem.p, queries[1]);
             add_to_keys(sums[0], smem.ds, queries[0]);
             if (writes_dq) {
+                if (zeroes_keys) zero_unused_keys(smem.own[0]);
                 Gradient dQ;
                 clear(dQ);
                 add_to_queries(dQ, smem.own[0]);
                 store_dq(dQ, head, row0, half);
             }
-            if (kStages == 1 && next < steps) {
+            if ((kStages == 1 || zeroes_keys) && next < steps) {
                 __syncthreads();  // nobody reads this step any more
-                load_step(next, 0);
+                if (zeroes_keys) load(smem.own[0], p.k, s.k, head_k, key0, keys, p.headdim, params.aligned_k);
+                if (kStages == 1) load_step(next, 0);
             }
         }
         const GradientSequence to = gradients_of(backward, b);
@@ -352,11 +360,7 @@ struct ShortBlock {
             }
             scores(smem.own[0], smem.own[1], to[0], to[1], head, row0, tile * kTile, values);
             __syncthreads();
-            if (may_hide) {  // a key without a nonzero dS in this step may hold NaN in K, and 0 x NaN is NaN: its K is zeroed
-                for (int x = opaque(int(threadIdx.x)); x < kTile * Tile::kPieces; x += kThreads)
-                    if (!smem.used[x / Tile::kPieces]) reinterpret_cast<uint4*>(to[0])[x] = uint4{};
-                __syncthreads();
-            }
+            if (may_hide) zero_unused_keys(to[0]);
             add_to_queries(sums[0], to[0]);
             if (kStages == 1 && tile + params.cluster < end_tile) {
                 __syncthreads();

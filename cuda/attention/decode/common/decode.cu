@@ -1,7 +1,31 @@
 // decode.cu: a decode call: launches the kernel that the registry has chosen, then merges the partial results.
 #include "attention/decode/common/decode.h"
 
+#include <cmath>
+
 namespace fa {
+
+// A merge is a launch of its own. Microseconds on an H200: a tile of keys of a block alone on its multiprocessor; the bytes of all units;
+// the merge, with 5 ns for each row of 128 columns. The merge of decode_ring_sm90 finds no room beside its blocks if these fill the GPU.
+// Sequences as long as the cache allows are assumed: with more room the lengths decide on the device (schedule.h). Not inline: the
+// workspace and the launch ask the same code.
+bool decode_units_stay_whole(const DecodeShape& s, const AttentionParams& p, const DeviceInfo& device) {
+    const bool ring = s.kernel == DecodeKernel::kRing, large = s.kernel == DecodeKernel::kWide || decode_bucket(p) == 256;
+    if (s.cluster || s.row_warps || p.cache.batch_invariant) return false;
+    const double tiles = double(((decode_span(p) - 1) >> s.tile_shift) + 1), units = double(decode_units(s, p)),
+                 places = decode_resident(s, p, device);
+    const double step = (ring ? 0.4 : large ? 1.7 : 0.85) * (s.rows > 16 ? 4 : 1) * (decode_reads_scores(p) ? 1.5 : 1);
+    const double bytes_of_unit = double(decode_span(p)) * (p.headdim + p.headdim_v) * (has_8bit_cache(p) ? 1 : 2);
+    const auto time = [&](double blocks, double steps, double of_units) {
+        return blocks > 0 ? std::max(steps * step, of_units * bytes_of_unit / 5e6) : 0.0;
+    };
+    const double rounds = std::floor(units / places), rest = units - rounds * places;
+    const double whole = rounds * time(1, tiles, places) + time(rest, tiles, rest);
+    const double cut = time(1, std::max(1.0, std::ceil(units * tiles / places)), units);
+    const double merge = (large ? 2.0 : 1.4) + 0.005 * double(p.batch) * p.seqlen_q * p.nheads * std::max(1.0, p.headdim_v / 128.0) +
+                         (ring && 10 * units * tiles >= 9 * places ? 2.0 : 0.0);
+    return whole <= cut + merge;
+}
 
 size_t decode_workspace(DecodeKernel kernel, const AttentionParams& p, const DeviceInfo& device) {
     const DecodeShape s = decode_shape(kernel, p, device);

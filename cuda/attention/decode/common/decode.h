@@ -6,7 +6,6 @@
 #include "common/constants.h"
 
 #include <algorithm>
-#include <cmath>
 #include <numeric>
 
 namespace fa {
@@ -126,27 +125,8 @@ inline int64_t decode_span(const AttentionParams& p) {
     return left < 0 ? end : std::min(end, left + p.seqlen_q + (right >= 0 ? right : end));
 }
 
-// Whether every unit is one piece, because its keys are too few to be worth a merge, which is a launch of its own. Microseconds on an
-// H200: a tile of keys of a block alone on its multiprocessor; the bytes of all units; the merge, with 5 ns for each row of 128 columns.
-// The merge of decode_ring_sm90 finds no room beside its blocks if these fill the GPU. Sequences as long as the cache allows are assumed:
-// with more room the lengths decide on the device (schedule.h).
-inline bool decode_units_stay_whole(const DecodeShape& s, const AttentionParams& p, const DeviceInfo& device) {
-    const bool ring = s.kernel == DecodeKernel::kRing, large = s.kernel == DecodeKernel::kWide || decode_bucket(p) == 256;
-    if (s.cluster || s.row_warps || p.cache.batch_invariant || p.cache.shared_prefix) return false;
-    const double tiles = double(((decode_span(p) - 1) >> s.tile_shift) + 1), units = double(decode_units(s, p)),
-                 places = decode_resident(s, p, device);
-    const double step = (ring ? 0.4 : large ? 1.7 : 0.85) * (s.rows > 16 ? 4 : 1) * (decode_reads_scores(p) ? 1.5 : 1);
-    const double bytes_of_unit = double(decode_span(p)) * (p.headdim + p.headdim_v) * (has_8bit_cache(p) ? 1 : 2);
-    const auto time = [&](double blocks, double steps, double of_units) {
-        return blocks > 0 ? std::max(steps * step, of_units * bytes_of_unit / 5e6) : 0.0;
-    };
-    const double rounds = std::floor(units / places), rest = units - rounds * places;
-    const double whole = rounds * time(1, tiles, places) + time(rest, tiles, rest);
-    const double cut = time(1, std::max(1.0, std::ceil(units * tiles / places)), units);
-    const double merge = (large ? 2.0 : 1.4) + 0.005 * double(p.batch) * p.seqlen_q * p.nheads * std::max(1.0, p.headdim_v / 128.0) +
-                         (ring && 10 * units * tiles >= 9 * places ? 2.0 : 0.0);
-    return whole <= cut + merge;
-}
+// Whether every unit is one piece, because its keys are too few to be worth a merge.
+bool decode_units_stay_whole(const DecodeShape& s, const AttentionParams& p, const DeviceInfo& device);
 
 // Floats of a row of a partial result: its O, and its lse or, of natural scores, its maximum and its sum.
 inline int decode_row_floats(const AttentionParams& p) { return p.headdim_v + (decode_scores_are_natural(p) ? 2 : 1); }

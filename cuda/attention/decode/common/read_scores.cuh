@@ -1,8 +1,8 @@
 // read_scores.cuh: the options that decode_split_sm80 and decode_wide_sm80 read from memory for each score: bias, masks of every form, and
 // dropout.
 //
-// A thread reads what its own scores need before the products of a part of keys: 8 or 16 elements, which arrive during the products. Rows
-// of a warp that share a row of the mask read the same sectors.
+// A thread reads what its own scores need, 8 or 16 elements: in decode_split_sm80 before the products of a part of keys, during which they
+// arrive, in decode_wide_sm80 after them. Rows of a warp that share a row of the mask read the same sectors.
 #pragma once
 
 #include "attention/common/dropout.h"

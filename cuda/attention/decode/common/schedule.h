@@ -6,7 +6,8 @@
 //                  piece  000000011111112222222333333344444445       is shared by as many blocks as it needs.
 //              If all units have the same length, they are cut at their ends instead, each into the same number of pieces; or they stay
 //              uncut, where whole units fill the GPU.
-//   uniform    Every unit is cut by itself, into pieces that depend only on its own length: num_splits and batch_invariant.
+//   uniform    Every unit is cut by itself, into pieces that depend only on its own length: num_splits and batch_invariant. Or no unit is
+//              cut, because the cache is short (decode_units_stay_whole).
 // A unit in several pieces leaves a partial result of each piece in the workspace, and combine.cu merges them.
 // With a plan of shared prefixes (prefix.h) a sequence's tiles begin after its prefix.
 #pragma once

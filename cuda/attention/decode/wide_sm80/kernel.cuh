@@ -272,7 +272,8 @@ __global__ void __launch_bounds__(Wide::kThreads, 1) decode_wide_kernel(const __
             if (step < first_tile) continue;
             rows.multiply_keys(p, place, slot, shared);
             __syncthreads();  // the scores are written
-            rows.add(d, place, work, step, slot, shared);
+            if (step * Wide::kKeys < work.keys.end)
+                rows.add(d, place, work, step, slot, shared);  // a sequence without keys has a tile, too
             slot = slot + 1 == d.stages ? 0 : slot + 1;
         }
         rows.store(d, place, work);
