@@ -56,7 +56,8 @@ def of_short(call: dict, sms: int = MULTIPROCESSORS) -> tuple[float, float, floa
     tiles_q, tiles_k, group = up(call["rows"], 64), up(call["keys"], 64), call["heads"] // call["heads_k"]
     places, queries, heads_k = sms * (2 if call["bucket"] < 2 else 1), tiles_q * call["heads"], call["heads_k"]
     queries, heads_k = queries * call["batch"], heads_k * call["batch"]
-    writes = tiles_k <= 1 and queries + heads_k > places
+    hides = call["bias"] or call["mask"] or call["pairs"]
+    writes = tiles_k <= 1 and (not hides or tiles_q * group <= 1) and queries + heads_k > places
     clusters, most = tiles_k * heads_k + (0 if writes else queries), max(tiles_q * group, tiles_k)
     blocks = 1
     while blocks < 8 and blocks < most and 2 * clusters * blocks <= places:

@@ -36,9 +36,9 @@ MAY_SPILL = {
     # In the thread that takes keys, which has 32: one, stored and read between walks.
     r"backward_wgmma_(bias_)?kernelI\w+BackwardPlanIdE(1\d|2\d|43|44)E": 4,
     # mma_short_sm80, head dim 128: two blocks on a multiprocessor are 10 % faster than one, which would spill nothing.
-    r"mma_short_sm80\w+gradient_kernelI\w+Li128ELNS0_6ScoresE": 224,
+    r"mma_short_sm80\w+gradient_kernelI\w+Li128ELNS0_6ScoresE": 216,
     r"mma_short_sm80\w+gradient_kernelI\w+Li64ELNS0_6ScoresE": 8,  # with options: what a block knows of its walk
-    r"mma_short_sm80\w+gradient_kernelI\w+Li256ELNS0_6ScoresE": 32,
+    r"mma_short_sm80\w+gradient_kernelI\w+Li256ELNS0_6ScoresE": 52,
     # wgmma_float32_sm90, head dim 128 with options: P has a scale for each row, twice in its loop of 128 exponentials.
     r"attention_kernelILi128ELb1EEEvNS0_18WgmmaFloat32Params": 64,
     # wgmma_float32_sm90, dK and dV of head dim 128: twelve registers in a step of 192 wgmmas.

@@ -11,7 +11,8 @@
 //   - on Hopper a cluster of up to eight blocks has the same owner, where there are fewer owners than places on the GPU: its blocks share
 //     the steps, and add their sums up through each other's shared memory, in the order of their ranks
 //   - delta = rowsum(dO * O) - dlse is computed by whoever needs it, from tiles in shared memory
-//   - where all keys fit in one block and the GPU is full, the block of keys writes dQ, too, and there are no blocks of queries
+//   - where all keys fit in one block and the GPU is full, the block of keys writes dQ, too, and there are no blocks of queries. With a
+//     mask it has one step, for it may have to zero K
 //
 // One step (|: block barrier), eight warps. For S and dP a warp has 16 queries and 32 keys, for a gradient 16 rows and half of the columns.
 //
@@ -42,11 +43,11 @@ constexpr bool kLargeSm = true;
 
 struct ShortParams {
     BackwardParams backward;
-    int tiles_q;       // of the longest sequence
-    int key_clusters;  // clusters below this one own keys, the others queries
-    int cluster;       // blocks of a cluster; 1: no clusters
-    bool keys_write_dq;
-    float scale_log2;  // scale x log2(e)
+    int tiles_q;                      // of the longest sequence
+    int key_clusters;                 // clusters below this one own keys, the others queries
+    int cluster;                      // blocks of a cluster; 1: no clusters
+    bool keys_write_dq, keys_zeroed;  // keys_zeroed: beside a mask
+    float scale_log2;                 // scale x log2(e)
     bool aligned_q, aligned_k, aligned_v, aligned_out, aligned_dout, aligned_dq, aligned_dk, aligned_dv;
 };
 
@@ -270,7 +271,7 @@ struct ShortBlock {
     // ---- the two kinds of blocks ----
 
     __device__ __forceinline__ void own_keys(int head_k, int key0) const {
-        const bool writes_dq = params.keys_write_dq, zeroes_keys = writes_dq && kGeneral && p.may_hide_keys();
+        const bool writes_dq = params.keys_write_dq, zeroes_keys = kGeneral && params.keys_zeroed;
         if (key0 >= s.seqlen_k && !writes_dq) return;
         const KeyRange keys = keys_seen(p, s), rows = rows_seeing(p, s, key0, min(key0 + kTile, s.seqlen_k) - 1);
         // Rows that see none of the keys have a dQ, too: 0.
@@ -304,16 +305,15 @@ struct ShortBlock {
             add_to_keys(sums[1], smem.p, queries[1]);
             add_to_keys(sums[0], smem.ds, queries[0]);
             if (writes_dq) {
-                if (zeroes_keys) zero_unused_keys(smem.own[0]);
+                if (zeroes_keys) zero_unused_keys(smem.own[0]);  // it is the only step
                 Gradient dQ;
                 clear(dQ);
                 add_to_queries(dQ, smem.own[0]);
                 store_dq(dQ, head, row0, half);
             }
-            if ((kStages == 1 || zeroes_keys) && next < steps) {
+            if (kStages == 1 && next < steps) {
                 __syncthreads();  // nobody reads this step any more
-                if (zeroes_keys) load(smem.own[0], p.k, s.k, head_k, key0, keys, p.headdim, params.aligned_k);
-                if (kStages == 1) load_step(next, 0);
+                load_step(next, 0);
             }
         }
         const GradientSequence to = gradients_of(backward, b);
@@ -398,6 +398,7 @@ cudaError_t launch(const BackwardParams& backward, const DeviceInfo& device, cud
     const BackwardShortPlan plan = backward_short_plan(p, device);
     if (plan.clusters == 0) return cudaSuccess;
     params.tiles_q = int(plan.tiles_q), params.keys_write_dq = plan.keys_write_dq;
+    params.keys_zeroed = plan.keys_write_dq && p.may_hide_keys();
     params.key_clusters = int(plan.key_clusters), params.cluster = plan.blocks;
     find_aligned_rows<T>(params);
     params.aligned_out = aligned_rows<T>(p, p.out, p.nheads, p.headdim_v);

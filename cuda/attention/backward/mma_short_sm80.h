@@ -36,7 +36,8 @@ inline BackwardShortPlan backward_short_plan(const AttentionParams& p, const Dev
         int64_t(device.multiprocessors) * backward_short_blocks_per_sm(backward_short_bucket(p), device.shared_memory > kMostSharedSm80);
     const int64_t queries = plan.tiles_q * p.nheads * p.batch, heads_k = int64_t(p.nheads_k) * p.batch;
     // Two owners that work at once are faster than one after the other.
-    plan.keys_write_dq = plan.tiles_k <= 1 && queries + heads_k > plan.places;
+    const bool may_zero_keys = !p.may_hide_keys() || plan.tiles_q * p.group <= 1;
+    plan.keys_write_dq = plan.tiles_k <= 1 && may_zero_keys && queries + heads_k > plan.places;
     if (plan.keys_write_dq) plan.tiles_k = 1;  // without keys, dQ is 0
     plan.key_clusters = plan.tiles_k * heads_k, plan.clusters = plan.key_clusters + (plan.keys_write_dq ? 0 : queries);
     // As many blocks for each owner as fit on the GPU at once, and as have a step.
