@@ -81,21 +81,26 @@ public:
         const E* const k = static_cast<const E*>(p.k.data) + entry * p.k.batch + work.head_k * p.k.head + piece * Tile::kPieceColumns;
         const E* const v = static_cast<const E*>(p.v.data) + entry * p.v.batch + work.head_k * p.v.head + piece * Tile::kPieceColumns;
         if (key0 + Wide::kKeys > work.keys.count - cache.added) wait_for_append();
-        int64_t k_own = 0, v_own = 0;  // of this lane's key
-        const bool paged = kCache && cache.block_table;
-        if (paged) {
-            const int at = (key0 + place.lane) % cache.page_size;
-            k_own = page_ * p.k.batch + at * p.k.row, v_own = page_ * p.v.batch + at * p.v.row;
-            page_ = page_of(cache, place, work, tile + 1);
-        }
-#pragma unroll 4
-        for (int pass = 0; pass < kPasses; ++pass) {
-            const int r = pass * kRowsAtOnce + row;
-            const int64_t k_from = paged ? __shfl_sync(kFullWarp, k_own, r) : (key0 + r) * p.k.row;
-            const int64_t v_from = paged ? __shfl_sync(kFullWarp, v_own, r) : (key0 + r) * p.v.row;
+        const auto copy_row = [&](int r, const E* k_from, const E* v_from) {
             const bool is = seen(work.keys, key0 + r);
-            cp_async_16(place.k_tile(slot) + Tile::offset(r, piece), k + k_from, is && k_piece ? 16 : 0);
-            cp_async_16(place.v_tile(slot) + Tile::offset(r, piece), v + v_from, is && v_piece ? 16 : 0);
+            cp_async_16(place.k_tile(slot) + Tile::offset(r, piece), k_from, is && k_piece ? 16 : 0);
+            cp_async_16(place.v_tile(slot) + Tile::offset(r, piece), v_from, is && v_piece ? 16 : 0);
+        };
+        if (kCache && cache.block_table) {
+            const int at = (key0 + place.lane) % cache.page_size;
+            const int64_t k_own = page_ * p.k.batch + at * p.k.row, v_own = page_ * p.v.batch + at * p.v.row;  // of this lane's key
+            page_ = page_of(cache, place, work, tile + 1);
+#pragma unroll 4
+            for (int r = row; r < Wide::kKeys; r += kRowsAtOnce)
+                copy_row(r, k + __shfl_sync(kFullWarp, k_own, r), v + __shfl_sync(kFullWarp, v_own, r));
+        } else {
+            const E* k_from = k + (key0 + row) * p.k.row;
+            const E* v_from = v + (key0 + row) * p.v.row;
+#pragma unroll 4
+            for (int pass = 0; pass < kPasses; ++pass) {
+                copy_row(pass * kRowsAtOnce + row, k_from, v_from);
+                k_from += kRowsAtOnce * p.k.row, v_from += kRowsAtOnce * p.v.row;
+            }
         }
     }
 
@@ -133,22 +138,38 @@ struct WideRows {
     static constexpr ScoreUnit kUnit = kReadsScores ? ScoreUnit::kNatural : ScoreUnit::kLog2;
     static constexpr int kTilesN = Wide::kKeys / 8, kTilesV = Wide::kWarpColumns / 8;
     static constexpr int kGroups = Wide::kColumns / 64;  // groups of 32 columns of K that a warp multiplies: every second one
+    static constexpr bool kHoldsQuery = !kReadsScores;   // in registers, which options need for themselves
 
+    uint32_t Q[kHoldsQuery ? 2 * kGroups : 1][4];  // of the warp's groups
     float O[kTilesV][4] = {};
     float row_max[2] = {-FLT_MAX, -FLT_MAX}, row_sum[2] = {0, 0};  // sum: this thread's share
+
+    // The rows of q in 32 columns.
+    __device__ __forceinline__ static void load_query(uint32_t (*A)[4], const WidePlace& place, int group) {
+        const uint32_t q_lane = place.q_tile() + Tile::offset(place.lane % 16, place.lane / 16);
+        ldmatrix_x4(A[0], advance(q_lane, 2 * group)), ldmatrix_x4(A[1], advance(q_lane, 2 * group + 1));
+    }
+    __device__ __forceinline__ void hold_query(const WidePlace& place) {
+        if constexpr (kHoldsQuery) {
+#pragma unroll
+            for (int i = 0; i < kGroups; ++i) load_query(Q + 2 * i, place, 2 * i + place.warp / kTilesN);
+        }
+    }
 
     // Half of q . k of the warp's eight keys, to shared memory.
     __device__ __forceinline__ void multiply_keys(const AttentionParams& p, const WidePlace& place, int slot, unsigned char* shared) const {
         const int key0 = place.warp % kTilesN * 8, half = place.warp / kTilesN, lane = place.lane;
-        const uint32_t q_lane = place.q_tile() + Tile::offset(lane % 16, lane / 16);
         const uint32_t k_lane = place.k_tile(slot) + Tile::offset(key0 + lane % 8, lane / 8);
         float S[2][4] = {};
 #pragma unroll
         for (int i = 0; i < kGroups; ++i) {
             const int group = 2 * i + half;
-            if (32 * group >= p.headdim) break;
-            uint32_t A[2][4], B[4];
-            ldmatrix_x4(A[0], advance(q_lane, 2 * group)), ldmatrix_x4(A[1], advance(q_lane, 2 * group + 1));
+            uint32_t loaded[2][4], B[4];
+            if constexpr (!kHoldsQuery) {
+                if (32 * group >= p.headdim) break;
+                load_query(loaded, place, group);
+            }
+            const auto& A = kHoldsQuery ? Q + 2 * i : loaded;
             ldmatrix_x4(B, advance(k_lane, 2 * group));
             mma<E>(S[0], A[0], B[0], B[1]);
             mma<E>(S[1], A[1], B[2], B[3]);
@@ -261,6 +282,7 @@ __global__ void __launch_bounds__(Wide::kThreads, 1) decode_wide_kernel(const __
                 else if (ahead == 2) cp_async_wait_group<1>();
                 else cp_async_wait_group<0>();
                 __syncthreads();  // the tile is here, and nobody reads the one before
+                if (step == first_tile) rows.hold_query(place);
             }
             if (step + ahead < work.end_tile()) copies.copy(p, place, work, step + ahead, filled, wait_for_append);
             filled = filled + 1 == d.stages ? 0 : filled + 1;
