@@ -92,12 +92,6 @@ __device__ __forceinline__ void mbarrier_wait_cluster(uint32_t barrier, uint32_t
 #endif
 }
 
-// st.shared::cluster
-__device__ __forceinline__ void store_cluster(uint32_t address, float x) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
-#endif
-}
 // ld.shared::cluster
 __device__ __forceinline__ float4 load_cluster_16(uint32_t address) {
     float4 x = make_float4(0, 0, 0, 0);

@@ -10,6 +10,7 @@ from flash_attn_minimal import kvcache
 from flash_attn_minimal._core import forward
 from flash_attn_minimal._core.options import (
     ARRAYS,
+    OPTION_ARRAYS,
     AttentionOptions,
     Options,
     PositionalOptions,
@@ -81,3 +82,8 @@ def test_an_unknown_option_is_named(call):
     for name in ("casual", *["dropout_seed"] * (call == "kvcache")):
         with pytest.raises(TypeError, match=rf"flash_attn_\w+\(\) got an unexpected keyword argument '{name}'"):
             CALLS[call](**{name: 1})
+
+
+def test_every_array_has_a_place_among_the_arguments_of_operators():
+    descales = {name for name in ARRAYS if name.endswith("_descale")}
+    assert len(OPTION_ARRAYS) == len(set(OPTION_ARRAYS)) and set(OPTION_ARRAYS) == set(ARRAYS) - descales

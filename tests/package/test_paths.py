@@ -1,6 +1,7 @@
 """Every path and module that prose names is there: in comments, docstrings and pages, of all folders."""
 
 import re
+import subprocess
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
 
@@ -104,3 +105,13 @@ def test_paths_in_prose_are_there():
 )  # fmt: skip
 def test_finds_what_it_looks_for(name, source, found):
     assert [x.split(": ", 1)[1] for x in problems(name, source)] == found
+
+
+def test_the_top_holds_what_belongs_there():
+    """A file that a tool has left at the top is not committed."""
+    listed = subprocess.run(["git", "ls-files", ":(glob)*"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode or not listed.stdout:
+        pytest.skip("not a checkout")
+    hidden = {".clang-format", ".gitattributes", ".gitignore"}
+    named = {"CMakeLists.txt", "CITATION.cff", "LICENSE", "Makefile", "build_and_run.sh", "pyproject.toml"}
+    assert {name for name in listed.stdout.split() if not name.endswith(".md")} == hidden | named

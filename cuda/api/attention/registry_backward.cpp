@@ -141,7 +141,7 @@ constexpr uint32_t kOfTiles = kHints | kMaxScore | kKeySums | kVarlen | kScoresO
 // Best first within a device.
 constexpr BackwardKernel kKernels[] = {
     {.name = "mma_short_sm80",
-     .summary = "short sequences in one launch (mma.sync): float16, bfloat16, head dims to 256, every option; deterministic",
+     .summary = "short sequences in one launch (mma.sync): float16, bfloat16, head dims to 256, every option but chunks; deterministic",
      .device = FA_CUDA,
      .limits =
          {.dtypes = k16Bits, .gpus = kFromSm80, .head_dims = head_dims(1, 256), .takes = kOfTiles | kNoKeys | kIntervals | kBlockMask},
@@ -150,7 +150,7 @@ constexpr BackwardKernel kKernels[] = {
      .yields = FA_SM80(short_yields),
      .launch = FA_SM80(backward_mma_short_sm80)},
     {.name = "wgmma_sm90",
-     .summary = "Hopper: TMA, wgmma, specialised warps; float16, bfloat16, head dims to 128, every option",
+     .summary = "Hopper: TMA, wgmma, specialised warps; float16, bfloat16, head dims to 128, every option but chunks",
      .device = FA_CUDA,
      .limits = {.dtypes = k16Bits,
                 .gpus = kHopper,
@@ -174,7 +174,7 @@ constexpr BackwardKernel kKernels[] = {
      .workspace = FA_SM90(backward_wgmma_sm90_workspace),
      .launch = FA_SM90(backward_wgmma_sm90)},
     {.name = "mma_sm80",
-     .summary = "tensor cores (mma.sync): float16, bfloat16, head dims to 256, every option",
+     .summary = "tensor cores (mma.sync): float16, bfloat16, head dims to 256, every option but chunks",
      .device = FA_CUDA,
      .limits =
          {.dtypes = k16Bits, .gpus = kFromSm80, .head_dims = head_dims(1, 256), .takes = kOfTiles | kNoKeys | kIntervals | kBlockMask},
@@ -182,7 +182,7 @@ constexpr BackwardKernel kKernels[] = {
      .workspace = FA_SM80(backward_mma_sm80_workspace),
      .launch = FA_SM80(backward_mma_sm80)},
     {.name = "mma_wide_sm80",
-     .summary = "tensor cores (mma.sync), P and dS through memory: float16, bfloat16, any head dim, every option",
+     .summary = "tensor cores (mma.sync), P and dS through memory: float16, bfloat16, any head dim, every option but chunks",
      .device = FA_CUDA,
      .limits = {.dtypes = k16Bits, .gpus = kFromSm80, .takes = kOfTiles | kNoKeys | kIntervals | kBlockMask},
      .fits = FA_SM80(has_indices_for_chunks),

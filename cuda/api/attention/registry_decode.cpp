@@ -85,8 +85,8 @@ const char* wide_refuses(const AttentionParams&, const DeviceInfo& device, char*
 const char* wide_yields(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
     if (p.headdim <= 256 && p.headdim_v <= 256) return "decode_split_sm80 is faster for head dims to 256";
     if (decode_wide_wins(p, device)) return nullptr;
-    return say(text, size, "batch=%d, seqlen_q=%d x %d heads of a key head, seqlen_k=%d: kernels with all keys in a block are faster", p.batch,
-               p.seqlen_q, p.group, p.seqlen_k);
+    return say(text, size, "batch=%d, seqlen_q=%d x %d heads of a key head, seqlen_k=%d: kernels with all keys in a block are faster",
+               p.batch, p.seqlen_q, p.group, p.seqlen_k);
 }
 
 template <DecodeKernel kernel>

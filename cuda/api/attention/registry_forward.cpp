@@ -202,7 +202,7 @@ constexpr Kernel kKernels[] = {
      .workspace = FA_SM90(forward_wgmma_split_sm90_workspace),
      .launch = FA_SM90(forward_wgmma_split_sm90)},
     {.name = "wgmma_sm90",
-     .summary = "Hopper: TMA, wgmma, specialised warps; float16, bfloat16, head dims to 256, every option",
+     .summary = "Hopper: TMA, wgmma, specialised warps; float16, bfloat16, head dims to 256, every option but chunks and trees",
      .device = FA_CUDA,
      .limits = {.dtypes = k16Bits,
                 .gpus = kHopper,

@@ -129,6 +129,8 @@ def with_signature(declared: type, without: Collection[str] = (), **defaults: An
 
 _HINTS = hints_of(AttentionOptions)
 ARRAYS = arrays_of(AttentionOptions)
+# Those without float8's, in the order of arguments of PyTorch's operators and of XLA's calls.
+OPTION_ARRAYS = ("bias", "mask", "alibi_slopes", "sinks", "startend_row_indices", "block_mask")
 
 
 class Options(namedtuple("_Options", _HINTS, defaults=map(default_of, _HINTS.values()))):  # type: ignore[misc]

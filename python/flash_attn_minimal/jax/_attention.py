@@ -18,6 +18,7 @@ from .._core.checks import flag
 from .._core.fields import _put_tensor
 from .._core.frameworks import is_traced
 from .._core.library import load
+from .._core.options import OPTION_ARRAYS as ARRAYS
 from .._core.options import Options, _prepare
 from .._core.structs import PART_FIELDS, AttentionBackwardArgs, new
 from ..backward import _put_dbias
@@ -27,7 +28,6 @@ from ._cuts import head_axes, own_axes
 from ._functions import nothing
 from ._partition import Rule, is_manual, laid_like, partitioned
 
-ARRAYS = ("bias", "mask", "alibi_slopes", "sinks", "startend_row_indices", "block_mask")
 _DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
 _HALVES = ("float16", "bfloat16")
 RESULT = "flash_attn_minimal"  # the name of out and lse for policies of jax.checkpoint, which may then keep them

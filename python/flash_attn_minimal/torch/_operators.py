@@ -11,11 +11,10 @@ import torch
 from .. import _arrays
 from .._arrays import torch_modes, words
 from .._core.checks import flag, integer, number, window
-from .._core.options import AttentionOptions, Options, hints_of
+from .._core.options import OPTION_ARRAYS, AttentionOptions, Options, hints_of
 from ..errors import BadArgument, Unsupported
 from ._inputs import dense_rows
 
-OPTION_ARRAYS = ("bias", "mask", "alibi_slopes", "sinks", "startend_row_indices", "block_mask")
 ARRAYS = ("q", "k", "v", *OPTION_ARRAYS, "cu_seqlens_q", "cu_seqlens_k")
 FLOAT8 = ("q_descale", "k_descale", "v_descale", "out_dtype", "fast_accum")
 # A CUDA graph cannot hold a call with this tag.
