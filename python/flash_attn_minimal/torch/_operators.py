@@ -16,6 +16,7 @@ from ..errors import BadArgument, Unsupported
 from ._inputs import dense_rows
 
 ARRAYS = ("q", "k", "v", *OPTION_ARRAYS, "cu_seqlens_q", "cu_seqlens_k")
+_BEFORE = ("dout", "dlse", "out", "lse", "want_dbias", "want_dsinks")  # in an operator's backward, before ARRAYS
 FLOAT8 = ("q_descale", "k_descale", "v_descale", "out_dtype", "fast_accum")
 # A CUDA graph cannot hold a call with this tag.
 OUTSIDE_CUDA_GRAPHS = tuple(getattr(torch.Tag, tag) for tag in ("cudagraph_unsafe",) if hasattr(torch.Tag, tag))
@@ -150,21 +151,24 @@ class Operators:
     def gradients(self, ctx, dout, dlse):
         *arrays, out, lse = ctx.saved_tensors
         first, arrays = arrays[: self.first], arrays[self.first :]
-        nothing = (None,) * (len(arrays) + len(ctx.rest))
         if dout is None and dlse is None:
-            return (None,) * self.first + nothing
+            return (None,) * (self.first + len(arrays) + len(ctx.rest))
         dout = torch.zeros_like(out) if dout is None else dout
         want_dbias, want_dsinks = (ctx.needs_input_grad[self.first + ARRAYS.index(x)] for x in ("bias", "sinks"))
         run = self.choose(dout, dlse, out)
         dq, dk, dv, dbias, dsinks = run(*first, dout, dlse, out, lse, want_dbias, want_dsinks, *arrays, *ctx.rest)
-        found = dq, dk, dv, dbias if want_dbias else None, None, None, dsinks if want_dsinks else None
-        return (None,) * self.first + found + nothing[len(found) :]
+        dbias, dsinks = dbias if want_dbias else None, dsinks if want_dsinks else None
+        found = {"q": dq, "k": dk, "v": dv, "bias": dbias, "sinks": dsinks}
+        return (*[None] * self.first, *[found.get(name) for name in ARRAYS], *[None] * len(ctx.rest))
 
     def _fake_backward(self, *arguments):
-        dout, _, _, _, want_dbias, want_dsinks, q, k, v, bias, _, _, sinks = arguments[self.first : self.first + 13]
-        dbias = torch.empty_like(bias, memory_format=torch.contiguous_format) if want_dbias else dout.new_empty(0)
-        dsinks = sinks.new_empty(sinks.shape) if want_dsinks else dout.new_empty(0)
-        return *(x.new_empty(x.shape) for x in (q, k, v)), dbias, dsinks
+        given = dict(zip((*_BEFORE, *ARRAYS), arguments[self.first :], strict=False))
+
+        def like(name: str, wanted: bool = True) -> torch.Tensor:
+            x = given[name if wanted else "dout"]
+            return x.new_empty(x.shape if wanted else 0)
+
+        return *map(like, ("q", "k", "v")), like("bias", given["want_dbias"]), like("sinks", given["want_dsinks"])
 
 
 def check_together(arrays: tuple) -> None:
@@ -198,7 +202,7 @@ class Transformed:
 
         def map_backward(info, dims, *arguments):
             size, wanted = _size(info), arguments[operators.first + 4 : operators.first + 6]
-            folded = None if any(wanted) else fold(size, dims[6:], arguments[6:])
+            folded = None if any(wanted) else fold(size, dims[len(_BEFORE) :], arguments[len(_BEFORE) :])
             if folded is None:
                 return _one_by_one(gradients.apply, size, dims, arguments), (0,) * 5
             given = zip(arguments[:4], dims[:4], strict=True)
@@ -252,20 +256,18 @@ def _folded_broadcast(size: int, x, dim: int | None, batch: int, rank: int):
 
 def fold(size: int, dims: tuple, arguments: tuple) -> tuple | None:
     """The arguments of the operator attention for all entries at once, or None where each needs its own call."""
-    q, k, v, bias, mask, alibi_slopes, sinks, row_indices, blocks, cu_q = arguments[:10]
+    given, axes = dict(zip(ARRAYS, arguments, strict=False)), dict(zip(ARRAYS, dims, strict=False))
     dropout_p = arguments[len(ARRAYS) + 2 + [*NUMBERS].index("dropout_p")]
-    if cu_q is not None or dropout_p or dims[6] is not None:
+    if given["cu_seqlens_q"] is not None or dropout_p or axes["sinks"] is not None:
         return None
-    arrays = [_folded(size, x, dim) for x, dim in zip((q, k, v), dims, strict=False)]
-    batch = arrays[0].shape[0] // size
-    if dims[5] is None and alibi_slopes is not None and alibi_slopes.dim() == 2 and alibi_slopes.shape[0] == batch == 1:
-        alibi_slopes = alibi_slopes[0]
-    arrays += [
-        _folded_broadcast(size, x, dim, batch, rank)
-        for x, dim, rank in ((bias, dims[3], 4), (mask, dims[4], 4), (alibi_slopes, dims[5], 2))
-    ]
-    masks = [_folded_broadcast(size, x, dim, batch, 4) for x, dim in ((row_indices, dims[7]), (blocks, dims[8]))]
-    return (*arrays, sinks, *masks, *arguments[9:])
+    given |= {name: _folded(size, given[name], axes[name]) for name in ("q", "k", "v")}
+    batch, slopes = given["q"].shape[0] // size, given["alibi_slopes"]
+    if axes["alibi_slopes"] is None and slopes is not None and slopes.dim() == 2 and slopes.shape[0] == batch == 1:
+        given["alibi_slopes"] = slopes[0]
+    for name in (name for name in OPTION_ARRAYS if name != "sinks"):
+        rank = 2 if name == "alibi_slopes" else 4
+        given[name] = _folded_broadcast(size, given[name], axes[name], batch, rank)
+    return (*given.values(), *arguments[len(ARRAYS) :])
 
 
 def _unfold(size: int, results: tuple) -> tuple:
