@@ -172,6 +172,12 @@ def table_of_header() -> dict:
     return dict(zip(places, rows, strict=True))
 
 
+def estimates_of(table: dict, call: dict, made: dict) -> dict:
+    """Kernel -> microseconds, of those that have numbers. made: kernel -> features."""
+    numbers = {kernel: table[kernel, call["bucket"]] for kernel in made}
+    return {kernel: estimate(numbers[kernel], made[kernel], call) for kernel in made if any(numbers[kernel])}
+
+
 def loss(estimates: dict, times: dict) -> float:
     """The logarithm of the time of the kernel with the least estimate over that of the fastest one."""
     return math.log(times[min(estimates, key=estimates.get)] / min(times.values()))
@@ -181,12 +187,7 @@ def regret(table: dict, rows) -> float:
     """The time of the kernels with the least estimates over that of the best ones, in the geometric mean."""
     logs = []
     for call, times in rows:
-        known = {
-            k: estimate(table[k, call["bucket"]], features(k, call), call)
-            for k in times
-            if any(table[k, call["bucket"]])
-        }
-        logs.append(loss(known, times))
+        logs.append(loss(estimates_of(table, call, {k: features(k, call) for k in times}), times))
     return math.exp(np.mean(logs))
 
 
@@ -232,13 +233,8 @@ def tuned(table: dict, rows) -> dict:
     for bucket in range(len(BUCKETS)):
         own = [(call, {k: features(k, call) for k in times}, times) for call, times in rows if call["bucket"] == bucket]
 
-        def cost(own=own, bucket=bucket) -> float:
-            total = 0.0
-            for call, made, times in own:
-                total += loss(
-                    {k: estimate(table[k, bucket], made[k], call) for k in times if any(table[k, bucket])}, times
-                )
-            return total
+        def cost(own=own) -> float:
+            return sum(loss(estimates_of(table, call, made), times) for call, made, times in own)
 
         best = cost()
         for factors in ((0.85, 1.18, 0.7, 1.4), (0.92, 1.09)):
@@ -299,16 +295,25 @@ class Cold:
         return round(microseconds(both, self.REPEATS) - self.alone, 2)
 
 
+def write(path: Path, machine, command: str, suite: str, rows: list[dict]) -> None:
+    from datetime import date
+
+    from flash_attn_lab.report import commit
+
+    about = {
+        "machine": {"gpu": machine.name}, "date": f"{date.today()}", "commit": commit(), "command": command,
+        "suite": suite, "rows": rows,
+    }  # fmt: skip
+    path.write_text(json.dumps(about, indent=0) + "\n")
+
+
 def measure(given: argparse.Namespace, suite: str, kernels_of, widest: int, colds: bool = False) -> None:
     """Writes the times of random calls of the sweep in the kernels that kernels_of(call) names, if it names any. colds:
     those with keys in memory, too."""
-    from datetime import date
-
     from flash_attn_lab.bench.calls.call import drawn
     from flash_attn_lab.bench.calls.make import Arrays, ours
     from flash_attn_lab.bench.machine import open_machine
     from flash_attn_lab.bench.systems import Refused
-    from flash_attn_lab.report import commit
 
     machine, rows, end, number = open_machine("cuda", "torch"), [], time.monotonic() + given.seconds, -1
     cold = Cold() if colds else None
@@ -330,22 +335,15 @@ def measure(given: argparse.Namespace, suite: str, kernels_of, widest: int, cold
         if len(took) > 1:
             rows.append({"call": str(call), "us": took} | ({"us_cold": took_cold} if cold else {}))
             print(f"[{len(rows)}/{given.calls}] {call}", file=sys.stderr)
-    about = {
-        "machine": {"gpu": machine.name}, "date": f"{date.today()}", "commit": commit(), "command": " ".join(sys.argv),
-        "suite": suite, "rows": rows,
-    }  # fmt: skip
-    given.path.write_text(json.dumps(about, indent=0) + "\n")
+    write(given.path, machine, " ".join(sys.argv), suite, rows)
 
 
 def again(path: Path, seconds: float) -> None:
     """Writes the times of the sweeps' forward calls of few queries in the kernel that the library chooses now, beside
     the peers' and our times of those sweeps."""
-    from datetime import date
-
     from flash_attn_lab.bench.calls.call import Call
     from flash_attn_lab.bench.calls.make import Arrays, ours
     from flash_attn_lab.bench.machine import open_machine
-    from flash_attn_lab.report import commit
 
     machine, rows, end = open_machine("cuda", "torch"), [], time.monotonic() + seconds
     for sweep in ("sweep", "sweep_seed41", "sweep_seed43"):
@@ -359,11 +357,7 @@ def again(path: Path, seconds: float) -> None:
             then = {"peer": min(row["peers"].values()), "was": row["us"], "was_kernel": row["kernel"]}
             rows.append({"sweep": sweep, "call": row["call"]} | then | now)
             print(f"[{len(rows)}] {call}", file=sys.stderr)
-    about = {
-        "machine": {"gpu": machine.name}, "date": f"{date.today()}", "commit": commit(),
-        "command": "python tests/few_queries.py again", "suite": "few_queries_again", "rows": rows,
-    }  # fmt: skip
-    path.write_text(json.dumps(about, indent=0) + "\n")
+    write(path, machine, "python tests/few_queries.py again", "few_queries_again", rows)
 
 
 def arguments(about: str, calls: int, seed: int, more: tuple[str, ...] = ()) -> argparse.Namespace:

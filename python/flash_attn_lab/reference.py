@@ -96,6 +96,17 @@ class Head:
         return np.arange(len(self.q))[rows, None], np.arange(len(self.k))[None, columns]
 
 
+def shown_by(numbers, i, causal: bool):
+    """Whether row i may look at the keys with these numbers, one array for each: the table of docs/masks.md, for arrays
+    of any framework. Causal itself is not in the result."""
+    if len(numbers) == 1:
+        return i < numbers[0]
+    if len(numbers) == 2 and not causal:
+        return (i < numbers[0]) & (i >= numbers[1])
+    shown = (i < numbers[0]) | (i >= numbers[1])
+    return shown & ((i < numbers[2]) | (i >= numbers[3])) if len(numbers) == 4 else shown
+
+
 def dense_from_intervals(row_indices, seqlen_q: int, causal: bool) -> np.ndarray:
     """(..., seqlen_q, seqlen_k) bool, True where row i may look at key j, of startend_row_indices (..., seqlen_k, 1 | 2
     | 4). The numbers of a key name rows that do not see it (FlashMask, arXiv 2410.01359). Causal itself is not in the
@@ -107,14 +118,9 @@ def dense_from_intervals(row_indices, seqlen_q: int, causal: bool) -> np.ndarray
     [[1, 0, 1], [1, 1, 1], [1, 1, 0]]
     """
     numbers = np.moveaxis(np.asarray(row_indices, np.int64), -1, 0)[..., None, :]  # each (..., 1, seqlen_k)
-    i = np.arange(seqlen_q)[:, None]
     if len(numbers) not in ((1, 2) if causal else (2, 4)):
         raise ValueError(f"{len(numbers)} numbers for each key with causal={causal}")
-    if len(numbers) == 1:
-        return i < numbers[0]
-    if len(numbers) == 4:
-        return ~((numbers[0] <= i) & (i < numbers[1]) | (numbers[2] <= i) & (i < numbers[3]))
-    return ~((numbers[0] <= i) & (i < numbers[1]) if causal else (i >= numbers[0]) | (i < numbers[1]))
+    return shown_by(numbers, np.arange(seqlen_q)[:, None], causal)
 
 
 def _broadcast(array: np.ndarray, head: Head) -> np.ndarray:

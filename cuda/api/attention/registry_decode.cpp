@@ -82,9 +82,9 @@ const char* wide_refuses(const AttentionParams&, const DeviceInfo& device, char*
     if (DecodeWide::stages(device.shared_memory) >= DecodeWide::kLeastStages) return nullptr;
     return say(text, size, "the GPU: it takes %d KB of shared memory a block", int(DecodeWide::bytes(DecodeWide::kLeastStages) >> 10) + 1);
 }
-const char* wide_yields(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
+const char* wide_yields(const AttentionParams& p, const DeviceInfo&, char* text, size_t size) {
     if (p.headdim <= 256 && p.headdim_v <= 256) return "decode_split_sm80 is faster for head dims to 256";
-    if (decode_wide_wins(p, device)) return nullptr;
+    if (rows_of_key_head(p) <= 64) return nullptr;
     return say(text, size, "batch=%d, seqlen_q=%d x %d heads of a key head, seqlen_k=%d: kernels with all keys in a block are faster",
                p.batch, p.seqlen_q, p.group, p.seqlen_k);
 }

@@ -18,6 +18,7 @@ import numpy as np
 from flash_attn_minimal import backward, backward_query, flash_attn_func, query
 from flash_attn_minimal.errors import BadArgument, Unsupported
 
+from ..reference import shown_by
 from .check import EARLY, FLOOR, GRADIENT_FLOOR, Exact
 from .machine import BenchError, first_line
 from .systems import Refused, Shape, System, backward_of, fa_function, only
@@ -31,14 +32,9 @@ REASON = 300  # characters of a reason
 
 
 def seen(i: Any, j: Any, numbers: list[Any], causal: bool) -> Any:
-    """Whether row i sees key j, whose numbers are given: the table of docs/masks.md, for arrays of any framework."""
-    if causal and len(numbers) == 1:
-        return (j <= i) & (i < numbers[0])
-    if causal:
-        return (j <= i) & ((i < numbers[0]) | (i >= numbers[1]))
-    if len(numbers) == 2:
-        return (i < numbers[0]) & (i >= numbers[1])
-    return ((i < numbers[0]) | (i >= numbers[1])) & ((i < numbers[2]) | (i >= numbers[3]))
+    """Whether row i sees key j, whose numbers are given, for arrays of any framework."""
+    shown = shown_by(numbers, i, causal)
+    return (j <= i) & shown if causal else shown
 
 
 @dataclass
@@ -108,12 +104,8 @@ class Mask:
     def endpoints(self) -> np.ndarray:
         """(numbers, n) int32 with an odd number of numbers e: row i sees the keys [0, e0), [e1, e2), ..."""
         n, step = self.n, max(1, BLOCK_PAIRS // self.n)
-        rows, keys, first, last = (
-            [],
-            [],
-            [],
-            [],
-        )  # of the changes between two keys; whether key 0 and key n - 1 are seen
+        rows, keys = [], []  # of the changes between two keys
+        first, last = [], []  # whether key 0 and key n - 1 are seen
         for start in range(0, n, step):
             block = self.rows(np.arange(start, min(start + step, n)))
             change = block[:, 1:] != block[:, :-1]

@@ -237,9 +237,6 @@ inline bool decode_wins(const AttentionParams& p, const DeviceInfo& device) {
     return (single ? decode_lanes_time(p) : decode_split_time(p, device)) < whole_rows_time(p, device);
 }
 
-// Whether decode_wide_sm80 is faster than kernels whose blocks have all keys of their rows, for head dims above 256.
-inline bool decode_wide_wins(const AttentionParams& p, const DeviceInfo&) { return rows_of_key_head(p) <= 64; }
-
 cudaError_t decode_split_sm80(const DecodeParams& d, const DeviceInfo& device, cudaStream_t stream);
 cudaError_t decode_split_8bit(const DecodeParams& d, const DeviceInfo& device, cudaStream_t stream);  // decode_split_sm80 for 8-bit caches
 cudaError_t decode_split_options(const DecodeParams& d, const DeviceInfo& device, cudaStream_t stream);  // for decode_reads_scores

@@ -20,7 +20,6 @@
 #include "device/ptx.cuh"
 
 #include <cfloat>
-#include <type_traits>
 
 namespace fa {
 namespace {
@@ -147,7 +146,7 @@ struct WideRows {
     // The rows of q in 32 columns.
     __device__ __forceinline__ static void load_query(uint32_t (*A)[4], const WidePlace& place, int group) {
         const uint32_t q_lane = place.q_tile() + Tile::offset(place.lane % 16, place.lane / 16);
-        ldmatrix_x4(A[0], advance(q_lane, 2 * group)), ldmatrix_x4(A[1], advance(q_lane, 2 * group + 1));
+        ldmatrix_x4(A[0], Tile::advance(q_lane, 2 * group)), ldmatrix_x4(A[1], Tile::advance(q_lane, 2 * group + 1));
     }
     __device__ __forceinline__ void hold_query(const WidePlace& place) {
         if constexpr (kHoldsQuery) {
@@ -159,6 +158,7 @@ struct WideRows {
     // Half of q . k of the warp's eight keys, to shared memory.
     __device__ __forceinline__ void multiply_keys(const AttentionParams& p, const WidePlace& place, int slot, unsigned char* shared) const {
         const int key0 = place.warp % kTilesN * 8, half = place.warp / kTilesN, lane = place.lane;
+        // From pieces 0 .. 3 of a row, by an even number of steps.
         const uint32_t k_lane = place.k_tile(slot) + Tile::offset(key0 + lane % 8, lane / 8);
         float S[2][4] = {};
 #pragma unroll
@@ -170,7 +170,7 @@ struct WideRows {
                 load_query(loaded, place, group);
             }
             const auto& A = kHoldsQuery ? Q + 2 * i : loaded;
-            ldmatrix_x4(B, advance(k_lane, 2 * group));
+            ldmatrix_x4(B, Tile::advance(k_lane, 2 * group));
             mma<E>(S[0], A[0], B[0], B[1]);
             mma<E>(S[1], A[1], B[2], B[3]);
         }
@@ -247,10 +247,6 @@ struct WideRows {
             }
         }
     }
-
-private:
-    // Tile::advance, from pieces 0 .. 3 of a row, for a step that is known at run time only.
-    __device__ __forceinline__ static uint32_t advance(uint32_t at, int step) { return (at ^ uint32_t(step % 4 * 32)) + step / 4 * 128; }
 };
 
 template <typename E, bool kReadsScores>
