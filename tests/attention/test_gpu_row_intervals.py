@@ -22,12 +22,15 @@ FORWARD = Kernel(CUDA, NAME)
 FORMS = {"causal1": (True, 1), "causal2": (True, 2), "full2": (False, 2), "full4": (False, 4)}
 forms = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 SHAPES = [(700, 900, 1), (900, 700, 2), (333, 333, 6), (1, 500, 1), (450, 64, 6), (1300, 1300, 1)]
-PLANS = [
-    (64, "d64_intervals"),
-    (72, "d128_intervals"),
-    (128, "d128_intervals"),
-    (192, "d256_intervals"),
-    (256, "d256_intervals"),
+PLANS = [  # headdim, keys
+    (64, 2048, "d64_short_intervals"),
+    (64, 16384, "d64_short_intervals"),
+    (64, 16385, "d64_intervals"),
+    (72, 2048, "d128_middle_intervals"),
+    (128, 32768, "d128_middle_intervals"),
+    (128, 32769, "d128_intervals"),
+    (192, 2048, "d256_intervals"),
+    (256, 2048, "d256_intervals"),
 ]
 MAKERS = {
     "documents": lambda: masks.documents([1, 300, 700, 64, 128, 307]),
@@ -240,10 +243,18 @@ def test_groups_of_tiles(headdim, form, packed):
     assert (lse[seen] - want_lse[seen]).abs().max().item() < 1e-3
 
 
-@pytest.mark.parametrize(("headdim", "plan"), PLANS)
-def test_which_plan(headdim, plan):
-    x = torch.zeros(1, 2048, 2, headdim, device="cuda", dtype=torch.bfloat16)
-    numbers = torch.full((1, 1, 2048, 1), 2048, device="cuda", dtype=torch.int32)
+@forms
+@pytest.mark.parametrize("headdim", [64, 128])
+def test_few_rows_over_many_keys(headdim, form):
+    """Beyond 16384 and 32768 keys other plans serve the call."""
+    for dtype in ("float16", "bfloat16"):
+        FORWARD.check(case_of((200, 32800 if headdim == 128 else 16500, 2), form, headdim, dtype))
+
+
+@pytest.mark.parametrize(("headdim", "keys", "plan"), PLANS)
+def test_which_plan(headdim, keys, plan):
+    x = torch.zeros(1, keys, 2, headdim, device="cuda", dtype=torch.bfloat16)
+    numbers = torch.full((1, 1, keys, 1), keys, device="cuda", dtype=torch.int32)
     options = {"startend_row_indices": numbers, "causal": True}
     found = fa.query(x, x, x, **options)
     if torch.cuda.get_device_capability()[0] != 9:

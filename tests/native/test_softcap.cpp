@@ -45,6 +45,29 @@ void check_polynomial(uint32_t stride) {
     EXPECT(std::isnan(tanh_polynomial(NAN)), "NaN is lost");
 }
 
+// Products up to the limit, in the units of several scales and caps.
+void check_exponent(uint32_t stride) {
+    const float scales[] = {0.125f, 0.08838835f, 0.0625f, 1.0f, 3e-3f}, caps[] = {1.0f, 15.0f, 30.0f, 50.0f, 1000.0f};
+    double most = 0;
+    for (float scale : scales)
+        for (float cap : caps) {
+            const CappedExponent exponent = capped_exponent(scale, cap);
+            EXPECT(exponent.is_exact() || scale / cap < 1e-4f, "scale %g, softcap %g", double(scale), double(cap));
+            if (!exponent.is_exact()) continue;
+            const float last = kTanhLimit * cap / scale;
+            for (uint32_t bits = bits_of(last * 0x1p-12f); bits <= bits_of(last); bits += 16 * stride) {
+                const float s = float_of(bits);
+                const double exact = cap * double(kLog2e) * std::tanh(double(s) * scale / cap), got = double(s) * exponent.of(s * s);
+                const double error = std::fabs(got / exact - 1);
+                EXPECT(error <= 2e-7, "product %.9g, scale %g, softcap %g: wrong by %.3g of itself", s, scale, cap, error);
+                if (error > most) most = error;
+            }
+        }
+    std::printf("CappedExponent: at most %.3g of itself\n", most);
+    EXPECT(!capped_exponent(1e-6f, 30).is_exact(), "factors that vanish");
+    EXPECT(!capped_exponent(0.125f, 1e6f).is_exact(), "factors that vanish");
+}
+
 void check_any(uint32_t stride) {
     for (int way = 0; way < 4; ++way) {
         const auto moved = [](double x, bool up, double by) { return float(x * (up ? 1 + by : 1 - by)); };
@@ -70,7 +93,7 @@ void check_any(uint32_t stride) {
 int main(int argc, char** argv) {
     const int stride = argc > 1 ? std::atoi(argv[1]) : 61;
     if (stride < 1) return std::fprintf(stderr, "the stride must be at least 1, not %s\n", argv[1]), 1;
-    check_polynomial(uint32_t(stride)), check_any(uint32_t(stride));
+    check_polynomial(uint32_t(stride)), check_exponent(uint32_t(stride)), check_any(uint32_t(stride));
     std::printf("%d failures\n", failures);
     return failures != 0;
 }

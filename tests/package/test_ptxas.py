@@ -73,6 +73,8 @@ MAY_SPILL = {
     r"backward_wgmma_bias_kernelI6__half\w+BackwardPlanIdE23E": 16,
     # Bias at head dim 64, 128 rows: positions in the rings, once for each item.
     r"forward_wgmma_bias_kernelI\w+WgmmaPlanIdE49E": 32,
+    # Masks by intervals at head dim 64, 128 rows: the same.
+    r"forward_wgmma_kernelI\w+WgmmaPlanIdE50E": 32,
     # Bias of float32, backward: two registers in a step of 2300 instructions, and after the loop.
     r"backward_wgmma_bias_kernelI6__half\w+BackwardPlanIdE25E": 28,
     # Shared prefixes at head dim 128: a position, once for each item.

@@ -3,10 +3,12 @@
 //
 // Operations of a score, where a multiprocessor issues 128 a clock, 16 of them to the special function unit (MUFU). Without softcap a score
 // takes one of MUFU and about four others. The tensor cores take 1/16 clock for it at head dim 64, 1/8 at 128.
+//     CappedExponent     5 more:           in all 1/13 clock
 //     tanh_polynomial    7:                in all 1/11 clock
 //     tanh_any          14 and 2 of MUFU:  in all 3/16 clock, which MUFU takes
 #pragma once
 
+#include <cfloat>
 #include <cmath>
 
 #include "common/constants.h"
@@ -17,9 +19,29 @@ namespace fa {
 // tanh x for |x| <= kTanhLimit, to 1.6e-7 of itself: x + x y P(y), with y = x^2 and the P whose largest relative error is least, 8.3e-8.
 // Its rounding matters little, because y is small. NaN stays NaN.
 constexpr float kTanhLimit = 0.6f;
+constexpr float kTanh3 = -0.33332598f, kTanh5 = 0.13313116f, kTanh7 = -0.052211806f, kTanh9 = 0.015612633f;  // of x^3 to x^9
 FA_HOST_DEVICE float tanh_polynomial(float x) {
     const float y = x * x;
-    return fmaf(x * y, fmaf(fmaf(fmaf(0.015612633f, y, -0.052211806f), y, 0.13313116f), y, -0.33332598f), x);
+    return fmaf(x * y, fmaf(fmaf(fmaf(kTanh9, y, kTanh7), y, kTanh5), y, kTanh3), x);
+}
+
+// The same polynomial of a product s = q . k that is neither scaled nor capped yet: softcap log2(e) tanh(s scale / softcap) = s of(s^2), to
+// 2e-7 of itself.
+struct CappedExponent {
+    float factor[5];
+
+    FA_HOST_DEVICE float of(float y) const {
+        return fmaf(fmaf(fmaf(fmaf(factor[4], y, factor[3]), y, factor[2]), y, factor[1]), y, factor[0]);
+    }
+    // With a small scale the last factor would be 0 or lose bits.
+    FA_HOST_DEVICE bool is_exact() const { return factor[4] >= FLT_MIN; }
+};
+inline CappedExponent capped_exponent(float scale, float softcap) {
+    const double inverse = double(scale) / softcap;
+    CappedExponent exponent{{1.0f, kTanh3, kTanh5, kTanh7, kTanh9}};
+    double power = double(scale) * kLog2e;
+    for (float& factor : exponent.factor) factor = float(factor * power), power *= inverse * inverse;
+    return exponent;
 }
 
 // tanh x for every x: the polynomial, or 1 - 2 / (1 + e^2x) to 2.5e-7 if `exp2` is right to 2^-22 of itself and `reciprocal` to 2^-23. That

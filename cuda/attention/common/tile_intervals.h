@@ -28,6 +28,10 @@ FA_HOST_DEVICE void add_key(HiddenBounds& bounds, const AttentionParams& p, cons
     const QueryRange range = query_range(p, s, key);
     if (hides_all(rows, range.begin, range.end - 1)) bounds.min_begin[0] = INT32_MIN, bounds.max_end[0] = INT32_MAX;
 }
+// Whether there may be such a key.
+FA_INLINED bool may_have_unseen_key(const HiddenBounds& bounds) {
+    return bounds.min_begin[0] == INT32_MIN && bounds.max_end[0] == INT32_MAX;
+}
 
 // ---- a block of keys walks over tiles of rows ----
 

@@ -57,11 +57,12 @@ template <BackwardPlanId kId, typename T, int kCount>
 __device__ __forceinline__ void zero_hidden_keys(const AttentionParams& p, const BackwardWork& w, T (&tile)[kCount], int row0,
                                                  uint32_t masked = 0) {
     constexpr bool kOptions = kBackwardPlan<kId>.options, kPairs = kBackwardPlan<kId>.general || kBackwardPlan<kId>.bias();
-    constexpr bool kSkips = kBackwardPlan<kId>.intervals || kBackwardPlan<kId>.masks;
+    constexpr bool kIntervals = kBackwardPlan<kId>.intervals, kMasks = kBackwardPlan<kId>.masks;
     constexpr int kBlockN = kBackwardPlan<kId>.block_n, kPieces = kCount / kBlockN / 8;  // pieces of eight columns
     const int begin = clamp_to(w.left, 0, w.seqlen_k), end = clamp_to(w.seqlen_q + w.right, 0, w.seqlen_k);
     const bool outside = w.key0 < begin || (w.key0 + kBlockN > end && (p.cu_seqlens_q || end < w.seqlen_k));
-    const bool may_hide = (kPairs && (p.bias.data || p.mask.data)) || (kOptions && (kSkips || p.mask.data));
+    bool may_hide = (kPairs && (p.bias.data || p.mask.data)) || (kOptions && (kMasks || p.mask.data));
+    if constexpr (kIntervals) may_hide = may_have_unseen_key(static_cast<const BackwardIntervalWork&>(w).bounds);
     if (!outside && !may_hide) return;
     // Two neighbouring threads share a row.
     const int t = opaque(int(threadIdx.x % 128)), row = row0 + t / 2, key = w.key0 + row;

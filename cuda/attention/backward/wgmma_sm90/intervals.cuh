@@ -58,8 +58,10 @@ __device__ __forceinline__ IntervalTile describe_tile(const AttentionParams& p, 
     return {2 * at.m * w.width + cut, at.head, entry_of(p, w.head_k * p.group + at.head)};
 }
 
-// Called by a whole warp: bit i says that no query sees key0 + i, one of 16 keys. Keys past the end have no bit.
-__device__ __forceinline__ uint32_t unseen_keys(const AttentionParams& p, const BackwardWork& w, int key0) {
+// Called by a whole warp: bit i says that no query sees key0 + i, one of 16 keys. Keys past the end have no bit. Mostly the bounds know
+// that there is no such key, and the numbers are not read.
+__device__ __forceinline__ uint32_t unseen_keys(const AttentionParams& p, const BackwardIntervalWork& w, int key0) {
+    if (!may_have_unseen_key(w.bounds)) return 0;
     const int key = key0 + opaque(int(threadIdx.x % 16)), first_head = w.head_k * p.group;
     bool unseen = key < w.seqlen_k;
     if (unseen) {

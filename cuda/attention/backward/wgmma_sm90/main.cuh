@@ -102,7 +102,7 @@ struct MainWarpgroup {
         uint32_t hidden = 0;
         if constexpr (kOptions) {
             const int own = w.key0 + wg * 64 + warp * 16;
-            if constexpr (kIntervals) hidden = unseen_keys(p, w, own);
+            if constexpr (kIntervals) hidden = unseen_keys(p, static_cast<const BackwardIntervalWork&>(w), own);
             else if constexpr (kMasks) hidden = static_cast<const BackwardMaskedWork&>(w).unseen[4 * wg + warp];
             else hidden = hidden_keys(p, w, own);
             smem.options.hidden[4 * wg + warp] = hidden;

@@ -5,6 +5,7 @@
 
 #include "attention/common/interval_bounds.cuh"
 #include "attention/common/seen_blocks.h"
+#include "attention/common/softcap.h"
 #include "attention/common/tile_intervals.h"
 #include "attention/forward/common/roles_sm90.cuh"
 #include "attention/forward/common/work_list.h"
@@ -23,6 +24,7 @@ struct WgmmaSchedule {
     bool page_copies;               // the same without a common divisor of 8 rows or more: rows are copied one by one
     float cap_inverse;              // plans with options: softmax_scale / softcap
     IntervalBounds bounds, groups;  // plans for intervals: of each tile of keys, and of groups of tiles
+    CappedExponent capped;          // plans with options, beside softcap
 };
 
 // The work item that consumers read. wgmma_split_sm90 specialises it for its ids, where an item has only some of a row's keys.

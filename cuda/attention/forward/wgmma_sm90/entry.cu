@@ -41,6 +41,8 @@ cudaError_t launch_plan(const AttentionParams& p, const DeviceInfo& device, cuda
         FA_WGMMA_CASE(kD64Intervals)
         FA_WGMMA_CASE(kD128Intervals)
         FA_WGMMA_CASE(kD256Intervals)
+        FA_WGMMA_CASE(kD64ShortIntervals)
+        FA_WGMMA_CASE(kD128MiddleIntervals)
         FA_WGMMA_CASE(kD64Bias)
         FA_WGMMA_CASE(kD128Bias)
         FA_WGMMA_CASE(kD192Bias)

@@ -194,11 +194,13 @@ struct TileIntervals {
         return InExponent::kNothing;
     }
     // Above an infinite maximum all P are 0, or NaN, and then the tile is computed again.
+    template <typename Pack>
     __device__ __forceinline__ void take_exponentials(Scores& S, float scale, const RowStatistics& rows, const Tile&, int /* n */,
-                                                      int /* before */, InExponent option, float (&sum)[2]) const {
+                                                      int /* before */, InExponent option, float (&sum)[2], const Pack& pack) const {
         const bool none = option == InExponent::kMask;
         const float base[2] = {none ? INFINITY : rows.row_max[0], none ? INFINITY : rows.row_max[1]};
         exponentials(S, exponent_of_products(scale), base, sum);
+        pack();
     }
 };
 

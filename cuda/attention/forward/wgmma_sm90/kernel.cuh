@@ -342,7 +342,7 @@ cudaError_t launch_wgmma(const AttentionParams& p, const ForwardWorkList& list, 
 
     WgmmaSchedule schedule{};
     schedule.list = list;
-    if (p.softcap != 0) schedule.cap_inverse = p.scale / p.softcap;
+    if (p.softcap != 0) schedule.cap_inverse = p.scale / p.softcap, schedule.capped = capped_exponent(p.scale, p.softcap);
     CUtensorMap map_q, map_k, map_v;
     const bool paged = p.cache.block_table;
     const int common = paged ? std::gcd(p.cache.page_size, kPlan.block_n) : kPlan.block_n;  // gcd of the rows of page and tile

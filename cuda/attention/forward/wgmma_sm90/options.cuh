@@ -82,12 +82,26 @@ struct TileOptions {
     const float& slope_of_item;
     const Consumer& me;
     const MaskedTiles masked;
-
-    __device__ __forceinline__ float slope() const { return *static_cast<const volatile float*>(&slope_of_item); }
+    // What ALiBi needs to know. diagonal: the key that row 0 of the item is aligned with. Called for every tile before the wait for its
+    // scores: a read of shared memory takes 300 cycles while products read their operands. Beside dropout registers are too few, and these
+    // are read where they are used. Volatile: the registers are free again after the tile.
+    struct Slope {
+        float slope;
+        int diagonal;
+    } early;
+    __device__ __forceinline__ Slope read_slope() const {
+        const volatile ForwardWork& item = w;
+        return {*static_cast<const volatile float*>(&slope_of_item), item.row0 + item.shift};
+    }
+    __device__ __forceinline__ void read_early() {
+        if (!(kBias && !kBiasOptions) && !kPlan.dropout && p.alibi_slopes) early = read_slope();
+    }
+    __device__ __forceinline__ float slope() const { return kPlan.dropout ? read_slope().slope : early.slope; }
+    __device__ __forceinline__ int diagonal() const { return kPlan.dropout ? w.row0 + w.shift : early.diagonal; }
     // From row g of the thread to its element 0.
     __device__ __forceinline__ float distance(int n) const {
         const Consumer at = me.rare();
-        return float(w.row0 + at.row() + w.shift - n * kBlockN - 2 * at.quad());
+        return float(diagonal() + at.row() - n * kBlockN - 2 * at.quad());
     }
     // Whether the tile may have keys that a row of the warpgroup does not see.
     __device__ __forceinline__ bool has_edge(int n) const { return n >= masked.right_tile || n < masked.left_tile; }
@@ -100,7 +114,7 @@ struct TileOptions {
     __device__ __forceinline__ bool is_exact(const KeyTile&, int n, int before, const RowStatistics&) const {
         if (n >= masked.right_tile) return true;
         if ((kBias && !kBiasOptions) || !p.alibi_slopes) return false;
-        const bool beside = n > before || (n + 1) * kBlockN - 1 <= w.row0 + me.wg * 64 + w.shift;
+        const bool beside = n > before || (n + 1) * kBlockN - 1 <= diagonal() + me.wg * 64;
         return !beside || slope() < 0;
     }
     __device__ __forceinline__ void hide(Scores& S, const KeyTile& tile) const {
@@ -155,7 +169,9 @@ struct TileOptions {
             return InExponent::kNothing;
         }
         if (p.softcap != 0) {
-            if (!p.alibi_slopes && !tile.cut && !has_edge(n) && all_small<0, kBlockN / 2>(S, schedule.cap_inverse)) return InExponent::kCap;
+            if (!p.alibi_slopes && !tile.cut && !has_edge(n) && schedule.capped.is_exact() &&
+                all_small<0, kBlockN / 2>(S, schedule.cap_inverse))
+                return InExponent::kCap;
             cap(S, schedule.cap_inverse);
         }
         mask_scores<kId>(S, w, masked, n, me);
@@ -165,30 +181,37 @@ struct TileOptions {
         }
         return tile.cut ? InExponent::kMask : InExponent::kNothing;
     }
-    // S becomes P under the current maximum.
+    // S becomes P under the current maximum. pack() follows in each branch, so that it can run under the exponentials.
+    template <typename Pack>
     __device__ __forceinline__ void take_exponentials(Scores& S, float scale, const RowStatistics& rows, const KeyTile& tile, int n,
-                                                      int before, InExponent option, float (&sum)[2]) const {
-        if constexpr (kBias) exponentials(S, exponent_of_natural(), rows.row_max, sum);
-        else take_exponentials_of_products(S, scale, rows, tile, n, before, option, sum);
+                                                      int before, InExponent option, float (&sum)[2], const Pack& pack) const {
+        if constexpr (kBias) exponentials(S, exponent_of_natural(), rows.row_max, sum), pack();
+        else take_exponentials_of_products(S, scale, rows, tile, n, before, option, sum, pack);
     }
+    template <typename Pack>
     __device__ __forceinline__ void take_exponentials_of_products(Scores& S, float scale, const RowStatistics& rows, const KeyTile& tile,
-                                                                  int n, int before, InExponent option, float (&sum)[2]) const {
+                                                                  int n, int before, InExponent option, float (&sum)[2],
+                                                                  const Pack& pack) const {
         float base[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) base[r] = rows.row_max[r] == -INFINITY ? 0.0f : rows.row_max[r];
         if (option == InExponent::kCap) {
-            const float inverse = schedule.cap_inverse;
-            exponentials_of(S, sum, [&](float x, int, int r) { return fmaf(tanh_polynomial(x * inverse), scale, -base[r]); });
+            exponentials_of(S, sum, [&](float x, int, int r) { return fmaf(x, schedule.capped.of(x * x), -base[r]); });
+            pack();
         } else if (option == InExponent::kSlope) {
-            const float slope = (n < before ? this->slope() : -this->slope()) * scale, to_key0 = distance(n);
-            base[0] = fmaf(slope, to_key0, base[0]), base[1] = fmaf(slope, to_key0 + 8.0f, base[1]);
-            exponentials_of(S, sum, [&](float x, int i, int r) { return fmaf(x, scale, fmaf(slope, float(i / 4 * 8 + i % 2), -base[r])); });
+            const float of_key = (n < before ? slope() : -slope()) * scale, to_key0 = distance(n);
+            base[0] = fmaf(of_key, to_key0, base[0]), base[1] = fmaf(of_key, to_key0 + 8.0f, base[1]);
+            exponentials_of(S, sum,
+                            [&](float x, int i, int r) { return fmaf(x, scale, fmaf(of_key, float(i / 4 * 8 + i % 2), -base[r])); });
+            pack();
         } else if (option == InExponent::kMask) {
             const uint32_t hidden = tile.hidden[me.rare().quad()];
             exponentials_of(
                 S, sum, [&](float x, int i, int r) { return hidden >> (i / 4 * 2 + i % 2) & 1 ? -INFINITY : fmaf(x, scale, -base[r]); });
+            pack();
         } else {
             exponentials_of(S, sum, [&](float x, int, int r) { return fmaf(x, scale, -base[r]); });
+            pack();
         }
     }
 };
@@ -232,7 +255,7 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
         work.wait_full();
         const auto& w = smem.work[work.slot];
         if (w.state == WorkState::kEnd) return;
-        const auto options = [&] {
+        auto options = [&] {
             const MaskedTiles masked = masked_tiles<kId>(w, me.wg);
             if constexpr (kWgmmaPlan<kId>.intervals) return TileIntervals<kId>{p, w, me, masked};
             else if constexpr (kWgmmaPlan<kId>.blocks)
@@ -249,6 +272,7 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
         int place = tile->place;
         multiply_qk<T, kId>(S, no_fragment, desc_q, desc_k + k.slot * k_step);
         if constexpr (kPlan.blocks) options.fetch(*tile, index_of(place));
+        if constexpr (!kPlan.skips()) options.read_early();
         if constexpr (kPlan.dropout) kept.draw(p, w, index_of(place), me);
         wgmma_wait<0>(S);
         k.release(me.lane);
@@ -271,11 +295,13 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
                 if (!options.sees(*tile)) {  // the warpgroup passes over the tile, and multiplies P before it does
                     v.wait_full();
                     k.release(me.lane);
+                    take_turn<kPlan.ping_pong>(me.wg);
                     if (pending) {
                         if (options.has_edge(before)) zero_values_outside<kBlockN>(p, w, before, smem.v, v, me.wg);
                         multiply_pv<T>(O, P, desc_v + v.slot * v_step);
                         wgmma_wait<0>(O);
                     }
+                    give_turn<kPlan.ping_pong, kWarpgroups>(me.wg);
                     v.release(me.lane);
                     pending = false;
                     continue;
@@ -292,6 +318,7 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
             }
             give_turn<kPlan.ping_pong, kWarpgroups>(me.wg);
             if constexpr (kPlan.blocks) options.fetch(*tile, n), pending = true;
+            if constexpr (!kPlan.skips()) options.read_early();
             if constexpr (kPlan.dropout) kept.draw(p, w, n, me);
             wgmma_wait<1>(S);
             if (!kSpeculative) k.release(me.lane);
@@ -305,8 +332,10 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
                 const InExponent option = plain ? InExponent::kNothing : options.prepare(S, *tile, opaque(n));
                 if constexpr (kEarlyPack) wgmma_wait<0>(O);
                 float sum[2];
-                options.take_exponentials(S, exponent.scale, rows, *tile, n, before, option, sum);
-                if constexpr (kEarlyPack) pack_probabilities<T>(P, S);
+                options.take_exponentials(S, exponent.scale, rows, *tile, n, before, option, sum, [&] {
+                    if constexpr (kEarlyPack && !kWgmmaPlan<kId>.dropout) pack_probabilities<T>(P, S);
+                });
+                if constexpr (kEarlyPack && kPlan.dropout) pack_probabilities<T>(P, S);  // in each branch, registers spill
                 done = accept_sums<T>(sum, rows);
                 if (!done) {
                     recompute_scores<T, kId>(S, no_fragment, slab, shared_address(smem.k[k.slot]), me);

@@ -155,16 +155,19 @@ struct TileBlocks {
         mask_scores<kId>(S, w, masked, n, me);
         return is_cut(tile) ? InExponent::kMask : InExponent::kNothing;
     }
+    template <typename Pack>
     __device__ __forceinline__ void take_exponentials(Scores& S, float scale, const RowStatistics& rows, const BlockKeyTile&, int /* n */,
-                                                      int /* before */, InExponent option, float (&sum)[2]) const {
+                                                      int /* before */, InExponent option, float (&sum)[2], const Pack& pack) const {
         if (option == InExponent::kNothing) {
             exponentials(S, exponent_of_products(scale), rows.row_max, sum);
+            pack();
             return;
         }
         float base[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) base[r] = rows.row_max[r] == -INFINITY ? 0.0f : rows.row_max[r];
         exponentials_of(S, sum, [&](float x, int i, int r) { return shows(i) ? fmaf(x, scale, -base[r]) : -INFINITY; });
+        pack();
     }
 };
 
