@@ -65,6 +65,8 @@ def units_stay_whole(kernel: str, call: dict, tile_rows: int, tile: int, places:
     ring, large = kernel == "decode_ring_sm90", kernel == "decode_wide_sm80" or call["bucket"] == 2
     tiles = math.ceil(call["keys"] / tile)
     units = call["batch"] * call["heads_k"] * math.ceil(call["rows"] / tile_rows)
+    if call["keys"] > 2048 and 4 * units < 3 * places:
+        return False
     step = (0.4 if ring else 1.7 if large else 0.85) * (4 if tile_rows > 16 else 1) * (1.5 if call["scores"] else 1)
     bytes_of_unit = call["keys"] * call["columns"] * 2
     time = lambda blocks, steps, n: max(steps * step, n * bytes_of_unit / 5e6) if blocks else 0  # noqa: E731

@@ -243,12 +243,20 @@ def test_groups_of_tiles(headdim, form, packed):
     assert (lse[seen] - want_lse[seen]).abs().max().item() < 1e-3
 
 
+@pytest.mark.parametrize("option", [None, *OPTIONS])
 @forms
-@pytest.mark.parametrize("headdim", [64, 128])
-def test_few_rows_over_many_keys(headdim, form):
-    """Beyond 16384 and 32768 keys other plans serve the call."""
-    for dtype in ("float16", "bfloat16"):
-        FORWARD.check(case_of((200, 32800 if headdim == 128 else 16500, 2), form, headdim, dtype))
+@pytest.mark.parametrize(("headdim", "keys"), [(64, 9000), (64, 16500), (128, 9000), (128, 32800)])
+def test_few_rows_over_many_keys(headdim, keys, form, option):
+    """Beyond 16384 and 32768 keys other plans serve the call; beyond 8192 they have bounds of groups."""
+    for dtype in ("float16", "bfloat16") if option is None else ("float16",):
+        FORWARD.check(case_of((130, keys, 2), form, headdim, dtype, **OPTIONS.get(option, {})))
+
+
+@forms
+@pytest.mark.parametrize(("headdim", "keys"), [(64, 17000), (128, 33000)])
+def test_packed_sequences_with_many_keys(headdim, keys, form):
+    cu_q, cu_k = (0, 70, 70, 200, 263), (0, keys, keys + 1, keys + 300, keys + 1200)
+    FORWARD.check(case_of((263, keys + 1200, 2), form, headdim, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k))
 
 
 @pytest.mark.parametrize(("headdim", "keys", "plan"), PLANS)

@@ -66,6 +66,8 @@ void check_exponent(uint32_t stride) {
     std::printf("CappedExponent: at most %.3g of itself\n", most);
     EXPECT(!capped_exponent(1e-6f, 30).is_exact(), "factors that vanish");
     EXPECT(!capped_exponent(0.125f, 1e6f).is_exact(), "factors that vanish");
+    EXPECT(!capped_exponent(1, 5e-6f).is_exact(), "factors that are infinite");
+    EXPECT(!capped_exponent(100, 1e-3f).is_exact(), "factors that are infinite");
 }
 
 void check_any(uint32_t stride) {

@@ -33,14 +33,19 @@ struct CappedExponent {
     FA_HOST_DEVICE float of(float y) const {
         return fmaf(fmaf(fmaf(fmaf(factor[4], y, factor[3]), y, factor[2]), y, factor[1]), y, factor[0]);
     }
-    // With a small scale the last factor would be 0 or lose bits.
-    FA_HOST_DEVICE bool is_exact() const { return factor[4] >= FLT_MIN; }
+    FA_HOST_DEVICE bool is_exact() const { return factor[4] != 0; }
 };
 inline CappedExponent capped_exponent(float scale, float softcap) {
     const double inverse = double(scale) / softcap;
     CappedExponent exponent{{1.0f, kTanh3, kTanh5, kTanh7, kTanh9}};
     double power = double(scale) * kLog2e;
-    for (float& factor : exponent.factor) factor = float(factor * power), power *= inverse * inverse;
+    bool exact = true;  // with a small or a large scale / softcap the last factors would lose bits or be infinite
+    for (float& factor : exponent.factor) {
+        const double exactly = factor * power;
+        exact = exact && std::fabs(exactly) >= FLT_MIN && std::fabs(exactly) <= FLT_MAX;
+        factor = float(exactly), power *= inverse * inverse;
+    }
+    if (!exact) exponent.factor[4] = 0;
     return exponent;
 }
 

@@ -248,9 +248,10 @@ class Forward(Function):
             spec["attention_chunk"] = draw.pick((1, 64, 1 + draw.size(300)))
         if draw.option(0.15 * rare):  # see _intervals
             spec["intervals"] = [draw.below(3), draw.below(2), draw.below(2)]
-            if not self.varlen and backend.device == "cuda" and draw.chance(0.1):  # kernels have plans for many keys
-                few = {"batch": 1, "nheads_k": 1, "group": draw.pick((1, 2)), "seqlen_q": 1 + draw.below(250)}
-                spec |= few | {"seqlen_k": 32769 + draw.below(400)}
+            many = spec.get("lens") is None and spec["headdim"] <= 128 and not spec.get("headdim_v")
+            if many and backend.device == "cuda" and draw.chance(0.1):  # kernels have plans for many keys
+                rows, keys = 1 + draw.below(60), draw.pick((8193, 16385, 32769)) + draw.below(300)
+                spec |= {"batch": 1, "nheads_k": 1, "group": 1, "seqlen_q": rows, "seqlen_k": keys}
         if draw.option(0.1 * rare):  # see _blocks
             spec["blocks"] = [draw.below(3), draw.pick((64, 128)), draw.pick((64, 128)), draw.below(2)]
 

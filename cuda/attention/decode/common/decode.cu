@@ -14,6 +14,8 @@ bool decode_units_stay_whole(const DecodeShape& s, const AttentionParams& p, con
     if (s.cluster || s.row_warps || p.cache.batch_invariant) return false;
     const double tiles = double(((decode_span(p) - 1) >> s.tile_shift) + 1), units = double(decode_units(s, p)),
                  places = decode_resident(s, p, device);
+    // The numbers below are of up to 1024 keys. Half of the multiprocessors do not read long caches at the memory's rate.
+    if (decode_span(p) > 2048 && 4 * units < 3 * places) return false;
     const double step = (ring ? 0.4 : large ? 1.7 : 0.85) * (s.rows > 16 ? 4 : 1) * (decode_reads_scores(p) ? 1.5 : 1);
     const double bytes_of_unit = double(decode_span(p)) * (p.headdim + p.headdim_v) * (has_8bit_cache(p) ? 1 : 2);
     const auto time = [&](double blocks, double steps, double of_units) {

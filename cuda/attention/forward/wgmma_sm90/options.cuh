@@ -225,6 +225,7 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
     // The options of an exact tile in one place for both ways to it, or in two: the registers suffice so.
     constexpr bool kAppliesTwice = !kEarlyPack;
     static_assert(!kPlan.q_in_registers && !kPlan.general && !kPlan.pieces, "what this loop lacks");
+    static_assert(!(kPlan.blocks && kPlan.ping_pong), "a warpgroup that passes over a tile takes no turn");
     const uint64_t k_step = descriptor_step(sizeof smem.k[0]), v_step = descriptor_step(sizeof smem.v[0]);
 
     float S[kBlockN / 2], O[kPlan.headdim_v / 2];
@@ -295,13 +296,11 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
                 if (!options.sees(*tile)) {  // the warpgroup passes over the tile, and multiplies P before it does
                     v.wait_full();
                     k.release(me.lane);
-                    take_turn<kPlan.ping_pong>(me.wg);
                     if (pending) {
                         if (options.has_edge(before)) zero_values_outside<kBlockN>(p, w, before, smem.v, v, me.wg);
                         multiply_pv<T>(O, P, desc_v + v.slot * v_step);
                         wgmma_wait<0>(O);
                     }
-                    give_turn<kPlan.ping_pong, kWarpgroups>(me.wg);
                     v.release(me.lane);
                     pending = false;
                     continue;
