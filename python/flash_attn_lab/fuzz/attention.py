@@ -249,7 +249,7 @@ class Forward(Function):
         if draw.option(0.15 * rare):  # see _intervals
             spec["intervals"] = [draw.below(3), draw.below(2), draw.below(2)]
             many = spec.get("lens") is None and spec["headdim"] <= 128 and not spec.get("headdim_v")
-            if many and backend.device == "cuda" and draw.chance(0.1):  # kernels have plans for many keys
+            if many and backend.device == "cuda" and draw.chance(0.03):  # kernels have plans for many keys
                 rows, keys = 1 + draw.below(60), draw.pick((8193, 16385, 32769)) + draw.below(300)
                 spec |= {"batch": 1, "nheads_k": 1, "group": 1, "seqlen_q": rows, "seqlen_k": keys}
         if draw.option(0.1 * rare):  # see _blocks

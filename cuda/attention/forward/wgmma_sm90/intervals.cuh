@@ -147,6 +147,7 @@ struct TileIntervals {
 
     __device__ __forceinline__ bool has_edge(int n) const { return n >= masked.right_tile || n < masked.left_tile; }
     __device__ __forceinline__ bool is_plain(int cut, int n) const { return !(cut || has_edge(n)); }
+    __device__ __forceinline__ void fetch(const Tile&, int /* n */) const {}
     // As me.rare(), but nothing of it is held in registers.
     static __device__ __forceinline__ Consumer rare() {
         const int thread = opaque(int(threadIdx.x)) - 128;

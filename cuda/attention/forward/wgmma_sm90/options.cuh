@@ -82,8 +82,7 @@ struct TileOptions {
     const float& slope_of_item;
     const Consumer& me;
     const MaskedTiles masked;
-    // What ALiBi needs to know. diagonal: the key that row 0 of the item is aligned with. Called for every tile before the wait for its
-    // scores: a read of shared memory takes 300 cycles while products read their operands. Beside dropout registers are too few, and these
+    // What ALiBi needs to know. diagonal: the key that row 0 of the item is aligned with. Beside dropout registers are too few, and these
     // are read where they are used. Volatile: the registers are free again after the tile.
     struct Slope {
         float slope;
@@ -93,7 +92,8 @@ struct TileOptions {
         const volatile ForwardWork& item = w;
         return {*static_cast<const volatile float*>(&slope_of_item), item.row0 + item.shift};
     }
-    __device__ __forceinline__ void read_early() {
+    // Called for every tile before the wait for its scores: a read of shared memory takes 300 cycles while products read their operands.
+    __device__ __forceinline__ void fetch(const KeyTile&, int /* n */) {
         if (!(kBias && !kBiasOptions) && !kPlan.dropout && p.alibi_slopes) early = read_slope();
     }
     __device__ __forceinline__ float slope() const { return kPlan.dropout ? read_slope().slope : early.slope; }
@@ -216,6 +216,21 @@ struct TileOptions {
     }
 };
 
+// The number of a tile, from KeyTile::place.
+__device__ __forceinline__ int index_of(int place) { return place < 0 ? ~place : place; }
+
+// What the exponentials multiply the scores of a plan by.
+template <WgmmaPlanId kId>
+__device__ __forceinline__ Exponent exponent_of_plan(const AttentionParams& p) {
+    if (kWgmmaPlan<kId>.bias) return exponent_of_natural();
+    return exponent_of_products((!kWgmmaPlan<kId>.skips() && p.softcap != 0 ? p.softcap : p.scale) * kLog2e);
+}
+
+// What the loop below lacks. In plans for blocks a warpgroup that passes over a tile takes no turn.
+constexpr bool loop_serves(const WgmmaPlan& plan) {
+    return !plan.q_in_registers && !plan.general && !plan.pieces && !(plan.blocks && plan.ping_pong);
+}
+
 template <typename T, WgmmaPlanId kId>
 __device__ __forceinline__ void consume_with_options(const AttentionParams& p, const WgmmaSchedule& schedule, WgmmaSmem<T, kId>& smem,
                                                      const Consumer& me, const SeenBlocks* blocks = nullptr) {
@@ -224,8 +239,7 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
     constexpr bool kSpeculative = kPlan.speculative(), kEarlyPack = kPlan.early_pack;
     // The options of an exact tile in one place for both ways to it, or in two: the registers suffice so.
     constexpr bool kAppliesTwice = !kEarlyPack;
-    static_assert(!kPlan.q_in_registers && !kPlan.general && !kPlan.pieces, "what this loop lacks");
-    static_assert(!(kPlan.blocks && kPlan.ping_pong), "a warpgroup that passes over a tile takes no turn");
+    static_assert(loop_serves(kPlan));
     const uint64_t k_step = descriptor_step(sizeof smem.k[0]), v_step = descriptor_step(sizeof smem.v[0]);
 
     float S[kBlockN / 2], O[kPlan.headdim_v / 2];
@@ -239,8 +253,7 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
     const uint32_t slab = shared_address(smem.q) + me.wg * sizeof smem.q[0];
     const uint64_t desc_q = wgmma_descriptor(slab, 16), desc_k = wgmma_descriptor(shared_address(smem.k), 16),
                    desc_v = wgmma_descriptor(shared_address(smem.v), kBlockN * kChunkRowBytes);
-    const Exponent exponent =
-        kPlan.bias ? exponent_of_natural() : exponent_of_products((!kPlan.skips() && p.softcap != 0 ? p.softcap : p.scale) * kLog2e);
+    const Exponent exponent = exponent_of_plan<kId>(p);
 
     uint32_t entry = 0;  // of the next tile
     const auto next_tile = [&] { return &smem.keys.entry(entry++); };
@@ -249,7 +262,6 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
         if constexpr (kWgmmaPlan<kId>.intervals || kWgmmaPlan<kId>.dropout)
             k = {smem.k_full, smem.k_empty, entry}, v = {smem.v_full, smem.v_empty, entry - 1};
     };
-    const auto index_of = [](int place) { return place < 0 ? ~place : place; };
 
     if (me.wg == kWarpgroups - 1) give_turn<kPlan.ping_pong, kWarpgroups>(me.wg);  // the first turn is warpgroup 0's
     for (;; work.next()) {
@@ -272,8 +284,7 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
         const KeyTileOf<kId>* tile = next_tile();
         int place = tile->place;
         multiply_qk<T, kId>(S, no_fragment, desc_q, desc_k + k.slot * k_step);
-        if constexpr (kPlan.blocks) options.fetch(*tile, index_of(place));
-        if constexpr (!kPlan.skips()) options.read_early();
+        options.fetch(*tile, index_of(place));
         if constexpr (kPlan.dropout) kept.draw(p, w, index_of(place), me);
         wgmma_wait<0>(S);
         k.release(me.lane);
@@ -316,8 +327,7 @@ __device__ __forceinline__ void consume_with_options(const AttentionParams& p, c
                 wgmma_fence(), wgmma_commit();  // nothing, so that the products count alike
             }
             give_turn<kPlan.ping_pong, kWarpgroups>(me.wg);
-            if constexpr (kPlan.blocks) options.fetch(*tile, n), pending = true;
-            if constexpr (!kPlan.skips()) options.read_early();
+            options.fetch(*tile, n), pending = true;
             if constexpr (kPlan.dropout) kept.draw(p, w, n, me);
             wgmma_wait<1>(S);
             if (!kSpeculative) k.release(me.lane);
