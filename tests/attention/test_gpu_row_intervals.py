@@ -27,8 +27,8 @@ PLANS = [  # headdim, keys
     (64, 16384, "d64_short_intervals"),
     (64, 16385, "d64_intervals"),
     (72, 2048, "d128_middle_intervals"),
-    (128, 32768, "d128_middle_intervals"),
-    (128, 32769, "d128_intervals"),
+    (128, 65536, "d128_middle_intervals"),
+    (128, 65537, "d128_intervals"),
     (192, 2048, "d256_intervals"),
     (256, 2048, "d256_intervals"),
 ]
@@ -243,17 +243,47 @@ def test_groups_of_tiles(headdim, form, packed):
     assert (lse[seen] - want_lse[seen]).abs().max().item() < 1e-3
 
 
+def documents_of(length, seqlen):
+    return masks.documents([length] * (seqlen // length) + [seqlen % length] * (seqlen % length > 0))
+
+
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+@pytest.mark.parametrize("per_head", [False, True], ids=["one mask", "a mask for each key head"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_gradients_of_blocks_in_order_of_their_length(headdim, per_head, batch):
+    """Documents of two lengths: the gradients of the same call in the order of the keys."""
+    seqlen, heads, heads_k = 3000, 16, 8
+    torch.manual_seed(0)
+    q, dout = torch.randn(2, batch, seqlen, heads, headdim, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, batch, seqlen, heads_k, headdim, device="cuda", dtype=torch.bfloat16)
+    of_head = [documents_of(length, seqlen)["startend_row_indices"] for length in range(200, 1800, 200)]
+    indices = np.concatenate(of_head if per_head else of_head[4:5], axis=1)
+    indices = np.concatenate([indices, indices[:, ::-1]][:batch], axis=0)
+    options = {"startend_row_indices": torch.from_numpy(np.ascontiguousarray(indices)).cuda(), "causal": True}
+    out, lse = fa.flash_attn_func(q, k, v, return_lse=True, **options)
+    free = fa.backward(dout, q, k, v, out, lse, **options)
+    ordered = fa.backward(dout, q, k, v, out, lse, deterministic=True, **options)
+    for name, got, want in zip("qkv", free, ordered, strict=True):
+        scale = want.float().abs().max()
+        assert ((got.float() - want.float()).abs().max() / scale).item() < 1e-2, f"d{name}"
+    reference = fa.backward(dout, q, k, v, out, lse, kernel="simple", **options)
+    for name, got, want in zip("qkv", free, reference, strict=True):
+        assert ((got.float() - want.float()).abs().max() / want.float().abs().max()).item() < 1.5e-2, f"d{name}"
+
+
 @pytest.mark.parametrize("option", [None, *OPTIONS])
 @forms
-@pytest.mark.parametrize(("headdim", "keys"), [(64, 9000), (64, 16500), (128, 9000), (128, 32800)])
+@pytest.mark.parametrize(
+    ("headdim", "keys"), [(64, 9000), (64, 16500), (128, 9000), (128, 32800), (128, 65600)]
+)
 def test_few_rows_over_many_keys(headdim, keys, form, option):
-    """Beyond 16384 and 32768 keys other plans serve the call; beyond 8192 they have bounds of groups."""
+    """Beyond 16384 and 65536 keys other plans serve the call; beyond 8192 they have bounds of groups."""
     for dtype in ("float16", "bfloat16") if option is None else ("float16",):
         FORWARD.check(case_of((130, keys, 2), form, headdim, dtype, **OPTIONS.get(option, {})))
 
 
 @forms
-@pytest.mark.parametrize(("headdim", "keys"), [(64, 17000), (128, 33000)])
+@pytest.mark.parametrize(("headdim", "keys"), [(64, 17000), (128, 33000), (128, 65700)])
 def test_packed_sequences_with_many_keys(headdim, keys, form):
     cu_q, cu_k = (0, 70, 70, 200, 263), (0, keys, keys + 1, keys + 300, keys + 1200)
     FORWARD.check(case_of((263, keys + 1200, 2), form, headdim, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k))

@@ -48,6 +48,7 @@ ROWS = {
     },
     "attention/common/bias_copy.cu": {"forward": ["wgmma_sm90"], "backward": ["wgmma_sm90"]},
     "attention/common/seen_blocks.cu": {"forward": ["wgmma_sm90"], "backward": ["wgmma_sm90"]},
+    "attention/backward/wgmma_sm90/interval_order.cu": {"backward": ["wgmma_sm90", "wgmma_pair_sm90"]},
     "attention/backward/wgmma_sm90/masked_tiles.cu": {"backward": ["wgmma_sm90", "wgmma_pair_sm90"]},
     "attention/backward/delta.cu": {
         "backward": ["simple", "mma_wide_sm80", "mma_float32_sm80", "wgmma_float32_sm90", "wgmma_float32_wide_sm90"]

@@ -1,6 +1,7 @@
 // wgmma_sm90/entry.cu: the entry point of the Hopper backward. It chooses the instantiation; wgmma_sm90/kernel.cuh is the kernel for head
 // dims up to 128, wgmma_pair_sm90/kernel.cuh the one above, and one small file per head dim compiles them.
 #include "attention/backward/wgmma_sm90/group_parts.h"
+#include "attention/backward/wgmma_sm90/interval_order.h"
 #include "attention/backward/wgmma_sm90/masked_tiles.h"
 #include "attention/backward/wgmma_sm90/tiles.h"
 #include "attention/common/batch_piece.h"
@@ -75,6 +76,7 @@ cudaError_t launch_plan(BackwardPlanId plan, const BackwardParams& b, int multip
 size_t launch_bytes(const BackwardParams& b, const BackwardPlan& plan) {
     size_t bounds = plan.intervals ? interval_bounds_bytes(b.forward, plan.block_n) : 0;
     if (has_interval_tiles(b.forward, plan, b.deterministic)) bounds += interval_tiles_bytes(b.forward, plan);
+    else bounds += interval_order_bytes(b.forward, plan.block_n);
     const size_t masks = plan.masks ? masked_tiles_bytes(b.forward, plan) : 0;
     const AttentionParams whole = call_of_groups(b).forward;
     const size_t copy = plan.bias() && backward_copies_bias(whole) ? bias_copy_bytes(backward_bias_copy(whole)) : 0;

@@ -61,9 +61,12 @@ cudaError_t launch_backward_block(Kernel function, int shared_bytes, const Backw
     if constexpr (kPlan.intervals) {
         void* const bounds = static_cast<char*>(align_up(p.workspace, 128)) + query_tiles_bytes(schedule.tiles);
         if (cudaError_t error = launch_interval_bounds(p, kPlan.block_n, bounds, &schedule.bounds, stream)) return error;
+        void* const lists = static_cast<char*>(bounds) + interval_bounds_bytes(p, kPlan.block_n);
         if (has_interval_tiles(p, kPlan, schedule.in_order)) {
-            void* const lists = static_cast<char*>(bounds) + interval_bounds_bytes(p, kPlan.block_n);
             if (cudaError_t error = launch_interval_tiles(p, kPlan, schedule.bounds, lists, &schedule.masks, stream)) return error;
+        } else if (!schedule.in_order && schedule.blocks * kPlan.blocks() > multiprocessors && can_order_intervals(p, kPlan.block_n)) {
+            schedule.by_section = true;
+            if (cudaError_t error = launch_interval_order(p, kPlan, schedule.bounds, lists, &schedule.order, stream)) return error;
         }
     }
     if constexpr (kPlan.masks) {

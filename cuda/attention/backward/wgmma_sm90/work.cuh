@@ -4,6 +4,7 @@
 #include <climits>
 #include <type_traits>
 
+#include "attention/backward/wgmma_sm90/interval_order.h"
 #include "attention/backward/wgmma_sm90/masked_tiles.h"
 #include "attention/backward/wgmma_sm90/tiles.h"
 #include "attention/common/interval_bounds.cuh"
@@ -91,6 +92,7 @@ struct BackwardSchedule {
     SoftcapFactors softcap;
     IntervalBounds bounds;  // plans for intervals: of each block of keys
     MaskedTiles masks;      // plans for masks; in order, lists of plans for intervals
+    IntervalOrder order;    // plans for intervals, in no order: of blocks of keys
 };
 
 // The first lane's value, in all lanes that still run. The shuffle tells the compiler that it is uniform.
@@ -149,8 +151,8 @@ FA_HOST_DEVICE Visited visited(const BackwardWork& w, int it) {
 // block before it at the distance at which it started, about one tile, and never overtakes it: with a causal mask, lower keys have more
 // tiles, but the additional ones come last. This also puts the longest walks first, so that thread blocks end together. ladder/turns.py
 // compares this with other orders.
-template <int kBlockM, int kBlockN>
-FA_HOST_DEVICE bool find_key_block(const AttentionParams& p, const BackwardSchedule& schedule, int index, BackwardWork& w) {
+template <int kBlockM, int kBlockN, typename Work>
+FA_HOST_DEVICE bool find_key_block(const AttentionParams& p, const BackwardSchedule& schedule, int index, Work& w) {
     if (p.cu_seqlens_q) {
         const int slot = index / p.nheads_k;
         w.head_k = index - slot * p.nheads_k;
@@ -177,6 +179,8 @@ FA_HOST_DEVICE bool find_key_block(const AttentionParams& p, const BackwardSched
             sequence_head = index / schedule.n_blocks, n = index - sequence_head * schedule.n_blocks;
         }
         w.batch = sequence_head / p.nheads_k, w.head_k = sequence_head - w.batch * p.nheads_k;
+        if constexpr (std::is_same_v<Work, BackwardIntervalWork>)
+            if (schedule.order.data) n = schedule.order.block(w.batch, w.head_k, n);
         w.key0 = n * kBlockN;
         w.q_row = w.k_row = w.first_tile = 0;
     }

@@ -200,8 +200,10 @@ constexpr WgmmaPlan wgmma_plan(WgmmaPlanId id) {
         case WgmmaPlanId::kD64Intervals: return with_intervals(wgmma_plan(WgmmaPlanId::kD64Long));
         case WgmmaPlanId::kD128Intervals: return with_intervals(wgmma_plan(WgmmaPlanId::kD128Long));
         case WgmmaPlanId::kD256Intervals: return with_intervals(wgmma_plan(WgmmaPlanId::kD256));
-        // 128 rows: of a mask that leaves each row few keys, fewer lie outside it, and fewer items have rows of two documents. Documents of
-        // an eighth of 8192 to 32768 keys take 0.68 to 0.87 of the time (D64, D128), a mask that hides nothing 1.00 to 1.12. At head dim
+        // 128 rows: of a mask that leaves each row few keys, fewer lie outside it, and fewer items have rows of two documents. Times over
+        // those of 192 rows, documents of an eighth of the keys, a shared prompt, a mask that hides nothing: at head dim 64
+        // 0.88, 1.07, 1.13 (8192 keys), 0.95, 1.15, 1.14 (16384); at 128 0.73, 0.89, 1.01 (8192), 0.86, 1.08, 1.05 (32768),
+        // 0.92, 1.04, 1.08 (65536), 1.01, 1.06, 1.05 (131072). A choice on the device, by the tiles that are left, costs 15 us. At head dim
         // 128, 112 keys in three stages are slower than 128 keys in two, by up to 30 %; at 64 packing under the exponentials by 3 %, and a
         // loop without turns by 10 to 20 %.
         case WgmmaPlanId::kD64ShortIntervals:
@@ -410,7 +412,7 @@ inline WgmmaPlanId wgmma_choose(const AttentionParams& p, int multiprocessors) {
     const bool options = general && wgmma_options_serve(p);
     if (p.intervals.data) {  // only the device knows how many keys they leave to a row
         if (d > 128) return WgmmaPlanId::kD256Intervals;
-        if (d > 64) return keys <= 32768 ? WgmmaPlanId::kD128MiddleIntervals : WgmmaPlanId::kD128Intervals;
+        if (d > 64) return keys <= 65536 ? WgmmaPlanId::kD128MiddleIntervals : WgmmaPlanId::kD128Intervals;
         return keys <= 16384 ? WgmmaPlanId::kD64ShortIntervals : WgmmaPlanId::kD64Intervals;
     }
     if (wgmma_blocks_serve(p)) {
