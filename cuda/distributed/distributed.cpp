@@ -113,10 +113,7 @@ fa_status validate(const fa_distributed_args* args, int32_t kind, int32_t rank, 
         return fail(FA_UNSUPPORTED, "out_dtype=%s with dtype=%s: they are the same", dtype_name(a.out_dtype), dtype_name(a.dtype));
     if (a.max_score) return fail(FA_UNSUPPORTED, "max_score is set: a call over ranks does not give it");
     if (a.key_sums) return fail(FA_UNSUPPORTED, "key_sums is set: a call over ranks does not give it");
-    if (a.attention_chunk)
-        return fail(FA_UNSUPPORTED, "attention_chunk=%d: a rank's part of a sequence may begin inside a chunk", a.attention_chunk);
-    if (a.block_mask.data)
-        return fail(FA_UNSUPPORTED, "block_mask.data is set: its blocks count from the start of whole sequences, not of a rank's part");
+    FA_RETURN_IF_ERROR(refuse_options(a, Calls::kOverRanks));
     FA_RETURN_IF_ERROR(check_layout(d.layout));
     if (d.mode < FA_MODE_AUTO || d.mode > FA_MODE_ULYSSES) return fail(FA_BAD_ARGUMENT, "mode=%d is not an fa_mode (0 .. 2)", d.mode);
     if (d.groups < 0 || d.groups > kMostPieces) return fail(FA_BAD_ARGUMENT, "groups=%d is outside 0 .. %d", d.groups, kMostPieces);
@@ -249,11 +246,10 @@ fa_status validate(const fa_distributed_decode_args* args, int32_t kind, int32_t
     FA_RETURN_IF_ERROR(check_total(a.batch, "nheads", a.nheads, "seqlen_q", a.seqlen_q));
     if (a.headdim_v == 0) a.headdim_v = a.headdim;
     p->headdim_v = a.headdim_v, p->element = int64_t(dtype_size(a.dtype));
+    FA_RETURN_IF_ERROR(refuse_options(a, Calls::kOverShards));
     const char* needs = a.has_window && (a.window_left >= 0 || (!a.causal && a.window_right >= 0)) ? "window_size"
-                        : a.alibi_slopes                                                           ? "alibi_slopes"
                         : p->cache.rotary_cos                                                      ? "rotary_cos"
                         : p->cache.cache_leftpad                                                   ? "cache_leftpad"
-                        : a.attention_chunk                                                        ? "attention_chunk"
                         : a.top_left && a.causal                                                   ? "top_left"
                                                                                                    : nullptr;
     if (needs)

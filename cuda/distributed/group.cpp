@@ -6,6 +6,7 @@
 #include <new>
 
 #include "api/common/device.h"
+#include "api/common/options.h"
 #include "cpu/common/parallel.h"
 
 namespace fa::distributed {
@@ -38,56 +39,51 @@ struct Announcement {
         kWindowLeft,
         kWindowRight,
         kScale,
-        kSoftcap,
-        kDropoutP,
-        kDropoutSeed,
-        kDropoutOffset,
         kWantsLse,
-        kHasBias,
-        kHasMask,
-        kHasAlibi,
-        kHasSinks,
         kWantsDsinks,
-        kFields
+        kOptions,  // and those after it: see agreed_options
+        kFields = kOptions + kMostAgreed
     };
     int64_t field[kFields];
     Published published[kMostPublished];
 };
 static_assert(sizeof(Announcement) <= kMessageBytes, "an announcement is one message");
 
-constexpr struct {
+struct FieldName {
     const char* name;
-    bool real;  // the field holds the bits of a float
-} kFieldNames[Announcement::kFields] = {{"the operation", false},
-                                        {"mode", false},
-                                        {"layout", false},
-                                        {"groups", false},
-                                        {"batch", false},
-                                        {"nheads", false},
-                                        {"nheads_k", false},
-                                        {"headdim", false},
-                                        {"headdim_v", false},
-                                        {"dtype", false},
-                                        {"device", false},
-                                        {"total_q", false},
-                                        {"total_k", false},
-                                        {"a checksum of cu_seqlens_q", false},
-                                        {"a checksum of cu_seqlens_k", false},
-                                        {"causal", false},
-                                        {"top_left", false},
-                                        {"window_left", false},
-                                        {"window_right", false},
-                                        {"softmax_scale", true},
-                                        {"softcap", true},
-                                        {"dropout_p", true},
-                                        {"dropout_seed", false},
-                                        {"dropout_offset", false},
-                                        {"lse wanted", false},
-                                        {"bias set", false},
-                                        {"mask set", false},
-                                        {"alibi_slopes set", false},
-                                        {"sinks set", false},
-                                        {"dsinks wanted", false}};
+    bool real;           // the field holds the bits of a float
+    bool array = false;  // it says whether there is an array of this name
+};
+constexpr FieldName kFieldNames[Announcement::kOptions] = {{"the operation", false},
+                                                           {"mode", false},
+                                                           {"layout", false},
+                                                           {"groups", false},
+                                                           {"batch", false},
+                                                           {"nheads", false},
+                                                           {"nheads_k", false},
+                                                           {"headdim", false},
+                                                           {"headdim_v", false},
+                                                           {"dtype", false},
+                                                           {"device", false},
+                                                           {"total_q", false},
+                                                           {"total_k", false},
+                                                           {"a checksum of cu_seqlens_q", false},
+                                                           {"a checksum of cu_seqlens_k", false},
+                                                           {"causal", false},
+                                                           {"top_left", false},
+                                                           {"window_left", false},
+                                                           {"window_right", false},
+                                                           {"softmax_scale", true},
+                                                           {"lse wanted", false},
+                                                           {"dsinks wanted", false}};
+
+FieldName name_of(int field) {
+    if (field < Announcement::kOptions) return kFieldNames[field];
+    Agreed options[kMostAgreed];
+    agreed_options(fa_attention_args{}, options);
+    const Agreed& option = options[field - Announcement::kOptions];
+    return {option.name, option.real, option.array};
+}
 
 constexpr const char* kCallNames[] = {
     "", "fa_distributed_forward", "fa_distributed_backward", "fa_distributed_decode", "fa_distributed_merge", "fa_group_reserve"};
@@ -116,16 +112,17 @@ void describe(const Problem& p, Announcement* said) {
     f[A::kLengthsQ] = checksum(p.cu_q), f[A::kLengthsK] = checksum(p.cu_k);
     f[A::kTopLeft] = a.top_left, f[A::kWindowLeft] = p.window.left, f[A::kWindowRight] = p.window.right;
     f[A::kCausal] = a.causal;
-    f[A::kScale] = a.has_softmax_scale ? bits(a.softmax_scale) : -1, f[A::kSoftcap] = bits(a.softcap), f[A::kDropoutP] = bits(a.dropout_p);
-    f[A::kDropoutSeed] = int64_t(a.dropout_seed), f[A::kDropoutOffset] = int64_t(a.dropout_offset);
+    f[A::kScale] = a.has_softmax_scale ? bits(a.softmax_scale) : -1;
     f[A::kWantsLse] = p.operation == Operation::kForward && a.lse;
-    f[A::kHasBias] = a.bias.data != nullptr, f[A::kHasMask] = a.mask.data != nullptr, f[A::kHasAlibi] = a.alibi_slopes != nullptr;
-    f[A::kHasSinks] = a.sinks != nullptr, f[A::kWantsDsinks] = p.backward() && p.g.dsinks;
+    f[A::kWantsDsinks] = p.backward() && p.g.dsinks;
     if (p.operation == Operation::kDecode) said->appends = p.cache.seqlen_new;
     said->reserve = p.reserve;
-    // A rank without rows may pass any address, so these fields stay open.
-    if (!p.cu_q.empty() && p.rows_q() == 0)
-        for (const A::Field field : {A::kWantsLse, A::kHasBias, A::kHasMask}) f[field] = kAnyValue;
+    // A rank without rows may pass any address, so some fields stay open.
+    const bool no_rows = !p.cu_q.empty() && p.rows_q() == 0;
+    if (no_rows) f[A::kWantsLse] = kAnyValue;
+    Agreed options[kMostAgreed];
+    const int count = agreed_options(a, options);
+    for (int i = 0; i < count; ++i) f[A::kOptions + i] = no_rows && options[i].of_rows ? kAnyValue : options[i].word;
 }
 
 // The failure of another rank. FA_WORKSPACE_TOO_SMALL goes to all ranks or none, because the caller then provides more memory and calls
@@ -157,11 +154,12 @@ fa_status compare(const std::vector<Announcement>& all) {
                             "the operation=%" PRId64 " on rank %zu, but %" PRId64
                             " on rank %zu: all ranks make the same call, and these are %s and %s",
                             x, r, expected, first, kCallNames[x], kCallNames[expected]);
-            if (kFieldNames[f].real)
-                return fail(FA_BAD_ARGUMENT, "%s=%g on rank %zu, but %g on rank %zu: all ranks make the same call", kFieldNames[f].name,
-                            value(x), r, value(expected), first);
-            return fail(FA_BAD_ARGUMENT, "%s=%" PRId64 " on rank %zu, but %" PRId64 " on rank %zu: all ranks make the same call",
-                        kFieldNames[f].name, x, r, expected, first);
+            const FieldName field = name_of(f);
+            if (field.real)
+                return fail(FA_BAD_ARGUMENT, "%s=%g on rank %zu, but %g on rank %zu: all ranks make the same call", field.name, value(x), r,
+                            value(expected), first);
+            return fail(FA_BAD_ARGUMENT, "%s%s=%" PRId64 " on rank %zu, but %" PRId64 " on rank %zu: all ranks make the same call",
+                        field.name, field.array ? " set" : "", x, r, expected, first);
         }
     }
     return FA_OK;

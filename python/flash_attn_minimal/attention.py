@@ -236,88 +236,36 @@ def flash_attn_func(
 
 @overload
 def flash_attn_varlen_func(
-    q: Array,
-    k: Array,
-    v: Array,
-    cu_seqlens_q: Array,
-    cu_seqlens_k: Array,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = ...,
-    softmax_scale: float | None = ...,
-    causal: bool = ...,
-    window_size: tuple[int, int] = ...,
-    softcap: float = ...,
-    alibi_slopes: AnyArray | None = ...,
-    deterministic: bool = ...,
-    return_lse: Literal[False] = ...,
-    **options: Unpack[_KeywordCall],
-) -> Array: ...
+    q: Array, k: Array, v: Array, cu_seqlens_q: Array, cu_seqlens_k: Array, max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ...,
+    softcap: float = ..., alibi_slopes: AnyArray | None = ..., deterministic: bool = ...,
+    return_lse: Literal[False] = ..., **options: Unpack[_KeywordCall],
+) -> Array: ...  # fmt: skip
 @overload
 def flash_attn_varlen_func(
-    q: Array,
-    k: Array,
-    v: Array,
-    cu_seqlens_q: Array,
-    cu_seqlens_k: Array,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    return_lse: Literal[True],
-    **options: Unpack[_Call],
-) -> tuple[Array, Array]: ...
+    q: Array, k: Array, v: Array, cu_seqlens_q: Array, cu_seqlens_k: Array, max_seqlen_q: int, max_seqlen_k: int,
+    *, return_lse: Literal[True], **options: Unpack[_Call],
+) -> tuple[Array, Array]: ...  # fmt: skip
 @overload
 def flash_attn_varlen_func(
-    q: Array,
-    k: Array,
-    v: Array,
-    cu_seqlens_q: Array,
-    cu_seqlens_k: Array,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    return_softmax_lse: Literal[True],
-    **options: Unpack[_Call],
-) -> tuple[Array, Array]: ...
+    q: Array, k: Array, v: Array, cu_seqlens_q: Array, cu_seqlens_k: Array, max_seqlen_q: int, max_seqlen_k: int,
+    *, return_softmax_lse: Literal[True], **options: Unpack[_Call],
+) -> tuple[Array, Array]: ...  # fmt: skip
 @overload
 def flash_attn_varlen_func(
-    q: Array,
-    k: Array,
-    v: Array,
-    cu_seqlens_q: Array,
-    cu_seqlens_k: Array,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    return_lse: bool,
-    **options: Unpack[_Call],
-) -> Array | tuple[Array, Array]: ...
+    q: Array, k: Array, v: Array, cu_seqlens_q: Array, cu_seqlens_k: Array, max_seqlen_q: int, max_seqlen_k: int,
+    *, return_lse: bool, **options: Unpack[_Call],
+) -> Array | tuple[Array, Array]: ...  # fmt: skip
 @overload
 def flash_attn_varlen_func(
-    q: Array,
-    k: Array,
-    v: Array,
-    cu_seqlens_q: Array,
-    cu_seqlens_k: Array,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    return_max_score: Literal[True],
-    **options: Unpack[_CallWithSums],
-) -> tuple[Array, ...]: ...
+    q: Array, k: Array, v: Array, cu_seqlens_q: Array, cu_seqlens_k: Array, max_seqlen_q: int, max_seqlen_k: int,
+    *, return_max_score: Literal[True], **options: Unpack[_CallWithSums],
+) -> tuple[Array, ...]: ...  # fmt: skip
 @overload
 def flash_attn_varlen_func(
-    q: Array,
-    k: Array,
-    v: Array,
-    cu_seqlens_q: Array,
-    cu_seqlens_k: Array,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    return_key_sums: Literal[True],
-    **options: Unpack[_CallWithLse],
-) -> tuple[Array, ...]: ...
+    q: Array, k: Array, v: Array, cu_seqlens_q: Array, cu_seqlens_k: Array, max_seqlen_q: int, max_seqlen_k: int,
+    *, return_key_sums: Literal[True], **options: Unpack[_CallWithLse],
+) -> tuple[Array, ...]: ...  # fmt: skip
 @with_signature(KeywordOptions)
 def flash_attn_varlen_func(
     q: Array,

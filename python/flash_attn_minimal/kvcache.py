@@ -25,6 +25,7 @@ from ._core.frameworks import is_traced
 from ._core.launch import launch_with_workspace
 from ._core.library import load
 from ._core.options import (
+    OPTION_ARRAYS,
     AnyArray,
     Array,
     Options,
@@ -33,6 +34,7 @@ from ._core.options import (
     _output,
     arrays_of,
     default_of,
+    field_of,
     hints_of,
     with_signature,
 )
@@ -169,7 +171,7 @@ def flash_attn_with_kvcache(
             windows, ALiBi and chunks count only the keys after them.
         block_table: (batch, pages of a sequence) int32: key j of sequence b is row j % page_size of page
             block_table[b, j // page_size]. Entries past a sequence's keys are never read.
-        softmax_scale, causal, window_size, attention_chunk, softcap, alibi_slopes, sinks, kernel, num_threads: as in
+        softmax_scale, causal, window_size, softcap, alibi_slopes, and options that are not listed here: as in
             flash_attn_func. The last row of q is aligned with the last key, including the appended ones.
         rotary_interleaved: rotate pairs (2i, 2i + 1) rather than (i, i + rotary_dim / 2).
         num_splits: the number of pieces that a sequence's keys are cut into, 1 .. 256, so that a few rows occupy the
@@ -321,6 +323,7 @@ _DEFAULTS = {name: default_of(_HINTS[name]) for name in _FIELDS[3:]} | {"rotary_
 # The arguments of a step except for its results.
 _Step = namedtuple("_Step", _FIELDS, defaults=_DEFAULTS.values())  # type: ignore[misc]
 _LENGTHS = _FIELDS.index("cache_seqlens")
+_SHARED = [name for name in Options._fields if name in _Step._fields]
 
 
 def step_of(function: str, given: Mapping[str, Any], **named: Any) -> _Step:
@@ -336,7 +339,8 @@ _repeats = Repeats(
     (
         AttentionArgs,
         {"seqlen_k": "keys", "q_data": "q", "k_data": "k_cache", "v_data": "v_cache", "out_data": "out"}
-        | {name: name for name in ("lse", "alibi_slopes", "sinks", "workspace", "workspace_bytes")},
+        | {field_of(name): name for name in _SHARED if name in OPTION_ARRAYS}
+        | {name: name for name in ("lse", "workspace", "workspace_bytes")},
     ),
     (
         KVCacheArgs,
@@ -414,9 +418,6 @@ def _prepare_step(step: _Step) -> tuple[KVCacheArgs, AttentionArgs, list[View], 
         setattr(call, name, checks.flag(name, getattr(step, name)))
     call.num_splits = checks.integer("num_splits", step.num_splits, -(2**31), 2**31 - 1)
     return call, args, views, room
-
-
-_SHARED = [name for name in Options._fields if name in _Step._fields]
 
 
 def _per_sequence(views: list[View], name: str, array: Any, batch: int) -> int | None:

@@ -14,7 +14,6 @@ namespace fa {
 namespace {
 
 constexpr int32_t kMaxHeadDim = 512;
-constexpr int kMostRead = 22;  // the most arrays that a call reads
 
 fa_status check_descale(const char* name, const fa_descale& d, bool fp8, bool need) {
     if (!fp8 && d.data) return fail(FA_BAD_ARGUMENT, "%s.data is set, but only dtype=float8_e4m3 has factors", name);
@@ -121,31 +120,7 @@ Regions<kMostRead> inputs_of(const fa_attention_args& a, const Shapes& s) {
                         1,
                         4});
     };
-    read.add(region("bias", a.bias, a.batch, a.seqlen_q, a.nheads, a.seqlen_k, dtype_size(a.bias_dtype ? a.bias_dtype : a.dtype)));
-    read.add(region("mask", a.mask, a.batch, a.seqlen_q, a.nheads, a.seqlen_k, 1));
-    const fa_row_indices& indices = a.startend_row_indices;
-    read.add(Region{"startend_row_indices",
-                    indices.data,
-                    {{"batch", "batch", a.parts ? a.batch : s.batch, indices.batch_stride},
-                     {"key", "keys", a.parts ? a.seqlen_k : s.rows_k, indices.key_stride},
-                     {"head", "heads", indices.heads, indices.head_stride}},
-                    indices.numbers,
-                    4});
-    const fa_block_mask& blocks = a.block_mask;
-    if (blocks.data)
-        read.add(Region{"block_mask",
-                        blocks.data,
-                        {{"batch", "batch", a.batch, blocks.batch_stride},
-                         {"row", "blocks of rows", ceil_div(a.seqlen_q, blocks.row_block), blocks.row_stride},
-                         {"head", "heads", blocks.heads, blocks.head_stride}},
-                        ceil_div(a.seqlen_k, blocks.key_block),
-                        1});
-    read.add(Region{"alibi_slopes",
-                    a.alibi_slopes,
-                    {{"batch", "batch", a.batch, a.alibi_batch_stride}, {"row", "rows", 1, 0}, {"head", "nheads", 1, 0}},
-                    a.nheads,
-                    4});
-    read.add(region("sinks", a.sinks, a.nheads, 4));
+    add_arrays_of_options(a, s.batch, s.rows_k, &read);
     read.add(region("cu_seqlens_q", a.cu_seqlens_q, int64_t(a.batch) + 1, 4));
     read.add(region("cu_seqlens_k", a.cu_seqlens_k, int64_t(a.batch) + 1, 4));
     read.add(region("parts", a.parts, a.batch, sizeof(fa_part)));
@@ -156,26 +131,6 @@ Regions<kMostRead> inputs_of(const fa_attention_args& a, const Shapes& s) {
 }
 
 DescaleView view(const fa_descale& d) { return {d.data, d.batch_stride, d.head_stride}; }
-ScoreView view(const fa_score_tensor& t) { return {t.data, t.batch_stride, t.head_stride, t.row_stride}; }
-RowIndicesView view(const fa_row_indices& t, const fa_attention_args& a) {
-    if (!t.data) return {};
-    const RowIndicesForm form = t.numbers == 1   ? RowIndicesForm::kFrom
-                                : t.numbers == 4 ? RowIndicesForm::kTwoIntervals
-                                : a.causal       ? RowIndicesForm::kBetween
-                                                 : RowIndicesForm::kOutside;
-    return {t.data, t.batch_stride, t.head_stride, t.key_stride, a.nheads / t.heads, form};
-}
-BlockMaskView view(const fa_block_mask& t, const fa_attention_args& a) {
-    if (!t.data) return {};
-    const auto shift = [](int32_t block) { return block == 64 ? 6 : 7; };
-    return {static_cast<const uint8_t*>(t.data),
-            t.batch_stride,
-            t.head_stride,
-            t.row_stride,
-            a.nheads / t.heads,
-            shift(t.row_block),
-            shift(t.key_block)};
-}
 
 }  // namespace
 
@@ -216,8 +171,7 @@ fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attentio
     if (parts && !a.cu_seqlens_q) return fail(FA_BAD_ARGUMENT, "parts=%p, but cu_seqlens_q is NULL: only a varlen call has parts", parts);
     if (parts && a.cu_seqlens_k) return fail(FA_BAD_ARGUMENT, "parts=%p and cu_seqlens_k are both set: parts name their keys", parts);
     if (parts && a.top_left) return fail(FA_BAD_ARGUMENT, "top_left=%d with parts, which have a shift of their own", a.top_left);
-    if (parts && a.attention_chunk)
-        return fail(FA_UNSUPPORTED, "attention_chunk=%d with parts, whose keys may begin inside a chunk", a.attention_chunk);
+    if (parts) FA_RETURN_IF_ERROR(refuse_options(a, Calls::kOnParts));
     const bool varlen = a.cu_seqlens_q || a.cu_seqlens_k;
     if (varlen) {
         if (!a.cu_seqlens_q || (!a.cu_seqlens_k && !parts))
@@ -264,7 +218,6 @@ fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attentio
         FA_RETURN_IF_ERROR(check_output(region("out", a.out, shapes.batch, rows_q, a.nheads, headdim_v, shapes.out_element)));
         FA_RETURN_IF_ERROR(check_apart(outputs_of(a, shapes, need), inputs_of(a, shapes)));
     }
-    const int32_t bias_dtype = a.bias_dtype ? a.bias_dtype : a.dtype;
 
     AttentionParams& p = *params;
     p = {};
@@ -277,27 +230,7 @@ fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attentio
     p.cu_seqlens_q = a.cu_seqlens_q, p.cu_seqlens_k = a.cu_seqlens_k;
     p.parts = reinterpret_cast<const Part*>(a.parts);
     p.total_q = int32_t(a.total_q), p.total_k = int32_t(a.total_k);
-    p.scale = a.has_softmax_scale ? a.softmax_scale : float(1.0 / std::sqrt(double(a.headdim)));
-    p.softcap = a.softcap;
-    p.alibi_slopes = a.alibi_slopes, p.alibi_batch = a.alibi_batch_stride;
-    p.bias = view(a.bias), p.bias_dtype = DType(bias_dtype), p.mask = view(a.mask);
-    p.intervals = view(a.startend_row_indices, a);
-    p.blocks = view(a.block_mask, a);
-    p.top_left = a.top_left;
-    const auto edge = [](int64_t w) { return int32_t(std::min<int64_t>(w, INT32_MAX)); };
-    p.window_left = a.has_window ? edge(a.window_left) : -1;
-    p.window_right = a.causal ? 0 : a.has_window ? edge(a.window_right) : -1;
-    if (a.attention_chunk) p.chunk = divisor_of(a.attention_chunk);
-    p.sinks = a.sinks;
-    if (a.dropout_p > 0) {
-        p.dropout_threshold = uint32_t(std::lround(double(a.dropout_p) * kDropoutChances));
-        p.dropout_threshold = std::clamp(p.dropout_threshold, 1u, kDropoutChances - 1u);
-        p.dropout_scale = float(kDropoutChances / (double(kDropoutChances) - p.dropout_threshold));
-        dropout_key(a.dropout_seed, a.dropout_offset, p.dropout_key);
-    }
-    p.first_head = a.first_head;
-    p.allow_tf32 = a.allow_tf32;
-    p.fast_accum = a.fast_accum;
+    put_options(a, params);
     FA_RETURN_IF_ERROR(find_threads(a.device, a.num_threads, &p.num_threads));
     p.workspace = a.workspace;
     p.q_descale = view(a.q_descale), p.k_descale = view(a.k_descale), p.v_descale = view(a.v_descale);

@@ -22,6 +22,12 @@ fa_status validate(const fa_attention_backward_args* args, Pointers pointers, fa
 fa_status validate(const fa_kvcache_args* args, Pointers pointers, fa_attention_args* forward, AppendParams* params);
 fa_status validate(const fa_merge_args* args, MergeParams* params);
 
+// options.cpp: what validate does with the options of attention, after check_options. Puts them into the parameters of the kernels.
+void put_options(const fa_attention_args& a, AttentionParams* params);
+// Adds the arrays among them to those that a call reads. batch, rows_k: of k in memory.
+constexpr int kMostRead = 22;
+void add_arrays_of_options(const fa_attention_args& a, int64_t batch, int64_t rows_k, Regions<kMostRead>* read);
+
 // Refuses a workspace that overlaps an array of the call. `bytes`: the part of the workspace that the kernel uses. `a` holds the fields of
 // both passes; `params` were filled by validate.
 fa_status check_workspace_apart(const fa_attention_args& a, const AttentionParams& params, size_t bytes);

@@ -8,6 +8,7 @@
 
 #include "api/attention/validate.h"
 #include "api/common/checks.h"
+#include "api/common/options.h"
 #include "api/common/status.h"
 
 namespace fa {
@@ -130,10 +131,10 @@ fa_status check_places(const fa_kvcache_args& a, const fa_attention_args& f) {
 }
 
 // Whether the rotary tables have a row for every position in sequence b, which holds `before` keys.
-fa_status check_positions(const fa_kvcache_args& a, const fa_attention_args& f, int32_t b, int64_t before) {
+fa_status check_positions(const fa_kvcache_args& a, const AttentionParams& p, int32_t b, int64_t before) {
     if (!a.rotary_cos) return FA_OK;
-    const bool in_order = f.causal || (f.has_window && (f.window_left >= 0 || f.window_right >= 0)) || f.attention_chunk;
-    const int64_t queries = std::min<int64_t>(f.seqlen_q, in_order ? f.seqlen_q : 1), rows = std::max<int64_t>(queries, a.seqlen_new);
+    const bool ordered = p.window_left >= 0 || p.window_right >= 0 || p.chunk.divisor;  // as in append_position
+    const int64_t queries = ordered ? p.seqlen_q : std::min(p.seqlen_q, 1), rows = std::max<int64_t>(queries, a.seqlen_new);
     if (rows == 0 || before + rows <= a.rotary_rows) return FA_OK;
     return fail(FA_BAD_ARGUMENT,
                 "rotary_rows=%d: sequence %d turns by the positions %" PRId64 " .. %" PRId64
@@ -142,7 +143,7 @@ fa_status check_positions(const fa_kvcache_args& a, const fa_attention_args& f, 
 }
 
 // Checks the contents that only the CPU can read: lengths, entries and pages.
-fa_status check_contents(const fa_kvcache_args& a, const fa_attention_args& f) {
+fa_status check_contents(const fa_kvcache_args& a, const fa_attention_args& f, const AttentionParams& p) {
     const int64_t room = f.seqlen_k - a.seqlen_new;
     for (int32_t b = 0; b < f.batch; ++b) {
         const int64_t before = a.cache_seqlens ? a.cache_seqlens[b] : room;
@@ -150,7 +151,7 @@ fa_status check_contents(const fa_kvcache_args& a, const fa_attention_args& f) {
             return fail(FA_BAD_ARGUMENT, "cache_seqlens[%d]=%" PRId64 " and seqlen_new=%d are more than the %" PRId64 " keys of %s", b,
                         before, a.seqlen_new, f.seqlen_k, a.block_table ? "a row of block_table" : "a cache entry");
         if (before < 0) continue;
-        FA_RETURN_IF_ERROR(check_positions(a, f, b, before));
+        FA_RETURN_IF_ERROR(check_positions(a, p, b, before));
         if (a.cache_leftpad && (a.cache_leftpad[b] < 0 || a.cache_leftpad[b] > before))
             return fail(FA_BAD_ARGUMENT, "cache_leftpad[%d]=%d is outside 0 .. %" PRId64 ", the keys in the cache", b, a.cache_leftpad[b],
                         before);
@@ -206,10 +207,7 @@ fa_status check_tree(const fa_kvcache_args& a, const fa_attention_args& f, bool 
         return fail(FA_BAD_ARGUMENT,
                     "window_left=%" PRId64 ", window_right=%" PRId64 " with tree_keys=%d: a window counts positions in a row",
                     int64_t(f.window_left), int64_t(f.window_right), a.tree_keys);
-    if (f.alibi_slopes) return fail(FA_UNSUPPORTED, "alibi_slopes is set with tree_keys=%d: ALiBi counts positions in a row", a.tree_keys);
-    if (f.attention_chunk)
-        return fail(FA_UNSUPPORTED, "attention_chunk=%d with tree_keys=%d: chunks count positions in a row", f.attention_chunk,
-                    a.tree_keys);
+    FA_RETURN_IF_ERROR(refuse_options(f, Calls::kOnTree, a.tree_keys));
     if (a.rotary_cos)
         return fail(FA_UNSUPPORTED, "rotary_cos is set with tree_keys=%d: the tokens of a tree stand at positions of their own",
                     a.tree_keys);
@@ -236,12 +234,7 @@ fa_status validate(const fa_kvcache_args* args, Pointers pointers, fa_attention_
     FA_RETURN_IF_ERROR(validate(a.attention, pointers, forward, &p, &keys));
     const fa_attention_args& f = *forward;
     if (f.cu_seqlens_q) return fail(FA_UNSUPPORTED, "cu_seqlens_q is set: a call with a cache has seqlen_q rows for every sequence");
-    if (f.bias.data) return fail(FA_UNSUPPORTED, "bias.data is set: a call with a cache takes no bias");
-    if (f.mask.data) return fail(FA_UNSUPPORTED, "mask.data is set: a call with a cache takes no mask");
-    if (f.startend_row_indices.data)
-        return fail(FA_UNSUPPORTED, "startend_row_indices.data is set: a call with a cache takes no startend_row_indices");
-    if (f.block_mask.data) return fail(FA_UNSUPPORTED, "block_mask.data is set: a call with a cache takes no block_mask");
-    if (f.dropout_p > 0) return fail(FA_UNSUPPORTED, "dropout_p=%g: a call with a cache has no dropout", f.dropout_p);
+    FA_RETURN_IF_ERROR(refuse_options(f, Calls::kOnCache));
     if (f.max_score) return fail(FA_UNSUPPORTED, "max_score is set: a call with a cache does not give it");
     if (f.key_sums) return fail(FA_UNSUPPORTED, "key_sums is set: a call with a cache does not give it");
     if (f.headdim > 512 && f.headdim_v == 0) return fail(FA_BAD_ARGUMENT, "headdim_v=0 with headdim=%d: name it, 1 .. 512", f.headdim);
@@ -309,8 +302,8 @@ fa_status validate(const fa_kvcache_args* args, Pointers pointers, fa_attention_
         return fail(FA_UNSUPPORTED, "shared_prefix=1 with batch_invariant=1: which keys are read together depends on the batch");
     if (a.num_splits < 0 || a.num_splits > kMaxSplits)
         return fail(FA_BAD_ARGUMENT, "num_splits=%d is outside 0 .. %d", a.num_splits, kMaxSplits);
-    if (need && !a.cache_seqlens) FA_RETURN_IF_ERROR(check_positions(a, f, 0, f.seqlen_k - a.seqlen_new));  // known on every device
-    if (f.device == FA_CPU && need) FA_RETURN_IF_ERROR(check_contents(a, f));
+    if (need && !a.cache_seqlens) FA_RETURN_IF_ERROR(check_positions(a, p, 0, f.seqlen_k - a.seqlen_new));  // known on every device
+    if (f.device == FA_CPU && need) FA_RETURN_IF_ERROR(check_contents(a, f, p));
 
     CacheView& c = p.cache;
     c.entries = std::max(a.cache_batch, 1), c.seqlens = a.cache_seqlens, c.added = a.seqlen_new, c.batch_idx = a.cache_batch_idx;

@@ -50,7 +50,7 @@ def _option(views: list[View], name: str, array: Any, dtypes: tuple[str, ...]) -
 def _pass_instead(name: str, view: View, dtypes: tuple[str, ...], dtype: str) -> str:
     """Advice for an array of another dtype than these."""
     if "bool" in dtypes:
-        if "float" not in view.dtype or name == "block_mask":
+        if "float" not in view.dtype or name != "mask":
             return f"; pass {name} != 0"
         return f"; if it is 0 where a key is hidden, pass {name} != 0; to add it to the scores, pass it as bias={name}"
     if name == "bias" and view.dtype == "bool":

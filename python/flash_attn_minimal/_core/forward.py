@@ -13,15 +13,13 @@ from .._arrays import View
 from .checks import dtype_name, flag
 from .fields import _results
 from .launch import launch_with_workspace
-from .options import ARRAYS, Options, _output, _prepare
+from .options import ARRAYS, Options, _output, _prepare, field_of
 from .repeats import SEEDS, Made, Repeats
 from .structs import CPU, DTYPES, AttentionArgs
 
 # The fields of AttentionArgs that vary between repeats of a call, for the backward pass too: see Repeats.
 FIELDS = {
-    **{f"{name}_data": name for name in ("q", "k", "v", "bias", "mask", "startend_row_indices", "block_mask", "out")},
-    **{f"{name}_data": name for name in ("q_descale", "k_descale", "v_descale")},
-    **{name: name for name in ("cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "sinks")},
+    **{field_of(name): name for name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", *ARRAYS, "out")},
     **{name: name for name in ("lse", "workspace", "workspace_bytes", *SEEDS)},
 }
 repeats = Repeats("attention_forward", (AttentionArgs, FIELDS))

@@ -129,8 +129,20 @@ def with_signature(declared: type, without: Collection[str] = (), **defaults: An
 
 _HINTS = hints_of(AttentionOptions)
 ARRAYS = arrays_of(AttentionOptions)
-# Those without float8's, in the order of arguments of PyTorch's operators and of XLA's calls.
-OPTION_ARRAYS = ("bias", "mask", "alibi_slopes", "sinks", "startend_row_indices", "block_mask")
+FLOAT8 = ("q_descale", "k_descale", "v_descale", "out_dtype", "fast_accum")  # what only calls with float8 have
+# Arrays without float8's, in the order of arguments of PyTorch's operators and of XLA's calls: the axes of each ("own
+# heads" are 1, those of k or those of q) and its dtype, "" where it follows q's.
+OPTION_ARRAYS = {
+    "bias": ("batch, heads, rows, keys", ""),
+    "mask": ("batch, heads, rows, keys", "bool"),
+    "alibi_slopes": ("batch, heads", ""),
+    "sinks": ("heads", ""),
+    "startend_row_indices": ("batch, own heads, keys, numbers", "int32"),
+    "block_mask": ("batch, own heads, blocks of rows, blocks of keys", "bool"),
+}
+# Options that count from the start of whole sequences, and how texts call what they count. Calls over parts of
+# sequences do not take them.
+FROM_START = {"attention_chunk": "its chunks", "block_mask": "its blocks"}
 
 
 class Options(namedtuple("_Options", _HINTS, defaults=map(default_of, _HINTS.values()))):  # type: ignore[misc]
@@ -158,7 +170,6 @@ class Options(namedtuple("_Options", _HINTS, defaults=map(default_of, _HINTS.val
         if self.dropout_seed is not None:
             args.dropout_seed = checks.integer("dropout_seed", self.dropout_seed, 0, 2**64 - 1)
         args.dropout_offset = checks.integer("dropout_offset", self.dropout_offset, 0, 2**64 - 1)
-        args.num_threads = checks.integer("num_threads", self.num_threads, -(2**31), 2**31 - 1)
         for name, heads in (("q_descale", nheads), ("k_descale", nheads_k), ("v_descale", nheads_k)):
             if (factors := getattr(self, name)) is not None:
                 view = _option(views, name, factors, ("float32",))
@@ -177,14 +188,16 @@ class Options(namedtuple("_Options", _HINTS, defaults=map(default_of, _HINTS.val
                 setattr(args, name, checks.flag(name, given))
         if self.softmax_scale is not None:
             args.softmax_scale, args.has_softmax_scale = checks.number("softmax_scale", self.softmax_scale), 1
-        args.softcap = cap = checks.number("softcap", self.softcap)
-        if 0 < abs(cap) < checks.LEAST_FLOAT:
-            raise BadArgument(f"softcap={checks.quoted(self.softcap)} is below the normal numbers of a float32")
+        for name in _REALS:
+            setattr(args, name, real := checks.number(name, given := getattr(self, name)))
+            if 0 < abs(real) < checks.LEAST_FLOAT:
+                raise BadArgument(f"{name}={checks.quoted(given)} is below the normal numbers of a float32")
         if self.window_size is not checks.OPEN:
             args.window_left, args.window_right = checks.window(self.window_size)
             args.has_window = 1
-        if type(self.attention_chunk) is not int or self.attention_chunk:
-            args.attention_chunk = checks.integer("attention_chunk", self.attention_chunk, -(2**31), 2**31 - 1)
+        for name in _INTEGERS:
+            if type(given := getattr(self, name)) is not int or given:
+                setattr(args, name, checks.integer(name, given, -(2**31), 2**31 - 1))
         if self.alibi_slopes is not None:
             view = _per_head(views, "alibi_slopes", self.alibi_slopes, (nheads,), (batch, nheads))
             args.alibi_slopes = view.pointer
@@ -269,8 +282,16 @@ def _per_head(views: list[View], name: str, array: Any, *shapes: tuple[int, ...]
     return view
 
 
-_FLAGS = tuple(name for name, hint in _HINTS.items() if hint == "bool")
+_FLAGS, _INTEGERS, _REALS = (
+    tuple(name for name, hint in _HINTS.items() if hint == kind and not name.startswith("dropout_"))
+    for kind in ("bool", "int", "float")
+)
 _NUMBERS = tuple(name for name in Options._fields if name not in (*ARRAYS, "dropout_seed", "dropout_offset"))
+
+
+def field_of(name: str) -> str:
+    """The field of AttentionArgs with the address of an array."""
+    return data if hasattr(AttentionArgs, data := f"{name}_data") else name
 
 
 def _options_of(function: str, given: Mapping[str, Any], **named: Any) -> Options:

@@ -19,7 +19,17 @@ from .._core import checks
 from .._core.fields import _destination, _put_strides
 from .._core.forward import repeats
 from .._core.library import last_error, load
-from .._core.options import ARRAYS, Array, AttentionOptions, Options, Unpack, _options_of, with_signature
+from .._core.options import (
+    FLOAT8,
+    FROM_START,
+    OPTION_ARRAYS,
+    Array,
+    AttentionOptions,
+    Options,
+    Unpack,
+    _options_of,
+    with_signature,
+)
 from .._core.queries import reasons
 from .._core.repeats import signature
 from .._core.structs import DTYPES, AttentionArgs, AttentionBackwardArgs, new
@@ -30,10 +40,8 @@ from ._structs import KINDS, LAYOUTS, MODES, MOST_RANKS, DistributedArgs, Distri
 from .groups import Group
 from .layouts import _local, _segments, check_flat, equal_lengths, host_lengths
 
-_FLOAT8 = ("q_descale", "k_descale", "v_descale", "out_dtype", "fast_accum")
-_ARRAYS = tuple(name for name in ARRAYS if name not in _FLOAT8)  # options that are arrays
-_PLACES = {name: repeats.fields[name][1] for name in _ARRAYS}
-_NUMBERS = tuple(i for i, name in enumerate(Options._fields) if name not in _ARRAYS)
+_PLACES = {name: repeats.fields[name][1] for name in OPTION_ARRAYS}
+_NUMBERS = tuple(i for i, name in enumerate(Options._fields) if name not in OPTION_ARRAYS)
 _MODE_NAMES = {number: name for name, number in MODES.items()}
 
 
@@ -172,12 +180,13 @@ def put_rows(struct: ct.Structure, name: str, view: View) -> None:
 
 def refuse_unserved(options: Options) -> None:
     """Raises for options that no call across ranks takes."""
-    if options.block_mask is not None:
-        raise Unsupported(
-            "block_mask is given, but attention across ranks does not take it: its blocks count from the start of "
-            "whole sequences, and a rank has parts of them"
-        )
-    for name in _FLOAT8:
+    for name, subject in FROM_START.items():
+        if name in OPTION_ARRAYS and getattr(options, name) is not None:
+            raise Unsupported(
+                f"{name} is given, but attention across ranks does not take it: {subject} count from the start of "
+                "whole sequences, and a rank has parts of them"
+            )
+    for name in FLOAT8:
         if getattr(options, name) is not Options._field_defaults[name]:
             raise Unsupported(f"{name}={checks.quoted(getattr(options, name))}: float8 is not served across ranks")
 
@@ -290,7 +299,7 @@ def forward(
         RankLost, CudaError: the group has ended.
     """
     check_group(group)
-    arrays = q, k, v, *[options.get(name) for name in _ARRAYS], out
+    arrays = q, k, v, *[options.get(name) for name in OPTION_ARRAYS], out
 
     def prepare(whole: _Whole, chosen: Options) -> tuple[RankCall, list[View]]:
         args, call, views, lengths = _prepare(q, k, v, whole, chosen, group.rank, group.size)
@@ -354,7 +363,7 @@ def backward(
     if torch_modes.deterministic(q):
         options["deterministic"] = options.get("deterministic") or True
     given = dq, dk, dv
-    arrays = q, k, v, *[options.get(name) for name in _ARRAYS], out, lse, dout, dlse, *given
+    arrays = q, k, v, *[options.get(name) for name in OPTION_ARRAYS], out, lse, dout, dlse, *given
 
     def prepare(whole: _Whole, chosen: Options) -> tuple[RankCall, list[View]]:
         args, call, views, lengths = _prepare(q, k, v, whole, chosen, group.rank, group.size)

@@ -12,7 +12,7 @@ import numpy as np
 from .. import _arrays
 from .._arrays import View
 from .._core import checks
-from .._core.options import Array, _output
+from .._core.options import FROM_START, Array, _output
 from .._core.repeats import signature
 from .._core.structs import DTYPES, AttentionArgs, new
 from ..errors import BadArgument
@@ -22,7 +22,7 @@ from ._structs import DistributedDecodeArgs, DistributedMergeArgs
 from .calls import check_group, check_place, put_rows, rows_of
 from .groups import Group
 
-_UNSERVED = ("attention_chunk", "tree_mask", "tree_keys", "shared_prefix")
+_UNSERVED = (*FROM_START, "tree_mask", "tree_keys", "shared_prefix")
 
 
 def decode(group: Group, q: Array, k_cache: Array, v_cache: Array, *arguments: Any, **options: Any) -> Any:

@@ -18,13 +18,13 @@ from .._core.checks import flag
 from .._core.fields import _put_tensor
 from .._core.frameworks import is_traced
 from .._core.library import load
+from .._core.options import FLOAT8, Options, _prepare
 from .._core.options import OPTION_ARRAYS as ARRAYS
-from .._core.options import Options, _prepare
 from .._core.structs import PART_FIELDS, AttentionBackwardArgs, new
 from ..backward import _put_dbias
 from ..errors import BadArgument, Unsupported
 from ._custom_call import as_array, custom_call, place, vary, workspace_bytes
-from ._cuts import head_axes, own_axes
+from ._cuts import head_axes, option_axes, own_axes
 from ._functions import nothing
 from ._partition import Rule, is_manual, laid_like, partitioned
 
@@ -112,7 +112,7 @@ def check_served(out, return_lse, options: Options, longest) -> None:
         del plain["softmax_scale"]
     if not is_traced(options.fast_accum) and not flag("fast_accum", options.fast_accum):
         plain["fast_accum"] = None
-    for name in ("q_descale", "k_descale", "v_descale", "out_dtype", "fast_accum"):
+    for name in FLOAT8:
         if plain.pop(name) is not None:
             raise Unsupported(f"{name} is given, but float8 is not served in a traced call")
     lengths = dict(zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=False))
@@ -204,16 +204,11 @@ class _Passes:
             batch, rows = None, ()
         else:
             rows = (batch,)
-        axes = {"q": (*rows, None, heads, None), "sinks": (heads,)}
+        axes: dict[str, tuple] = {"q": (*rows, None, heads, None)}
         axes["k"] = axes["v"] = (*rows, None, heads_k, None)
         axes |= dict.fromkeys(PART_FIELDS, (batch,))
         axes["cu_seqlens_q"] = axes["cu_seqlens_k"] = (None,)
-        axes["bias"] = axes["mask"] = (batch, heads, None, None)
-        axes["alibi_slopes"] = (batch, heads)
-        for name, lead in (("startend_row_indices", rows), ("block_mask", (batch,))):
-            if (x := given.get(name)) is not None:
-                own = heads if x.ndim > 2 and x.shape[-3] == given["q"].shape[-2] else heads_k
-                axes[name] = (*lead, own, None, None)
+        axes |= option_axes(given, batch, heads, heads_k)
         return {name: own_axes(axes[name], x.shape) for name, x in given.items()}, (axes["q"], (*rows, heads, None))
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from .._core.options import OPTION_ARRAYS
+
 
 def head_axes(nheads: int, nheads_k: int) -> tuple[Any, Any]:
     """The names of the heads' axes of q and of k: each device gets the key heads that its heads of q read."""
@@ -17,6 +19,18 @@ def own_axes(names: tuple, shape: tuple[int, ...]) -> tuple:
     """The names of the axes of an array that broadcasts to axes with these names."""
     names = names[len(names) - len(shape) :]
     return tuple(name if size != 1 else None for name, size in zip(names, shape, strict=True))
+
+
+def option_axes(arrays: dict, batch: Any, heads: Any, heads_k: Any) -> dict[str, tuple]:
+    """The names of the axes of the options among a call's arrays. batch, heads, heads_k: how those of q and k are
+    named."""
+    found = {}
+    for name in (name for name in OPTION_ARRAYS if name in arrays):
+        x, axes = arrays[name], OPTION_ARRAYS[name][0].split(", ")
+        own = heads if x.ndim > 2 and x.shape[-3] == arrays["q"].shape[-2] else heads_k
+        cut = {"batch": batch, "heads": heads, "own heads": own}
+        found[name] = own_axes(tuple(cut.get(axis) for axis in axes), x.shape)
+    return found
 
 
 def of_function(title: str, arrays: dict, plain: dict, results: list) -> tuple[dict[str, tuple], list[tuple]]:
@@ -73,7 +87,7 @@ def _cache(arrays, plain):
     if arrays["k_cache"].shape[0] != arrays["q"].shape[0]:
         batch = None
     q, k = (batch, None, heads, None), (batch, None, heads_k, None)
-    names = {"q": q, "k_cache": k, "v_cache": k, "k": k, "v": k, "sinks": (heads,), "alibi_slopes": (batch, heads)}
+    names = {"q": q, "k_cache": k, "v_cache": k, "k": k, "v": k, **option_axes(arrays, batch, heads, heads_k)}
     names |= dict.fromkeys(("cache_seqlens", "cache_leftpad", "cache_batch_idx"), (batch,))
     names |= {"k_scale": (batch, None, heads_k), "v_scale": (batch, None, heads_k), "tree_mask": (batch, None)}
     names = {name: own_axes(axes, arrays[name].shape) for name, axes in names.items() if name in arrays}

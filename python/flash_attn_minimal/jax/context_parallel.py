@@ -23,7 +23,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._core.checks import flag, one_of, window
-from .._core.options import AttentionOptions, Options, Unpack, _options_of, with_signature
+from .._core.options import (
+    FLOAT8,
+    FROM_START,
+    OPTION_ARRAYS,
+    AttentionOptions,
+    Options,
+    Unpack,
+    _options_of,
+    with_signature,
+)
 from ..errors import BadArgument, Unsupported
 from ._attention import ARRAYS, RESULT, check_served, scaled, traced
 from ._custom_call import as_array, vary
@@ -31,8 +40,7 @@ from ._custom_call import as_array, vary
 LAYOUTS = {"contiguous": 1, "zigzag": 2}  # -> chunks of a sequence that a device holds
 MODES = ("auto", "gather", "ulysses")
 _ARRAYS = ("bias", "mask", "alibi_slopes", "sinks")
-_UNSERVED = ("attention_chunk", "startend_row_indices", "block_mask")
-_UNSERVED += ("q_descale", "k_descale", "v_descale", "out_dtype", "fast_accum")
+_UNSERVED = (*FROM_START, *[name for name in OPTION_ARRAYS if name not in _ARRAYS], *FLOAT8)
 
 
 @with_signature(AttentionOptions, _UNSERVED)

@@ -11,13 +11,13 @@ import torch
 from .. import _arrays
 from .._arrays import torch_modes, words
 from .._core.checks import flag, integer, number, window
-from .._core.options import OPTION_ARRAYS, AttentionOptions, Options, hints_of
+from .._core.options import FLOAT8, OPTION_ARRAYS, AttentionOptions, Options, hints_of
 from ..errors import BadArgument, Unsupported
 from ._inputs import dense_rows
 
 ARRAYS = ("q", "k", "v", *OPTION_ARRAYS, "cu_seqlens_q", "cu_seqlens_k")
 _BEFORE = ("dout", "dlse", "out", "lse", "want_dbias", "want_dsinks")  # in an operator's backward, before ARRAYS
-FLOAT8 = ("q_descale", "k_descale", "v_descale", "out_dtype", "fast_accum")
+_DTYPES = {name: dtype for name, (_, dtype) in OPTION_ARRAYS.items()} | dict.fromkeys(ARRAYS[-2:], "int32")
 # A CUDA graph cannot hold a call with this tag.
 OUTSIDE_CUDA_GRAPHS = tuple(getattr(torch.Tag, tag) for tag in ("cudagraph_unsafe",) if hasattr(torch.Tag, tag))
 
@@ -80,15 +80,13 @@ def unpacked(arrays: tuple, numbers: tuple) -> Options:
 
 def check_arrays(given: dict) -> None:
     """Raises unless all arrays of a call are tensors, or if one that cannot have a gradient requires one."""
-    for name in ("alibi_slopes", "mask"):
+    for name in (name for name in OPTION_ARRAYS if name not in ("bias", "sinks")):
         if isinstance(given[name], torch.Tensor) and given[name].requires_grad and torch_modes.records():
             raise Unsupported(f"{name} requires a gradient, which attention does not have: pass {name}.detach()")
     for name, array in given.items():
         if name in ARRAYS and array is not None and not isinstance(array, torch.Tensor):
             first = next(x for x in ARRAYS if isinstance(given[x], torch.Tensor))
-            integers = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "startend_row_indices"), "int32")
-            dtype = ({"mask": "bool", "block_mask": "bool"} | integers).get(name, f"{first}.dtype")
-            advice = words.advice("PyTorch", "array", name, first, dtype)
+            advice = words.advice("PyTorch", "array", name, first, _DTYPES.get(name) or f"{first}.dtype")
             raise BadArgument(f"{name} is {_arrays._kind(array)}, but {first} is a PyTorch tensor{advice}")
 
 
@@ -265,7 +263,7 @@ def fold(size: int, dims: tuple, arguments: tuple) -> tuple | None:
     if axes["alibi_slopes"] is None and slopes is not None and slopes.dim() == 2 and slopes.shape[0] == batch == 1:
         given["alibi_slopes"] = slopes[0]
     for name in (name for name in OPTION_ARRAYS if name != "sinks"):
-        rank = 2 if name == "alibi_slopes" else 4
+        rank = len(OPTION_ARRAYS[name][0].split(", "))
         given[name] = _folded_broadcast(size, given[name], axes[name], batch, rank)
     return (*given.values(), *arguments[len(ARRAYS) :])
 
