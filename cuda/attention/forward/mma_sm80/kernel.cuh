@@ -37,9 +37,25 @@ namespace fa {
 namespace {
 
 template <int kMmas, int kTiles>
-__device__ __forceinline__ void clear(float (&C)[kMmas][kTiles][4]) {
+__device__ __forceinline__ void copy(const float (&from)[kMmas][kTiles][4], float (&to)[kMmas][kTiles][4]) {
 #pragma unroll
-    for (int x = 0; x < kMmas * kTiles * 4; ++x) C[x / 4 / kTiles][x / 4 % kTiles][x % 4] = 0;
+    for (int x = 0; x < kMmas * kTiles * 4; ++x) to[x / 4 / kTiles][x / 4 % kTiles][x % 4] = from[x / 4 / kTiles][x / 4 % kTiles][x % 4];
+}
+
+// The walk of a block with infinity or NaN among its inputs, or a sum beyond float32. A function of its own with arrays of its own: the
+// usual walk keeps its sums in registers.
+template <typename Warp>
+__device__ __noinline__ void walk_any(const MmaParams& params, typename Warp::SharedMemory& smem, typename Warp::Output& O,
+                                      typename Warp::RowValues& row_max, typename Warp::RowValues& row_sum) {
+    const GridPlace work = Warp::work_at(params, blockIdx.x);
+    typename Warp::Places places;
+    Warp warp(params, smem, places, work, sequence_of(params.attention, work.b));
+    for (int r = 0; r < Warp::kRows; ++r) row_max[r] = -FLT_MAX, row_sum[r] = 0;
+#pragma unroll 1
+    for (int x = 0; x < int(sizeof O / sizeof(float)); ++x) (&O[0][0][0])[x] = 0;
+    typename Warp::Queries Q;
+    warp.load_first(Q);
+    warp.template walk<SplitRange::kAny>(Q, O, row_max, row_sum);
 }
 
 template <typename T, int kD, int kDv, MmaSm kSm, Options kOptions, KeyRows kKeyRows>
@@ -73,13 +89,12 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
     warp.walk(Q, O, row_max, row_sum);
     if constexpr (Warp::kSplit) {
         if (__syncthreads_or(!warp.is_finite(O, row_sum))) {  // rare: infinity or NaN among the inputs, or a sum beyond float32
-            const GridPlace again = Warp::work_at(params, opaque(blockIdx.x));
-            Warp other(params, smem, places, again, sequence_of(params.attention, opaque(again.b)));
+            typename Warp::Output any_O;
+            typename Warp::RowValues any_max, any_sum;
+            walk_any<Warp>(params, smem, any_O, any_max, any_sum);
 #pragma unroll
-            for (int r = 0; r < Warp::kRows; ++r) row_max[r] = -FLT_MAX, row_sum[r] = 0;
-            clear(O);
-            other.load_first(Q);
-            other.template walk<SplitRange::kAny>(Q, O, row_max, row_sum);
+            for (int r = 0; r < Warp::kRows; ++r) row_max[r] = any_max[r], row_sum[r] = any_sum[r];
+            copy(any_O, O);
         }
     }
     warp.finish(O, row_max, row_sum);
