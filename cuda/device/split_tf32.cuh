@@ -19,8 +19,8 @@ struct SplitFloat {
 // NaN where those of float32 are, for 2 more instructions a value.
 enum class SplitRange { kUsual, kAny };
 
-// For `#pragma unroll`. The code for kAny runs where the inputs have infinity or NaN: it is kept small, as loops over arrays in local
-// memory.
+// For `#pragma unroll` of loops whose count is a constant. The code for kAny runs where the inputs have infinity or NaN: it is kept small,
+// as loops over arrays in local memory.
 template <SplitRange kRange>
 inline constexpr int kUnrolled = kRange == SplitRange::kUsual ? 1024 : 1;
 

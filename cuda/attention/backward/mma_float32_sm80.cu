@@ -140,7 +140,8 @@ __device__ __forceinline__ void add_rows(float (&acc)[1][kColumnTiles][4], const
         if (8 * step >= rows) break;  // it also keeps the compiler from mixing the steps, which takes registers
         const SplitParts<kRange, 4> A[1] = {split_accumulator<kRange>(weights[0][step])};
 #pragma unroll(kUnrolled<kRange>)
-        for (int n = kColumnTiles * part / kParts; n < kColumnTiles * (part + 1) / kParts; n += 4) {
+        for (int group = 0; group < kColumnTiles / kParts; group += 4) {
+            const int n = kColumnTiles / kParts * part + group;
             uint32_t X[4][2];
             const uint32_t at = walked + 32 * n + 8 * step * Tile::kPitch;
             load_two_rows(X, at, (at ^ 16) + Tile::kPitch);
@@ -521,9 +522,22 @@ __device__ __noinline__ void walk_any(const GradientParams& params, typename Blo
     Block(params, smem).template walk<SplitRange::kAny>(acc_a, acc_b);
 }
 
+// Whether some call takes these tiles on GPUs whose tiles may take so many bytes.
+template <int kD, Size kSize>
+constexpr bool tile_is_taken(size_t tile_memory) {
+    const bool takes_large = kD > 128 && sizeof(GradientSmem<kGradientTile<kD, Own::kKeys, Size::kLarge>, kD>) <= tile_memory;
+    return kSize == Size::kGeneral || (kSize == Size::kLarge) == takes_large;
+}
+
 template <int kD, Own kOwn, Size kSize, Scores kScores>
 __global__ void __launch_bounds__(warps_of(kGradientTile<kD, kOwn, kSize>) * 32, kGradientTile<kD, kOwn, kSize>.blocks_per_sm)
     gradient_kernel(const __grid_constant__ GradientParams params) {
+#if defined(__CUDA_ARCH__)
+    if constexpr (!is_compiled(__CUDA_ARCH__, tile_is_taken<kD, kSize>)) {
+        __trap();
+        return;
+    }
+#endif
     if ((params.wanted && *params.wanted == 0) || *params.unwanted != 0) return;
     using Block = GradientBlock<kD, kOwn, kSize, kScores>;
     extern __shared__ __align__(128) unsigned char shared[];
@@ -567,10 +581,9 @@ cudaError_t launch(GradientParams& params, cudaStream_t stream) {
     return launch<kD, Own::kQueries, kSize, kScores>(params, stream);
 }
 template <int kD>
-cudaError_t launch(GradientParams& params, bool plain, size_t shared_memory, cudaStream_t stream) {
+cudaError_t launch(GradientParams& params, bool plain, size_t tile_memory, cudaStream_t stream) {
     if constexpr (kD > 128) {
-        if (plain && sizeof(GradientSmem<kGradientTile<kD, Own::kKeys, Size::kLarge>, kD>) <= shared_memory)
-            return launch<kD, Size::kLarge, Scores::kPlain>(params, stream);
+        if (plain && tile_is_taken<kD, Size::kLarge>(tile_memory)) return launch<kD, Size::kLarge, Scores::kPlain>(params, stream);
     }
     if (plain) return launch<kD, Size::kSmall, Scores::kPlain>(params, stream);
     return launch<kD, Size::kGeneral, Scores::kGeneral>(params, stream);
@@ -594,9 +607,9 @@ cudaError_t backward_mma_float32_sm80_if(const int* wanted, const int* unwanted,
     params.aligned_dq = aligned(b.dq, p.nheads, p.headdim);
     params.aligned_dk = aligned(b.dk, p.nheads_k, p.headdim), params.aligned_dv = aligned(b.dv, p.nheads_k, p.headdim_v);
     const bool plain = !p.general_scores() && params.aligned_q && params.aligned_k && params.aligned_v && params.aligned_dout;
-    if (p.headdim > 256 || p.headdim_v > 256) return launch<512>(params, plain, device.shared_memory, stream);
+    if (p.headdim > 256 || p.headdim_v > 256) return launch<512>(params, plain, tile_memory(device), stream);
     return with_backward_bucket(p.headdim, p.headdim_v,
-                                [&](auto d, auto) { return launch<decltype(d)::value>(params, plain, device.shared_memory, stream); });
+                                [&](auto d, auto) { return launch<decltype(d)::value>(params, plain, tile_memory(device), stream); });
 }
 
 cudaError_t backward_mma_float32_sm80(const BackwardParams& params, const DeviceInfo& device, cudaStream_t stream) {

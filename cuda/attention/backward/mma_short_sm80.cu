@@ -36,7 +36,7 @@ constexpr int kTile = 64, kThreads = 256, kRowWarps = 4, kHalves = 2;  // 4 x 2 
 constexpr int kTilesS = kTile / kHalves / 8;                           // n8 tiles of S of a warp
 
 #if defined(__CUDA_ARCH__)
-constexpr bool kLargeSm = takes_more_than_sm80(__CUDA_ARCH__);
+constexpr bool kLargeSm = __CUDA_ARCH__ >= 900;
 #else
 constexpr bool kLargeSm = true;
 #endif

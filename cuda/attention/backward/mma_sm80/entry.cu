@@ -9,7 +9,7 @@ namespace fa {
 
 cudaError_t backward_mma_sm80(const BackwardParams& b, const DeviceInfo& device, cudaStream_t stream) {
     if (b.forward.dtype == DType::kFloat16) return backward_mma_sm80_fp16(b, device, stream);
-    return launch<__nv_bfloat16>(b, device.shared_memory, stream);
+    return launch<__nv_bfloat16>(b, tile_memory(device), stream);
 }
 
 // Room for any tile that the launch may take: the alignment of rows may not be known yet.

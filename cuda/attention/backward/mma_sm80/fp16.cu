@@ -5,7 +5,7 @@
 namespace fa {
 
 cudaError_t backward_mma_sm80_fp16(const BackwardParams& b, const DeviceInfo& device, cudaStream_t stream) {
-    return launch<__half>(b, device.shared_memory, stream);
+    return launch<__half>(b, tile_memory(device), stream);
 }
 
 }  // namespace fa

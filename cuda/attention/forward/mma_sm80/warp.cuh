@@ -586,10 +586,9 @@ struct ForwardWarp {
         return exp2_approx(kGeneral ? (score - max) * kLog2e : fmaf(score, scale, -max));
     }
     // Exponentiates this thread's pairs of neighbouring keys [begin, end) of a step.
-    template <SplitRange kRange>
     __device__ __forceinline__ void exponentials(Scores& S, const RowValues& row_max, RowValues& row_sum, int step, int begin,
                                                  int end) const {
-#pragma unroll(kUnrolled<kRange>)
+#pragma unroll
         for (int x = begin; x < end; ++x) {
             const int m = x / (2 * kStepTiles), r = 2 * m + x % 2;
             float* pair = S[m][kStepTiles * step + x / 2 % kStepTiles] + x % 2 * 2;
@@ -602,14 +601,14 @@ struct ForwardWarp {
     template <SplitRange kRange>
     __device__ __forceinline__ void finish_probabilities(Scores& S, const RowValues& row_max, RowValues& row_sum, int key0) const {
 #pragma unroll(kUnrolled<kRange>)
-        for (int step = 1; step < kStepsN; ++step) exponentials<kRange>(S, row_max, row_sum, step, 0, kStepPairs);
+        for (int step = 1; step < kStepsN; ++step) exponentials(S, row_max, row_sum, step, 0, kStepPairs);
         if (p.dropout_threshold)
             for_fragments<kRange>(S, key0, [&](auto& part, const FragmentPlace& at) { drop_fragment(p, at, lane % 4, part); });
     }
     // P = 2^(S - row_max), O += P V: the exponentials of the next step run between the products of this step.
     __device__ __forceinline__ void multiply_values(Scores& S, Output& O, const RowValues& row_max, RowValues& row_sum, int key0) const {
         const uint32_t v_stage = v_lane + stage * uint32_t(sizeof smem.v[0]);
-        exponentials<SplitRange::kUsual>(S, row_max, row_sum, 0, 0, kStepPairs);
+        exponentials(S, row_max, row_sum, 0, 0, kStepPairs);
         if constexpr (kGeneral) finish_probabilities<SplitRange::kUsual>(S, row_max, row_sum, key0);
 #pragma unroll
         for (int step = 0; step < kStepsN; ++step) {
@@ -631,8 +630,7 @@ struct ForwardWarp {
 #pragma unroll
                     for (int t = 0; t < kGroupTiles; ++t) mma<T>(O[m][kGroupTiles * n + t], A[m], B[t][0], B[t][1]);
                 if (!kGeneral && step + 1 < kStepsN)
-                    exponentials<SplitRange::kUsual>(S, row_max, row_sum, step + 1, kStepPairs * n / kGroups,
-                                                     kStepPairs * (n + 1) / kGroups);
+                    exponentials(S, row_max, row_sum, step + 1, kStepPairs * n / kGroups, kStepPairs * (n + 1) / kGroups);
             }
         }
     }
@@ -640,10 +638,10 @@ struct ForwardWarp {
     template <SplitRange kRange>
     __device__ __forceinline__ void multiply_split_values(Scores& S, Output& O, const RowValues& row_max, RowValues& row_sum,
                                                           int key0) const {
-        constexpr int kGroups = kTilesV / 4,
-                      kParts = kOwnDv > 192 || kRange == SplitRange::kAny ? 2 : 1;  // four tiles of O; parts of a step
+        constexpr int kGroups = kTilesV / 4, kParts = kOwnDv > 192 ? 2 : 1, kOfPart = kGroups / kParts;  // four tiles of O; parts of a step
+        static_assert(kGroups % kParts == 0, "whole groups");
         const uint32_t v_stage = v_lane + stage * uint32_t(sizeof smem.v[0]);
-        exponentials<kRange>(S, row_max, row_sum, 0, 0, kStepPairs);
+        exponentials(S, row_max, row_sum, 0, 0, kStepPairs);
         if constexpr (kGeneral) finish_probabilities<kRange>(S, row_max, row_sum, key0);
 #pragma unroll(kUnrolled<kRange>)
         for (int x = 0; x < kStepsN * kParts; ++x) {
@@ -655,7 +653,8 @@ struct ForwardWarp {
 #pragma unroll
             for (int m = 0; m < kMmas; ++m) A[m] = split_accumulator<kRange>(S[m][step]);
 #pragma unroll(kUnrolled<kRange>)
-            for (int n = kGroups * part / kParts; n < kGroups * (part + 1) / kParts; ++n) {
+            for (int group = 0; group < kOfPart; ++group) {
+                const int n = kOfPart * part + group;
                 uint32_t V[4][2];
                 const uint32_t at = v_stage + 128 * n + kStep * step * TileV::kPitch;
                 load_two_rows(V, at, (at ^ 16) + TileV::kPitch);
@@ -668,7 +667,7 @@ struct ForwardWarp {
                     add_split_products(O, 4 * n + first, A, B);
                 }
             }
-            if (!kGeneral && part == kParts - 1 && step + 1 < kStepsN) exponentials<kRange>(S, row_max, row_sum, step + 1, 0, kStepPairs);
+            if (!kGeneral && part == kParts - 1 && step + 1 < kStepsN) exponentials(S, row_max, row_sum, step + 1, 0, kStepPairs);
         }
     }
 
