@@ -516,8 +516,10 @@ struct GradientBlock {
 // The sums of a block whose inputs have infinity or NaN, or whose sums are beyond float32. A function of its own with arrays of its own:
 // the usual walk keeps its sums in registers.
 template <typename Block>
-__device__ __noinline__ void walk_any(const GradientParams& params, typename Block::Smem& smem, typename Block::Sums& acc_a,
-                                      typename Block::Sums& acc_b) {
+using AnySums = typename Block::Sums[Block::kOwnsKeys ? 2 : 1];
+template <typename Block>
+__device__ __noinline__ void walk_any(const GradientParams& params, typename Block::Smem& smem, AnySums<Block>& acc) {
+    typename Block::Sums &acc_a = acc[0], &acc_b = acc[Block::kOwnsKeys ? 1 : 0];  // own queries have no second sum
     clear(acc_a), clear(acc_b);
     Block(params, smem).template walk<SplitRange::kAny>(acc_a, acc_b);
 }
@@ -551,9 +553,9 @@ __global__ void __launch_bounds__(warps_of(kGradientTile<kD, kOwn, kSize>) * 32,
     clear(acc_a), clear(acc_b);
     block.template walk<SplitRange::kUsual>(acc_a, acc_b);
     if (__syncthreads_or(!is_finite(acc_a) || (Block::kOwnsKeys && !is_finite(acc_b)))) {  // rare
-        typename Block::Sums any_a, any_b;
-        walk_any<Block>(params, smem, any_a, any_b);
-        copy(any_a, acc_a), copy(any_b, acc_b);
+        AnySums<Block> acc;
+        walk_any<Block>(params, smem, acc);
+        copy(acc[0], acc_a), copy(acc[Block::kOwnsKeys ? 1 : 0], acc_b);
     }
     if constexpr (Block::kTile.walked_parts > 1) block.join(acc_a);
     block.finish(acc_a, acc_b);
