@@ -535,7 +535,7 @@ template <int kD, Own kOwn, Size kSize, Scores kScores>
 __global__ void __launch_bounds__(warps_of(kGradientTile<kD, kOwn, kSize>) * 32, kGradientTile<kD, kOwn, kSize>.blocks_per_sm)
     gradient_kernel(const __grid_constant__ GradientParams params) {
 #if defined(__CUDA_ARCH__)
-    if constexpr (!is_compiled(__CUDA_ARCH__, tile_is_taken<kD, kSize>)) {
+    if constexpr (!is_compiled(kTarget, tile_is_taken<kD, kSize>)) {
         __trap();
         return;
     }

@@ -36,7 +36,7 @@ constexpr int kTile = 64, kThreads = 256, kRowWarps = 4, kHalves = 2;  // 4 x 2 
 constexpr int kTilesS = kTile / kHalves / 8;                           // n8 tiles of S of a warp
 
 #if defined(__CUDA_ARCH__)
-constexpr bool kLargeSm = __CUDA_ARCH__ >= 900;
+constexpr bool kLargeSm = kTarget >= 900;
 #else
 constexpr bool kLargeSm = true;
 #endif
@@ -374,9 +374,12 @@ struct ShortBlock {
 template <typename T, int kD, Scores kScores>
 __global__ void __launch_bounds__(kThreads, backward_short_blocks_per_sm(kD, kLargeSm))
     gradient_kernel(const __grid_constant__ ShortParams params) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-    __trap();  // the table of kernels names no GPU that runs this code
-#else
+#if defined(__CUDA_ARCH__)
+    if constexpr (kTarget > 900) {  // the table of kernels names no GPU that runs this code
+        __trap();
+        return;
+    }
+#endif
     extern __shared__ __align__(128) unsigned char shared[];
     auto& smem = *reinterpret_cast<ShortSmem<T, kD>*>(shared);
     const AttentionParams& p = params.backward.forward;
@@ -390,7 +393,6 @@ __global__ void __launch_bounds__(kThreads, backward_short_blocks_per_sm(kD, kLa
     const int heads = p.nheads * p.batch, place = cluster - params.key_clusters, index = place % heads;
     const ShortBlock<T, kD, kScores> block(params, smem, index / p.nheads);
     block.own_queries(index % p.nheads, (params.tiles_q - 1 - place / heads) * kTile);
-#endif
 }
 
 template <typename T, int kD>

@@ -46,21 +46,25 @@ inline size_t tile_memory(const DeviceInfo& device) {
     return device.compute >= 100 && device.shared_memory > kMostSharedSm86 ? kMostSharedSm86 : device.shared_memory;
 }
 
-// Kernels leave out the code of tiles that no GPU able to run that code would take. A GPU runs code of its own architecture and of lower
-// ones with the same first digit; newer ones run PTX of FA_PTX_ARCH. A kernel says with the function by which the host chooses its tile
-// where that is taken: taken(bytes that a tile may take). If its code was left out, it traps: should it be launched all the same, that must
-// not look like a success.
-#ifndef FA_PTX_ARCH
-#define FA_PTX_ARCH 1000
+// What the code being compiled runs on. A GPU runs code of its own architecture and of lower ones with the same first digit; code of sm_90a
+// runs on Hopper alone, so what is compiled for 90 without the letter is PTX, for GPUs from sm_100 on.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+constexpr int kTarget = 900;
+#elif defined(__CUDA_ARCH__)
+constexpr int kTarget = __CUDA_ARCH__ < 900 ? __CUDA_ARCH__ : 1000;
 #endif
-constexpr bool runs_where(int arch, size_t tile_memory) {
-    if (tile_memory == kMostSharedSm90) return arch >= 900 && arch < 1000;
-    if (tile_memory == kMostSharedSm80) return arch < 890;  // sm_86, too: sm_87 runs its code
-    return arch < 900 || arch >= FA_PTX_ARCH;
+// Kernels leave out the code of tiles that no GPU able to run that code would take. A kernel says with the function by which the host
+// chooses its tile where that is taken: taken(bytes that a tile may take). If its code was left out, it traps: should it be launched all
+// the same, that must not look like a success.
+constexpr bool runs_where(int target, size_t tile_memory) {
+    if (tile_memory == kMostSharedSm90) return target == 900;
+    if (tile_memory == kMostSharedSm80) return target < 890;  // sm_86, too: sm_87 runs its code
+    return target != 900;
 }
-constexpr bool is_compiled(int arch, bool (*taken)(size_t)) {
-    return (runs_where(arch, kMostSharedSm80) && taken(kMostSharedSm80)) || (runs_where(arch, kMostSharedSm86) && taken(kMostSharedSm86)) ||
-           (runs_where(arch, kMostSharedSm90) && taken(kMostSharedSm90));
+constexpr bool is_compiled(int target, bool (*taken)(size_t)) {
+    return (runs_where(target, kMostSharedSm80) && taken(kMostSharedSm80)) ||
+           (runs_where(target, kMostSharedSm86) && taken(kMostSharedSm86)) ||
+           (runs_where(target, kMostSharedSm90) && taken(kMostSharedSm90));
 }
 
 // Head dims are padded with zeros to a bucket: Q and K to d, V and the output to dv. A bucket for each pair would make 25. Of the unequal

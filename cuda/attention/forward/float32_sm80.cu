@@ -75,7 +75,7 @@ struct Float32Params {
 template <int kColumns, int kBlockM, int kBlockN>
 __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_constant__ Float32Params params) {
 #if defined(__CUDA_ARCH__)
-    if (kBlockM == 128 && !runs_where(__CUDA_ARCH__, kMostSharedSm90)) {
+    if (kBlockM == 128 && !runs_where(kTarget, kMostSharedSm90)) {
         __trap();
         return;
     }

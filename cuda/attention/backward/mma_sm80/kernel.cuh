@@ -52,7 +52,7 @@ template <typename T, int kD, int kDv, MmaSm kSm, Scores kScores>
 __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32, kBackwardTileOf<kD, kDv, kSm>.blocks_per_sm)
     gradient_kernel(const __grid_constant__ MmaBackwardParams params) {
 #if defined(__CUDA_ARCH__)
-    if constexpr (!is_compiled(__CUDA_ARCH__, tile_is_taken<T, kD, kDv, kSm>)) {
+    if constexpr (!is_compiled(kTarget, tile_is_taken<T, kD, kDv, kSm>)) {
         __trap();
         return;
     }

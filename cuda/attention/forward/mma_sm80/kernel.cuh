@@ -85,7 +85,7 @@ template <typename T, int kD, int kDv, MmaSm kSm, Options kOptions, KeyRows kKey
 __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T, kD, kDv, kSm>.blocks_per_sm)
     attention_kernel(const __grid_constant__ MmaParams params) {
 #if defined(__CUDA_ARCH__)
-    if constexpr (!is_compiled(__CUDA_ARCH__, tile_is_taken<T, kD, kDv, kSm, kKeyRows>)) {
+    if constexpr (!is_compiled(kTarget, tile_is_taken<T, kD, kDv, kSm, kKeyRows>)) {
         __trap();
         return;
     }
