@@ -39,6 +39,7 @@ private:
 void add(Text& text, const Gpus& gpus, bool on_cpu) {
     if (on_cpu) text.add("\tCPU");
     else if (gpus.most == gpus.least) text.add("\tsm_%d", gpus.least);
+    else if (gpus.most < kAnyGpu.most) text.add("\tsm_%d to sm_%d", gpus.least, gpus.most);
     else if (gpus.least > 0) text.add("\tsm_%d and newer", gpus.least);
     else text.add("\tany GPU");
 }

@@ -105,7 +105,6 @@ cudaError_t backward_wgmma_sm90(const BackwardParams& params, const DeviceInfo& 
 size_t backward_wgmma_sm90_workspace(const BackwardParams&, const DeviceInfo&);
 
 cudaError_t backward_mma_sm80(const BackwardParams& params, const DeviceInfo& device, cudaStream_t stream);
-cudaError_t backward_mma_sm80_fp16(const BackwardParams& params, const DeviceInfo& device, cudaStream_t stream);  // its fp16 half
 size_t backward_mma_sm80_workspace(const BackwardParams&, const DeviceInfo&);  // bytes: float32 sums of dq, lse, delta and RowBase
 cudaError_t backward_mma_short_sm80(const BackwardParams& params, const DeviceInfo& device, cudaStream_t stream);
 

@@ -19,6 +19,11 @@ struct SplitFloat {
 // NaN where those of float32 are, for 2 more instructions a value.
 enum class SplitRange { kUsual, kAny };
 
+// For `#pragma unroll` of loops whose count is a constant. The code for kAny runs where the inputs have infinity or NaN: it is kept small,
+// as loops over arrays in local memory.
+template <SplitRange kRange>
+inline constexpr int kUnrolled = kRange == SplitRange::kUsual ? 1024 : 1;
+
 // The two parts of values. `cross` is what meets the other operand's low part: the high part, but 0 in place of infinity and NaN, because
 // the other low part may be 0.
 template <SplitRange kRange, int kCount>

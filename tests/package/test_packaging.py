@@ -248,8 +248,8 @@ def test_wheel_serves_every_python_on_its_platform(wheel):
     name = rf"flash_attn_minimal-{re.escape(project_version())}-py3-none-manylinux_2_27_(x86_64|aarch64)\.whl"
     assert re.fullmatch(name, wheel.name)
     with zipfile.ZipFile(wheel) as archive:
-        # Compressed machine code of sm_90 10 MB, of sm_80 5, PTX for newer GPUs 10, what runs on the CPU 6.
-        assert archive.getinfo(f"flash_attn_minimal/{_library.LIBRARY_NAME}").file_size < 32e6
+        # Compressed machine code of sm_90 9 MB, of sm_80 4, PTX for newer GPUs 6, what runs on the CPU 5.
+        assert archive.getinfo(f"flash_attn_minimal/{_library.LIBRARY_NAME}").file_size < 26e6
         tags = next(archive.read(name) for name in archive.namelist() if name.endswith(".dist-info/WHEEL"))
     assert re.findall(rb"^Tag: (.+)$", tags, re.MULTILINE) == ["-".join(wheel.stem.split("-")[2:]).encode()]
 

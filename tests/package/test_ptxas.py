@@ -50,7 +50,7 @@ MAY_SPILL = {
     r"attention_kernelINS_10SplitFloatELi512ELi512ELNS_5MmaSmE0ELNS0_7OptionsE1E": 8,
     r"gradient_kernelILi64ELNS0_3OwnE0E(Lb[01]E)?EEvNS0_11PartsParams": 8,  # in the warp that loads statistics
     # mma_float32_sm80: up to ten registers in a step of 1500 instructions and more; head dims above 128.
-    r"attention_kernelINS_10SplitFloatELi(192|256)E\w+OptionsE0": 32,
+    r"attention_kernelINS_10SplitFloatELi(192|256)E\w+OptionsE0": 40,
     # The same with options: the bounds of masks by intervals take registers, too.
     r"attention_kernelINS_10SplitFloatELi192E\w+OptionsE1": 56,
     r"attention_kernelINS_10SplitFloatELi256E\w+OptionsE1": 200,

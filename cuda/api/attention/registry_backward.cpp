@@ -144,7 +144,7 @@ constexpr BackwardKernel kKernels[] = {
      .summary = "short sequences in one launch (mma.sync): float16, bfloat16, head dims to 256, every option but chunks; deterministic",
      .device = FA_CUDA,
      .limits =
-         {.dtypes = k16Bits, .gpus = kFromSm80, .head_dims = head_dims(1, 256), .takes = kOfTiles | kNoKeys | kIntervals | kBlockMask},
+         {.dtypes = k16Bits, .gpus = kSm80ToSm90, .head_dims = head_dims(1, 256), .takes = kOfTiles | kNoKeys | kIntervals | kBlockMask},
      .refuses = FA_SM80(short_refuses),
      .fits = FA_SM80(has_blocks_for_clusters_of_8),
      .yields = FA_SM80(short_yields),

@@ -37,6 +37,7 @@ struct Gpus {
     int least, most;
 };
 constexpr Gpus kAnyGpu = {0, 1000}, kFromSm80 = {80, 1000}, kFromSm90 = {90, 1000}, kHopper = {90, 90};
+constexpr Gpus kSm80ToSm90 = {80, 90};  // for speed alone, where another kernel serves newer GPUs: their PTX is a large part of the library
 
 // The order in which a row is compared with a call. Of the kernels that refuse a call, the one that comes furthest is the closest.
 enum class Check { kType, kGpu, kHeadDim, kOption, kCondition, kSize, kMemory, kSpeed };
@@ -49,6 +50,8 @@ struct Refusal {
 
 inline Refusal outside(const Gpus& gpus, const DeviceInfo& device, char* text, size_t size) {
     if (gpus.least <= device.compute && device.compute <= gpus.most) return {};
+    if (gpus.least < gpus.most && gpus.most < kAnyGpu.most)
+        return {say(text, size, "needs sm_%d to sm_%d, this device is sm_%d", gpus.least, gpus.most, device.compute), Check::kGpu};
     return {say(text, size, "needs sm_%d%s, this device is sm_%d", gpus.least, gpus.most == gpus.least ? " (Hopper)" : " or newer",
                 device.compute),
             Check::kGpu};

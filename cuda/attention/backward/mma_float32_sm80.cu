@@ -113,7 +113,7 @@ __device__ __forceinline__ void multiply_rows(float (&S)[1][kTiles][4], uint32_t
         uint32_t x[4];
         ldmatrix_x4(x, Tile::advance(own, step));
         const SplitParts<kRange, 4> A[1] = {split_fragment<kRange, 4>(x)};
-#pragma unroll
+#pragma unroll(kUnrolled<kRange>)
         for (int n = 0; n < kTiles; n += kAtOnce) {
             SplitParts<kRange, 2> B[kAtOnce];
 #pragma unroll
@@ -134,13 +134,14 @@ __device__ __forceinline__ void add_rows(float (&acc)[1][kColumnTiles][4], const
                                          int rows) {
     using Tile = SharedTile<float, kD>;
     constexpr int kAtOnce = kRange == SplitRange::kUsual ? 4 : 1, kParts = kColumnTiles > 16 ? 2 : 1;
-#pragma unroll
+#pragma unroll(kUnrolled<kRange>)
     for (int x = 0; x < kTiles * kParts; ++x) {
         const int step = x / kParts, part = x % kParts;
         if (8 * step >= rows) break;  // it also keeps the compiler from mixing the steps, which takes registers
         const SplitParts<kRange, 4> A[1] = {split_accumulator<kRange>(weights[0][step])};
-#pragma unroll
-        for (int n = kColumnTiles * part / kParts; n < kColumnTiles * (part + 1) / kParts; n += 4) {
+#pragma unroll(kUnrolled<kRange>)
+        for (int group = 0; group < kColumnTiles / kParts; group += 4) {
+            const int n = kColumnTiles / kParts * part + group;
             uint32_t X[4][2];
             const uint32_t at = walked + 32 * n + 8 * step * Tile::kPitch;
             load_two_rows(X, at, (at ^ 16) + Tile::kPitch);
@@ -155,6 +156,11 @@ __device__ __forceinline__ void add_rows(float (&acc)[1][kColumnTiles][4], const
     }
 }
 
+template <int kTiles>
+__device__ __forceinline__ void copy(const float (&from)[1][kTiles][4], float (&to)[1][kTiles][4]) {
+#pragma unroll
+    for (int x = 0; x < 4 * kTiles; ++x) to[0][x / 4][x % 4] = from[0][x / 4][x % 4];
+}
 template <int kTiles>
 __device__ __forceinline__ bool is_finite(const float (&C)[1][kTiles][4]) {
     float zero = 0;
@@ -200,7 +206,7 @@ struct PairPlace {
 };
 
 // S, the products, becomes the weights of the second products, and dP becomes dS; both are 0 for hidden pairs.
-template <bool kGeneral, int kTiles, typename QueryOf, typename KeyOf, typename StatisticsOf>
+template <SplitRange kRange, bool kGeneral, int kTiles, typename QueryOf, typename KeyOf, typename StatisticsOf>
 __device__ __forceinline__ void gradients_of_pairs(const AttentionParams& p, const PairPlace& at, bool cut, float (&S)[1][kTiles][4],
                                                    float (&dP)[1][kTiles][4], const QueryOf& query, const KeyOf& key,
                                                    const StatisticsOf& statistics) {
@@ -209,14 +215,14 @@ __device__ __forceinline__ void gradients_of_pairs(const AttentionParams& p, con
     float(&grad)[kCount] = flat(dP[0]);
     uint32_t seen = ~0u;
     if (cut) {
-#pragma unroll
+#pragma unroll(kUnrolled<kRange>)
         for (int i = 0; i < kCount; ++i) {
             const Query& row = statistics(i);
             if (key(i) < row.begin || key(i) >= row.end) seen &= ~(1u << i);
         }
     }
     if constexpr (!kGeneral) {
-#pragma unroll
+#pragma unroll(kUnrolled<kRange>)
         for (int i = 0; i < kCount; ++i) {
             const Query& row = statistics(i);
             const float P = exp2_approx(fmaf(score[i] - row.max, p.scale, -row.rest) * kLog2e);
@@ -226,10 +232,10 @@ __device__ __forceinline__ void gradients_of_pairs(const AttentionParams& p, con
         }
     } else {
         float slope[kCount];
-#pragma unroll
+#pragma unroll(kUnrolled<kRange>)
         for (int i = 0; i < kCount; ++i) score[i] = p.general_scores() ? __fmul_rn(score[i], p.scale) : score[i], slope[i] = 1;
         if (p.softcap != 0) {
-#pragma unroll
+#pragma unroll(kUnrolled<kRange>)
             for (int i = 0; i < kCount; ++i) {
                 const float t = tanhf(score[i] / p.softcap);
                 score[i] = p.softcap * t, slope[i] = 1 - t * t;
@@ -237,11 +243,11 @@ __device__ __forceinline__ void gradients_of_pairs(const AttentionParams& p, con
         }
         if (p.alibi_slopes) {
             const float alibi = p.alibi_slopes[at.batch * p.alibi_batch + at.head];
-#pragma unroll
+#pragma unroll(kUnrolled<kRange>)
             for (int i = 0; i < kCount; ++i) score[i] -= alibi * fabsf(float(int64_t(query(i)) + at.shift - key(i)));
         }
         if (p.bias.data) {
-#pragma unroll
+#pragma unroll(kUnrolled<kRange>)
             for (int i = 0; i < kCount; ++i) {
                 if (!(seen >> i & 1)) continue;
                 const int64_t place = at.batch * p.bias.batch + at.head * p.bias.head + query(i) * p.bias.row + key(i);
@@ -251,7 +257,7 @@ __device__ __forceinline__ void gradients_of_pairs(const AttentionParams& p, con
             }
         }
         if (p.mask.data) {
-#pragma unroll
+#pragma unroll(kUnrolled<kRange>)
             for (int i = 0; i < kCount; ++i) {
                 if (!(seen >> i & 1)) continue;
                 const int64_t place = at.batch * p.mask.batch + at.head * p.mask.head + query(i) * p.mask.row + key(i);
@@ -259,16 +265,16 @@ __device__ __forceinline__ void gradients_of_pairs(const AttentionParams& p, con
             }
         }
         if (p.blocks.data) {
-#pragma unroll
+#pragma unroll(kUnrolled<kRange>)
             for (int i = 0; i < kCount; ++i)
                 if (seen >> i & 1 && block_hides(p, at.batch, at.head, query(i), key(i))) seen &= ~(1u << i);
         }
         if (p.intervals.data) {
-#pragma unroll
+#pragma unroll(kUnrolled<kRange>)
             for (int i = 0; i < kCount; ++i)
                 if (seen >> i & 1 && interval_hides(p, at.batch, at.head, query(i), key(i))) seen &= ~(1u << i);
         }
-#pragma unroll
+#pragma unroll(kUnrolled<kRange>)
         for (int i = 0; i < kCount; ++i) {
             const Query& row = statistics(i);
             const float below = p.general_scores() ? (score[i] - row.max) - row.rest : fmaf(score[i] - row.max, p.scale, -row.rest);
@@ -399,7 +405,7 @@ struct GradientBlock {
                 constexpr int kSteps = kD / 8 / kTile.column_parts;
                 multiply_rows<kRange, kD, kSteps>(S, shared_address(smem.own_a) + own, walked_a + columns, group * kSteps);
                 multiply_rows<kRange, kD, kSteps>(dP, shared_address(smem.own_b) + own, walked_b + columns, group * kSteps);
-                join_pairs(S, dP, all);
+                join_pairs<kRange>(S, dP, all);
             } else {
                 multiply_rows<kRange, kD>(S, shared_address(smem.own_a) + own, walked_a + columns);
                 multiply_rows<kRange, kD>(dP, shared_address(smem.own_b) + own, walked_b + columns);
@@ -407,7 +413,7 @@ struct GradientBlock {
             if constexpr (kOwnsKeys) {
                 const Query* const query = smem.query + stage * kWalked + part_row + lane % 4 * 2;
                 const int key = at.own0 + 16 * warp + lane / 4, first_row = row0 + lane % 4 * 2;
-                gradients_of_pairs<kGeneral>(
+                gradients_of_pairs<kRange, kGeneral>(
                     p, PairPlace{at.batch, at.head * p.group + head_step, at.s.shift}, some_cut, S, dP,
                     [=](int i) { return first_row + i / 4 * 8 + i % 2; }, [=](int i) { return key + i / 2 % 2 * 8; },
                     [=](int i) -> const Query& { return query[i / 4 * 8 + i % 2]; });
@@ -415,10 +421,10 @@ struct GradientBlock {
             } else {
                 const Query* const query = smem.query + 16 * warp + lane / 4;
                 const int row = at.own0 + 16 * warp + lane / 4, key = row0 + lane % 4 * 2;
-                gradients_of_pairs<kGeneral>(
+                gradients_of_pairs<kRange, kGeneral>(
                     p, PairPlace{at.batch, at.head, at.s.shift}, sees_less(query, row0), S, dP, [=](int i) { return row + i / 2 % 2 * 8; },
                     [=](int i) { return key + i / 4 * 8 + i % 2; }, [=](int i) -> const Query& { return query[i / 2 % 2 * 8]; });
-                if (kGeneral && p.may_hide_keys()) zero_unused_keys(dP, stage, part_row);
+                if (kGeneral && p.may_hide_keys()) zero_unused_keys<kRange>(dP, stage, part_row);
             }
             add_rows<kRange, kD>(acc_a, dP, walked_a + rows, at.walk_end - row0);
             if (kStages == 1) __syncthreads();  // nobody reads the walked rows any more
@@ -426,17 +432,18 @@ struct GradientBlock {
     }
     // Adds up the sums of warps with the same pairs. All add in the same order, so all have the same bits. The block's barrier at the end
     // of a step keeps a warp from writing its next sums before these have been read.
+    template <SplitRange kRange>
     __device__ __forceinline__ void join_pairs(Pairs& S, Pairs& dP, int warp) const {
         static_assert(kStages == 1, "a barrier at the end of a step");
         constexpr int kCount = 4 * kTiles;
         const int lane = opaque(int(threadIdx.x)) % 32, row_warp = warp % kTile.row_warps;
-#pragma unroll
+#pragma unroll(kUnrolled<kRange>)
         for (int i = 0; i < kCount; ++i) {
             smem.part[warp][i][lane] = S[0][i / 4][i % 4];
             smem.part[warp][kCount + i][lane] = dP[0][i / 4][i % 4];
         }
         bar_sync(1 + row_warp, 32 * kTile.column_parts);
-#pragma unroll
+#pragma unroll(kUnrolled<kRange>)
         for (int i = 0; i < 2 * kCount; ++i) {
             float sum = smem.part[row_warp][i][lane];
 #pragma unroll
@@ -452,11 +459,12 @@ struct GradientBlock {
         return __any_sync(~0u, less);
     }
     // A key whose dS are all zero in this block may hold NaN, and 0 x NaN is NaN: its K is zeroed.
+    template <SplitRange kRange>
     __device__ __forceinline__ void zero_unused_keys(const Pairs& dS, int stage, int part_row) const {
         const int thread = opaque(int(threadIdx.x));
         if (thread < kWalked) smem.used[thread] = 0;
         __syncthreads();
-#pragma unroll
+#pragma unroll(kUnrolled<kRange>)
         for (int i = 0; i < 4 * kTiles; ++i)
             if (dS[0][i / 4][i % 4] != 0) smem.used[part_row + 8 * (i / 4) + mma_column(thread % 32, i)] = 1;
         __syncthreads();
@@ -505,9 +513,33 @@ struct GradientBlock {
     }
 };
 
+// The sums of a block whose inputs have infinity or NaN, or whose sums are beyond float32. A function of its own with arrays of its own:
+// the usual walk keeps its sums in registers.
+template <typename Block>
+using AnySums = typename Block::Sums[Block::kOwnsKeys ? 2 : 1];
+template <typename Block>
+__device__ __noinline__ void walk_any(const GradientParams& params, typename Block::Smem& smem, AnySums<Block>& acc) {
+    typename Block::Sums &acc_a = acc[0], &acc_b = acc[Block::kOwnsKeys ? 1 : 0];  // own queries have no second sum
+    clear(acc_a), clear(acc_b);
+    Block(params, smem).template walk<SplitRange::kAny>(acc_a, acc_b);
+}
+
+// Whether some call takes these tiles on GPUs whose tiles may take so many bytes.
+template <int kD, Size kSize>
+constexpr bool tile_is_taken(size_t tile_memory) {
+    const bool takes_large = kD > 128 && sizeof(GradientSmem<kGradientTile<kD, Own::kKeys, Size::kLarge>, kD>) <= tile_memory;
+    return kSize == Size::kGeneral || (kSize == Size::kLarge) == takes_large;
+}
+
 template <int kD, Own kOwn, Size kSize, Scores kScores>
 __global__ void __launch_bounds__(warps_of(kGradientTile<kD, kOwn, kSize>) * 32, kGradientTile<kD, kOwn, kSize>.blocks_per_sm)
     gradient_kernel(const __grid_constant__ GradientParams params) {
+#if defined(__CUDA_ARCH__)
+    if constexpr (!is_compiled(kTarget, tile_is_taken<kD, kSize>)) {
+        __trap();
+        return;
+    }
+#endif
     if ((params.wanted && *params.wanted == 0) || *params.unwanted != 0) return;
     using Block = GradientBlock<kD, kOwn, kSize, kScores>;
     extern __shared__ __align__(128) unsigned char shared[];
@@ -521,8 +553,9 @@ __global__ void __launch_bounds__(warps_of(kGradientTile<kD, kOwn, kSize>) * 32,
     clear(acc_a), clear(acc_b);
     block.template walk<SplitRange::kUsual>(acc_a, acc_b);
     if (__syncthreads_or(!is_finite(acc_a) || (Block::kOwnsKeys && !is_finite(acc_b)))) {  // rare
-        clear(acc_a), clear(acc_b);
-        block.template walk<SplitRange::kAny>(acc_a, acc_b);
+        AnySums<Block> acc;
+        walk_any<Block>(params, smem, acc);
+        copy(acc[0], acc_a), copy(acc[Block::kOwnsKeys ? 1 : 0], acc_b);
     }
     if constexpr (Block::kTile.walked_parts > 1) block.join(acc_a);
     block.finish(acc_a, acc_b);
@@ -550,10 +583,9 @@ cudaError_t launch(GradientParams& params, cudaStream_t stream) {
     return launch<kD, Own::kQueries, kSize, kScores>(params, stream);
 }
 template <int kD>
-cudaError_t launch(GradientParams& params, bool plain, size_t shared_memory, cudaStream_t stream) {
+cudaError_t launch(GradientParams& params, bool plain, size_t tile_memory, cudaStream_t stream) {
     if constexpr (kD > 128) {
-        if (plain && sizeof(GradientSmem<kGradientTile<kD, Own::kKeys, Size::kLarge>, kD>) <= shared_memory)
-            return launch<kD, Size::kLarge, Scores::kPlain>(params, stream);
+        if (plain && tile_is_taken<kD, Size::kLarge>(tile_memory)) return launch<kD, Size::kLarge, Scores::kPlain>(params, stream);
     }
     if (plain) return launch<kD, Size::kSmall, Scores::kPlain>(params, stream);
     return launch<kD, Size::kGeneral, Scores::kGeneral>(params, stream);
@@ -577,9 +609,9 @@ cudaError_t backward_mma_float32_sm80_if(const int* wanted, const int* unwanted,
     params.aligned_dq = aligned(b.dq, p.nheads, p.headdim);
     params.aligned_dk = aligned(b.dk, p.nheads_k, p.headdim), params.aligned_dv = aligned(b.dv, p.nheads_k, p.headdim_v);
     const bool plain = !p.general_scores() && params.aligned_q && params.aligned_k && params.aligned_v && params.aligned_dout;
-    if (p.headdim > 256 || p.headdim_v > 256) return launch<512>(params, plain, device.shared_memory, stream);
+    if (p.headdim > 256 || p.headdim_v > 256) return launch<512>(params, plain, tile_memory(device), stream);
     return with_backward_bucket(p.headdim, p.headdim_v,
-                                [&](auto d, auto) { return launch<decltype(d)::value>(params, plain, device.shared_memory, stream); });
+                                [&](auto d, auto) { return launch<decltype(d)::value>(params, plain, tile_memory(device), stream); });
 }
 
 cudaError_t backward_mma_float32_sm80(const BackwardParams& params, const DeviceInfo& device, cudaStream_t stream) {

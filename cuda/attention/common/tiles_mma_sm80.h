@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "common/divisor.h"
+#include "device/device_info.h"
 
 namespace fa {
 
@@ -33,21 +34,38 @@ enum class MmaSm {
     kShort,  // 16-bit, few keys: half the code, which each block has to fetch once, and small blocks, which start soon
     k99,     // 16-bit, sm_86, 89, 120; elsewhere for grids of too few large tiles to fill the GPU
     k164,    // sm_80
-    k228     // sm_90, sm_100
+    k228     // sm_90
 };
-constexpr size_t kMostSharedSm80 = size_t(163) << 10;  // bytes that a block of sm_80 may ask for. SMs with more take the tiles for k228
-constexpr size_t kMostSharedSm86 = size_t(99) << 10;   // the same for sm_86, 89 and 120
+// Bytes that a block may ask for.
+constexpr size_t kMostSharedSm80 = size_t(163) << 10;  // sm_80, 87
+constexpr size_t kMostSharedSm86 = size_t(99) << 10;   // sm_86, 89, 120
+constexpr size_t kMostSharedSm90 = size_t(227) << 10;  // sm_90, 100
+// Those that its tile may take, of these three. GPUs from sm_100 on run PTX, which is a large part of the library: there all take the tiles
+// that sm_120 has room for.
+inline size_t tile_memory(const DeviceInfo& device) {
+    return device.compute >= 100 && device.shared_memory > kMostSharedSm86 ? kMostSharedSm86 : device.shared_memory;
+}
 
-// Kernels leave out the code of tiles that no GPU able to run that code would take. A GPU runs code of its own architecture and of lower
-// ones with the same first digit; from sm_90 on it may also run PTX of any lower one. So code compiled for `arch` runs on GPUs whose blocks
-// have:
-//     below sm_90    at most kMostSharedSm80: no tile made for more
-//     sm_86          at most kMostSharedSm80, as it also runs on sm_87: all tiles of sm_80
-//     sm_89          kMostSharedSm86
-//     from sm_90 on  more than kMostSharedSm80, or kMostSharedSm86
-// A kernel whose code was left out traps: if it is launched all the same, that must not look like a success.
-constexpr bool takes_more_than_sm80(int arch) { return arch >= 900; }
-constexpr bool takes_more_than_sm86(int arch) { return arch < 890; }  // but not more than sm_80
+// What the code being compiled runs on. A GPU runs code of its own architecture and of lower ones with the same first digit; code of sm_90a
+// runs on Hopper alone, so what is compiled for 90 without the letter is PTX, for GPUs from sm_100 on.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+constexpr int kTarget = 900;
+#elif defined(__CUDA_ARCH__)
+constexpr int kTarget = __CUDA_ARCH__ < 900 ? __CUDA_ARCH__ : 1000;
+#endif
+// Kernels leave out the code of tiles that no GPU able to run that code would take. A kernel says with the function by which the host
+// chooses its tile where that is taken: taken(bytes that a tile may take). If its code was left out, it traps: should it be launched all
+// the same, that must not look like a success.
+constexpr bool runs_where(int target, size_t tile_memory) {
+    if (tile_memory == kMostSharedSm90) return target == 900;
+    if (tile_memory == kMostSharedSm80) return target < 890;  // sm_86, too: sm_87 runs its code
+    return target != 900;
+}
+constexpr bool is_compiled(int target, bool (*taken)(size_t)) {
+    return (runs_where(target, kMostSharedSm80) && taken(kMostSharedSm80)) ||
+           (runs_where(target, kMostSharedSm86) && taken(kMostSharedSm86)) ||
+           (runs_where(target, kMostSharedSm90) && taken(kMostSharedSm90));
+}
 
 // Head dims are padded with zeros to a bucket: Q and K to d, V and the output to dv. A bucket for each pair would make 25. Of the unequal
 // pairs, models use only (192, 128); every other pair runs in the larger of its two buckets. Above 256, dv is the width of one part of V's
@@ -109,7 +127,7 @@ constexpr MmaTile mma_tile_tf32(int d, int dv, MmaSm sm) {
 }
 
 // An SM has 1 KB more than one block may ask for. Every block on it takes 1 KB for the system.
-inline bool mma_tile_fits(const MmaTile& tile, size_t shared_bytes, size_t most_of_a_block) {
+constexpr bool mma_tile_fits(const MmaTile& tile, size_t shared_bytes, size_t most_of_a_block) {
     return size_t(tile.blocks_per_sm) * (shared_bytes + 1024) <= most_of_a_block + 1024;
 }
 

@@ -75,7 +75,7 @@ struct Float32Params {
 template <int kColumns, int kBlockM, int kBlockN>
 __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_constant__ Float32Params params) {
 #if defined(__CUDA_ARCH__)
-    if (kBlockM == 128 && !takes_more_than_sm80(__CUDA_ARCH__)) {
+    if (kBlockM == 128 && !runs_where(kTarget, kMostSharedSm90)) {
         __trap();
         return;
     }
@@ -218,11 +218,11 @@ cudaError_t launch(const AttentionParams& p, cudaStream_t stream) {
 }
 
 template <int kColumns>
-cudaError_t launch(const AttentionParams& p, int multiprocessors, size_t shared_memory, cudaStream_t stream) {
+cudaError_t launch(const AttentionParams& p, int multiprocessors, size_t tile_memory, cudaStream_t stream) {
     constexpr Float32Tile kLarge = large_tile(kColumns), kSmall = small_tile(kColumns);
     static_assert(sizeof(Smem<kColumns, kLarge.block_m, kLarge.block_n>) > kMostSharedSm80,
                   "its code is left out where a block has no more");
-    const bool fits = sizeof(Smem<kColumns, kLarge.block_m, kLarge.block_n>) <= shared_memory;
+    const bool fits = sizeof(Smem<kColumns, kLarge.block_m, kLarge.block_n>) <= tile_memory;
     const int64_t blocks = (int64_t(p.seqlen_q) + kLarge.block_m - 1) / kLarge.block_m * p.nheads * p.deciding_batch();
     if (fits && p.seqlen_q > kSmall.block_m && 2 * blocks > multiprocessors)
         return launch<kColumns, kLarge.block_m, kLarge.block_n>(p, stream);
@@ -249,9 +249,9 @@ size_t forward_float32_sm80_shared(const AttentionParams& p) {
 
 cudaError_t forward_float32_sm80(const AttentionParams& p, const DeviceInfo& device, cudaStream_t stream) {
     switch (bucket(p)) {
-        case 64: return launch<64>(p, device.multiprocessors, device.shared_memory, stream);
-        case 128: return launch<128>(p, device.multiprocessors, device.shared_memory, stream);
-        default: return launch<256>(p, device.multiprocessors, device.shared_memory, stream);
+        case 64: return launch<64>(p, device.multiprocessors, tile_memory(device), stream);
+        case 128: return launch<128>(p, device.multiprocessors, tile_memory(device), stream);
+        default: return launch<256>(p, device.multiprocessors, tile_memory(device), stream);
     }
 }
 

@@ -559,12 +559,16 @@ struct Tile {
 
     // Handles the rows of the last vector if they are few. The addresses of a tile's keys are looked up once for all these rows.
     void run_narrow() {
+#if FA_AMX
+        run_narrow_as<DType::kBFloat16>();  // cpu_amx takes nothing else
+#else
         const DType dtype = p.cache.entries ? p.cache.dtype : p.dtype;
         if (dtype == DType::kFloat32) run_narrow_as<DType::kFloat32>();
         else if (dtype == DType::kFloat16) run_narrow_as<DType::kFloat16>();
         else if (dtype == DType::kBFloat16) run_narrow_as<DType::kBFloat16>();
         else if (dtype == DType::kFloat8E4M3) run_narrow_as<DType::kFloat8E4M3>();
         else run_narrow_as<DType::kInt8>();
+#endif
     }
     template <DType dtype>
     void run_narrow_as() {

@@ -36,14 +36,23 @@
 namespace fa {
 namespace {
 
+// Whether some call takes this tile on GPUs whose tiles may take so many bytes.
+template <typename T, int kD, int kDv, MmaSm kSm>
+constexpr bool tile_is_taken(size_t tile_memory) {
+    constexpr const BackwardTile &kTile = kBackwardTileOf<kD, kDv, kSm>, &k228 = kBackwardTileOf<kD, kDv, MmaSm::k228>;
+    constexpr bool kHas228 = !(k228 == kBackwardTileOf<kD, kDv, MmaSm::k164>);
+    const size_t bytes = sizeof(MainSmem<T, kBackwardTileOf<kD, kDv, kSm>, kD, kDv>);
+    const bool fits = size_t(kTile.blocks_per_sm) * (bytes + 1024) <= tile_memory + 1024, is_sm90 = tile_memory > kMostSharedSm80;
+    if (kSm == MmaSm::kShort) return is_sm90 && fits && !(kTile == k228);
+    if (kSm == MmaSm::k228) return is_sm90 && fits && kHas228;
+    return kSm != MmaSm::k164 || (fits && !(is_sm90 && kHas228));
+}
+
 template <typename T, int kD, int kDv, MmaSm kSm, Scores kScores>
 __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32, kBackwardTileOf<kD, kDv, kSm>.blocks_per_sm)
     gradient_kernel(const __grid_constant__ MmaBackwardParams params) {
 #if defined(__CUDA_ARCH__)
-    constexpr bool kHasLarger = !(kBackwardTileOf<kD, kDv, MmaSm::k228> == kBackwardTileOf<kD, kDv, MmaSm::k164>);
-    constexpr bool kTakes228 = takes_more_than_sm80(__CUDA_ARCH__),
-                   kTakes164 = takes_more_than_sm86(__CUDA_ARCH__) || (kTakes228 && !kHasLarger);
-    if (((kSm == MmaSm::k228 || kSm == MmaSm::kShort) && !kTakes228) || (kSm == MmaSm::k164 && !kTakes164)) {
+    if constexpr (!is_compiled(kTarget, tile_is_taken<T, kD, kDv, kSm>)) {
         __trap();
         return;
     }
@@ -120,7 +129,7 @@ inline BackwardWorkspace workspace_of(const BackwardParams& b, int block_m, int 
 }
 
 template <typename T, int kD, int kDv>
-cudaError_t launch_bucket(const BackwardParams& backward, size_t shared_memory, cudaStream_t stream) {
+cudaError_t launch_bucket(const BackwardParams& backward, size_t tile_memory, cudaStream_t stream) {
     const AttentionParams& p = backward.forward;
     MmaBackwardParams params{};
     params.backward = backward, params.scale_log2 = backward.forward.scale * kLog2e;
@@ -154,9 +163,7 @@ cudaError_t launch_bucket(const BackwardParams& backward, size_t shared_memory, 
         return launch_kernel(dq_kernel<T, kD, kDv, kScores>, unsigned(params.tiles_dq * p.nheads) * p.batch, kDqThreads,
                              sizeof(DqSmem<T, kD, kDv>), stream, params);
     };
-    const auto serves = [&](const BackwardTile& tile, size_t shared_bytes) {
-        return !general && aligned && size_t(tile.blocks_per_sm) * (shared_bytes + 1024) <= shared_memory + 1024;
-    };
+    const auto serves = [&](auto sm) { return !general && aligned && tile_is_taken<T, kD, kDv, decltype(sm)::value>(tile_memory); };
     using K228 = std::integral_constant<MmaSm, MmaSm::k228>;
     using K164 = std::integral_constant<MmaSm, MmaSm::k164>;
     using Short = std::integral_constant<MmaSm, MmaSm::kShort>;
@@ -166,27 +173,23 @@ cudaError_t launch_bucket(const BackwardParams& backward, size_t shared_memory, 
     constexpr const BackwardTile &k228 = kBackwardTileOf<kD, kDv, MmaSm::k228>, &k164 = kBackwardTileOf<kD, kDv, MmaSm::k164>;
     constexpr const BackwardTile& kShort = kBackwardTileOf<kD, kDv, MmaSm::kShort>;
     if constexpr (!(kShort == k228)) {  // made for sm_90: needs more than the 163 KB of sm_80
-        constexpr size_t kBytes = sizeof(MainSmem<T, kBackwardTileOf<kD, kDv, MmaSm::kShort>, kD, kDv>);
         const bool is_short = backward_mma_is_short(p.window_right == 0, p.seqlen_k);
-        if (is_short && shared_memory > kMostSharedSm80 && serves(kShort, kBytes)) return run(Short{}, Plain{});
+        if (is_short && serves(Short{})) return run(Short{}, Plain{});
     }
     if constexpr (!(k228 == k164)) {
-        constexpr size_t kBytes = sizeof(MainSmem<T, kBackwardTileOf<kD, kDv, MmaSm::k228>, kD, kDv>);
-        if (shared_memory > kMostSharedSm80 && serves(k228, kBytes)) return run(K228{}, Plain{});
+        if (serves(K228{})) return run(K228{}, Plain{});
     }
     static_assert(
         sizeof(MainSmem<T, kBackwardTileOf<kD, kDv, MmaSm::kAny>, kD, kDv>) <= 99 * 1024 && sizeof(DqSmem<T, kD, kDv>) <= 99 * 1024,
         "a block of sm_86 and 89 has no more");
-    constexpr size_t kBytes = sizeof(MainSmem<T, kBackwardTileOf<kD, kDv, MmaSm::k164>, kD, kDv>);
-    static_assert(kBytes > kMostSharedSm86, "its code is left out where a block has no more");
-    if ((k228 == k164 || shared_memory <= kMostSharedSm80) && serves(k164, kBytes)) return run(K164{}, Plain{});
+    if (serves(K164{})) return run(K164{}, Plain{});
     return general ? run(Any{}, General{}) : run(Any{}, Plain{});
 }
 
 template <typename T>
-cudaError_t launch(const BackwardParams& b, size_t shared_memory, cudaStream_t stream) {
+cudaError_t launch(const BackwardParams& b, size_t tile_memory, cudaStream_t stream) {
     return with_backward_bucket(b.forward.headdim, b.forward.headdim_v, [&](auto d, auto dv) {
-        return launch_bucket<T, decltype(d)::value, decltype(dv)::value>(b, shared_memory, stream);
+        return launch_bucket<T, decltype(d)::value, decltype(dv)::value>(b, tile_memory, stream);
     });
 }
 

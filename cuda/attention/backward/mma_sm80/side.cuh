@@ -86,7 +86,16 @@ __global__ void __launch_bounds__(kSideThreads, kBeforeBlocks) before_kernel(con
 // ---- after: dQ = scale x the sums of a tile, read in the order in which the warps of the main kernel added them ----
 
 template <typename T, int kD, int kDv, MmaSm kSm>
+constexpr bool tile_is_taken(size_t tile_memory);  // kernel.cuh
+
+template <typename T, int kD, int kDv, MmaSm kSm>
 __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32) after_kernel(const __grid_constant__ MmaBackwardParams params) {
+#if defined(__CUDA_ARCH__)
+    if constexpr (!is_compiled(kTarget, tile_is_taken<T, kD, kDv, kSm>)) {
+        __trap();
+        return;
+    }
+#endif
     constexpr BackwardTile kTile = kBackwardTileOf<kD, kDv, kSm>;
     constexpr int kBlockM = kTile.block_m, kRowsDq = kTile.warps_m_dq, kColumnsDq = kTile.warps / kRowsDq;
     constexpr int kMmasDq = kBlockM / kRowsDq / 16, kTilesDq = kD / kColumnsDq / 8;

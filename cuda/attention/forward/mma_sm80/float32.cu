@@ -15,7 +15,7 @@ cudaError_t forward_mma_float32_sm80_if(const int* wanted, const AttentionParams
     if (p.cache.block_table) return forward_mma_float32_sm80_paged(p, device, stream);
     AttentionParams params = p;
     params.workspace = const_cast<int*>(wanted);  // nullptr: the kernel always runs. It has no other use for a workspace
-    return launch<SplitFloat>(params, device.multiprocessors, device.shared_memory, stream);
+    return launch<SplitFloat>(params, device.multiprocessors, tile_memory(device), stream);
 }
 cudaError_t forward_mma_float32_sm80(const AttentionParams& p, const DeviceInfo& device, cudaStream_t stream) {
     return forward_mma_float32_sm80_if(nullptr, p, device, stream);

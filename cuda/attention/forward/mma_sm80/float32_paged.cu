@@ -9,7 +9,7 @@ cudaError_t forward_mma_float32_sm80_paged(const AttentionParams& p, const Devic
     const auto run = [&](auto launch) {
         AttentionParams params = p;
         params.workspace = nullptr;  // no word says that another kernel has served the call
-        return launch(params, device.multiprocessors, device.shared_memory, stream);
+        return launch(params, device.multiprocessors, tile_memory(device), stream);
     };
     const int d = p.headdim > p.headdim_v ? p.headdim : p.headdim_v;
     if (d <= 64) return run(launch_bucket<SplitFloat, 64, 64, KeyRows::kInPages>);

@@ -21,11 +21,12 @@ cudaError_t forward_mma_float32_sm80_wide(const AttentionParams& p, const Device
     params.attention.workspace = nullptr;  // no word says that another kernel has served the call
     const bool general = mma_needs_general(p), pages = p.cache.block_table;
     const bool large = !general && params.aligned_q && params.aligned_k && params.aligned_v && params.aligned_out;
+    const size_t memory = tile_memory(device);
     constexpr auto kNone = Options::kNone, kAll = Options::kAll;
     constexpr auto kStrided = KeyRows::kStrided, kInPages = KeyRows::kInPages;
-    if (large && !pages && p.headdim <= 384 && p.headdim_v <= 384 && device.shared_memory >= kSharedBytes<384, MmaSm::k228>)
+    if (large && !pages && p.headdim <= 384 && p.headdim_v <= 384 && tile_is_taken<SplitFloat, 384, 384, MmaSm::k228, kStrided>(memory))
         return launch_tile<SplitFloat, 384, 384, MmaSm::k228, kNone, kStrided>(params, stream);
-    if (large && device.shared_memory >= kSharedBytes<512, MmaSm::k228>) {
+    if (large && tile_is_taken<SplitFloat, 512, 512, MmaSm::k228, kStrided>(memory)) {
         if (pages) return launch_tile<SplitFloat, 512, 512, MmaSm::k228, kNone, kInPages>(params, stream);
         return launch_tile<SplitFloat, 512, 512, MmaSm::k228, kNone, kStrided>(params, stream);
     }

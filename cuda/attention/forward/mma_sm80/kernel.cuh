@@ -37,16 +37,55 @@ namespace fa {
 namespace {
 
 template <int kMmas, int kTiles>
-__device__ __forceinline__ void clear(float (&C)[kMmas][kTiles][4]) {
+__device__ __forceinline__ void copy(const float (&from)[kMmas][kTiles][4], float (&to)[kMmas][kTiles][4]) {
 #pragma unroll
-    for (int x = 0; x < kMmas * kTiles * 4; ++x) C[x / 4 / kTiles][x / 4 % kTiles][x % 4] = 0;
+    for (int x = 0; x < kMmas * kTiles * 4; ++x) to[x / 4 / kTiles][x / 4 % kTiles][x % 4] = from[x / 4 / kTiles][x / 4 % kTiles][x % 4];
+}
+
+// The walk of a block with infinity or NaN among its inputs, or a sum beyond float32. A function of its own with arrays of its own: the
+// usual walk keeps its sums in registers.
+template <typename Warp>
+__device__ __noinline__ void walk_any(const MmaParams& params, typename Warp::SharedMemory& smem, typename Warp::Output& O,
+                                      typename Warp::RowValues& row_max, typename Warp::RowValues& row_sum) {
+    const GridPlace work = Warp::work_at(params, blockIdx.x);
+    typename Warp::Places places;
+    Warp warp(params, smem, places, work, sequence_of(params.attention, work.b));
+    for (int r = 0; r < Warp::kRows; ++r) row_max[r] = -FLT_MAX, row_sum[r] = 0;
+#pragma unroll 1
+    for (int x = 0; x < int(sizeof O / sizeof(float)); ++x) (&O[0][0][0])[x] = 0;
+    typename Warp::Queries Q;
+    warp.load_first(Q);
+    warp.template walk<SplitRange::kAny>(Q, O, row_max, row_sum);
+}
+
+// Pages of 16 bits have one large tile; at head dim 128 pages take registers that three blocks lack.
+template <typename T, int kD, int kDv, KeyRows kKeyRows>
+inline constexpr bool kHas228 = !(kTileOf<T, kD, kDv, MmaSm::k228> == kTileOf<T, kD, kDv, MmaSm::k164>) &&
+                                !(kKeyRows == KeyRows::kInPages && (kD == 128 || sizeof(T) == 2));
+
+// Whether some call takes this tile on GPUs whose tiles may take so many bytes.
+template <typename T, int kD, int kDv, MmaSm kSm, KeyRows kKeyRows>
+constexpr bool tile_is_taken(size_t tile_memory) {
+    constexpr const MmaTile &kTile = kTileOf<T, kD, kDv, kSm>, &k228 = kTileOf<T, kD, kDv, MmaSm::k228>;
+    const auto fits = [=](const MmaTile& tile, size_t bytes) { return mma_tile_fits(tile, bytes, tile_memory); };
+    const bool fits_own = fits(kTile, sizeof(Smem<T, kTileOf<T, kD, kDv, kSm>, kD, kDv>));
+    const bool takes_228 = tile_memory > kMostSharedSm80 && fits(k228, sizeof(Smem<T, kTileOf<T, kD, kDv, MmaSm::k228>, kD, kDv>));
+    if (kSm == MmaSm::k228) return takes_228;
+    if (kD > 256 && sizeof(T) == 2) {  // of 512 columns, the larger tile that fits
+        if (kSm == MmaSm::k99) return !fits(kTileOf<T, kD, kDv, MmaSm::k164>, sizeof(Smem<T, kTileOf<T, kD, kDv, MmaSm::k164>, kD, kDv>));
+        return fits_own;
+    }
+    if (kSm != MmaSm::k164) return true;
+    // As many blocks of as many rows: whatever fills the GPU with these tiles fills it with those.
+    const bool as_large = kHas228<T, kD, kDv, kKeyRows> && k228.block_m == kTile.block_m && k228.blocks_per_sm == kTile.blocks_per_sm;
+    return fits_own && !(takes_228 && as_large);
 }
 
 template <typename T, int kD, int kDv, MmaSm kSm, Options kOptions, KeyRows kKeyRows>
 __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T, kD, kDv, kSm>.blocks_per_sm)
     attention_kernel(const __grid_constant__ MmaParams params) {
 #if defined(__CUDA_ARCH__)
-    if (kSm == MmaSm::k228 && !takes_more_than_sm80(__CUDA_ARCH__)) {
+    if constexpr (!is_compiled(kTarget, tile_is_taken<T, kD, kDv, kSm, kKeyRows>)) {
         __trap();
         return;
     }
@@ -73,13 +112,12 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
     warp.walk(Q, O, row_max, row_sum);
     if constexpr (Warp::kSplit) {
         if (__syncthreads_or(!warp.is_finite(O, row_sum))) {  // rare: infinity or NaN among the inputs, or a sum beyond float32
-            const GridPlace again = Warp::work_at(params, opaque(blockIdx.x));
-            Warp other(params, smem, places, again, sequence_of(params.attention, opaque(again.b)));
+            typename Warp::Output any_O;
+            typename Warp::RowValues any_max, any_sum;
+            walk_any<Warp>(params, smem, any_O, any_max, any_sum);
 #pragma unroll
-            for (int r = 0; r < Warp::kRows; ++r) row_max[r] = -FLT_MAX, row_sum[r] = 0;
-            clear(O);
-            other.load_first(Q);
-            other.template walk<SplitRange::kAny>(Q, O, row_max, row_sum);
+            for (int r = 0; r < Warp::kRows; ++r) row_max[r] = any_max[r], row_sum[r] = any_sum[r];
+            copy(any_O, O);
         }
     }
     warp.finish(O, row_max, row_sum);
@@ -118,12 +156,14 @@ cudaError_t launch_tile(MmaParams& params, cudaStream_t stream) {
 }
 
 template <typename T, int kD, int kDv, KeyRows kKeyRows = KeyRows::kStrided>
-cudaError_t launch_bucket(const AttentionParams& p, int multiprocessors, size_t shared_memory, cudaStream_t stream) {
+cudaError_t launch_bucket(const AttentionParams& p, int multiprocessors, size_t tile_memory, cudaStream_t stream) {
     MmaParams params = mma_params<T>(p);
     const int64_t heads = int64_t(p.nheads) * p.deciding_batch();
     const bool general = mma_needs_general(p), aligned = params.aligned_q && params.aligned_k && params.aligned_v && params.aligned_out;
-    const auto serves = [&](const MmaTile& tile, size_t shared_bytes) {
-        return aligned && mma_tile_fits(tile, shared_bytes, shared_memory) && mma_tile_fills(tile, heads, p.seqlen_q, multiprocessors);
+    const auto serves = [&](auto sm) {
+        constexpr MmaSm kSm = decltype(sm)::value;
+        return aligned && tile_is_taken<T, kD, kDv, kSm, kKeyRows>(tile_memory) &&
+               mma_tile_fills(kTileOf<T, kD, kDv, kSm>, heads, p.seqlen_q, multiprocessors);
     };
     if constexpr (sizeof(T) == 2) {
         constexpr const MmaTile &kShort = kTileOf<T, kD, kDv, MmaSm::kShort>, &k99 = kTileOf<T, kD, kDv, MmaSm::k99>;
@@ -133,12 +173,11 @@ cudaError_t launch_bucket(const AttentionParams& p, int multiprocessors, size_t 
             return launch_tile<T, kD, kDv, MmaSm::k99, Options::kNone, kKeyRows>(params, stream);
     }
     if (!general) {
-        constexpr const MmaTile &k228 = kTileOf<T, kD, kDv, MmaSm::k228>, &k164 = kTileOf<T, kD, kDv, MmaSm::k164>;
-        if constexpr (!(k228 == k164) && !(kKeyRows == KeyRows::kInPages && kD == 128)) {  // pages take registers that three blocks lack
-            if (shared_memory > kMostSharedSm80 && serves(k228, sizeof(Smem<T, kTileOf<T, kD, kDv, MmaSm::k228>, kD, kDv>)))
+        if constexpr (kHas228<T, kD, kDv, kKeyRows>) {
+            if (serves(std::integral_constant<MmaSm, MmaSm::k228>{}))
                 return launch_tile<T, kD, kDv, MmaSm::k228, Options::kNone, kKeyRows>(params, stream);
         }
-        if (serves(k164, sizeof(Smem<T, kTileOf<T, kD, kDv, MmaSm::k164>, kD, kDv>)))
+        if (serves(std::integral_constant<MmaSm, MmaSm::k164>{}))
             return launch_tile<T, kD, kDv, MmaSm::k164, Options::kNone, kKeyRows>(params, stream);
     }
     if constexpr (sizeof(T) == 2) {
@@ -149,14 +188,14 @@ cudaError_t launch_bucket(const AttentionParams& p, int multiprocessors, size_t 
 }
 
 template <typename T>
-cudaError_t launch(const AttentionParams& p, int multiprocessors, size_t shared_memory, cudaStream_t stream) {
+cudaError_t launch(const AttentionParams& p, int multiprocessors, size_t tile_memory, cudaStream_t stream) {
     const int d = p.headdim > p.headdim_v ? p.headdim : p.headdim_v;
-    if (d <= 64) return launch_bucket<T, 64, 64>(p, multiprocessors, shared_memory, stream);
-    if (d <= 96) return launch_bucket<T, 96, 96>(p, multiprocessors, shared_memory, stream);
-    if (d <= 128) return launch_bucket<T, 128, 128>(p, multiprocessors, shared_memory, stream);
-    if (d <= 192 && p.headdim_v <= 128) return launch_bucket<T, 192, 128>(p, multiprocessors, shared_memory, stream);
-    if (d <= 192) return launch_bucket<T, 192, 192>(p, multiprocessors, shared_memory, stream);
-    return launch_bucket<T, 256, 256>(p, multiprocessors, shared_memory, stream);
+    if (d <= 64) return launch_bucket<T, 64, 64>(p, multiprocessors, tile_memory, stream);
+    if (d <= 96) return launch_bucket<T, 96, 96>(p, multiprocessors, tile_memory, stream);
+    if (d <= 128) return launch_bucket<T, 128, 128>(p, multiprocessors, tile_memory, stream);
+    if (d <= 192 && p.headdim_v <= 128) return launch_bucket<T, 192, 128>(p, multiprocessors, tile_memory, stream);
+    if (d <= 192) return launch_bucket<T, 192, 192>(p, multiprocessors, tile_memory, stream);
+    return launch_bucket<T, 256, 256>(p, multiprocessors, tile_memory, stream);
 }
 
 }  // namespace

@@ -14,7 +14,7 @@
 namespace fa {
 
 cudaError_t forward_mma_tf32_sm80(const AttentionParams& p, const DeviceInfo& device, cudaStream_t stream) {
-    return launch<float>(p, device.multiprocessors, device.shared_memory, stream);
+    return launch<float>(p, device.multiprocessors, tile_memory(device), stream);
 }
 
 }  // namespace fa

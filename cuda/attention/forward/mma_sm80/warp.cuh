@@ -72,33 +72,33 @@ template <int kRows, int kColumns, int kThreads, typename T>
 __device__ __forceinline__ void round_tile(const T*) {}  // 16-bit values need no rounding
 
 // Sets scores outside the window of their row to -inf.
-template <int kMmas, int kTilesN>
+template <SplitRange kRange, int kMmas, int kTilesN>
 __device__ __forceinline__ void apply_window(float (&S)[kMmas][kTilesN][4], const AttentionParams& p, const Sequence& s, int row0, int key0,
                                              int lane) {
     lane = opaque(lane);  // keeps the limits of the rows, needed on few tiles, out of the main loop's registers
-#pragma unroll
+#pragma unroll(kUnrolled<kRange>)
     for (int m = 0; m < kMmas; ++m)
-#pragma unroll
+#pragma unroll(kUnrolled<kRange>)
         for (int half = 0; half < 2; ++half) {
             const KeyRange range = key_range(p, s, row0 + 16 * m + mma_row(lane, 2 * half));
             const int begin = range.begin - key0 - mma_column(lane, 0), end = range.end - key0 - mma_column(lane, 0);
-#pragma unroll
+#pragma unroll(kUnrolled<kRange>)
             for (int n = 0; n < kTilesN; ++n)
-#pragma unroll
+#pragma unroll(kUnrolled<kRange>)
                 for (int e = 0; e < 2; ++e)
                     if (8 * n + e < begin || 8 * n + e >= end) S[m][n][2 * half + e] = -INFINITY;
         }
 }
 
 // Marks the keys of a tile that some row sees.
-template <int kMmas, int kTilesN>
+template <SplitRange kRange, int kMmas, int kTilesN>
 __device__ __forceinline__ void mark_visible(const float (&S)[kMmas][kTilesN][4], int* visible, int rows, int lane) {
-#pragma unroll
+#pragma unroll(kUnrolled<kRange>)
     for (int n = 0; n < kTilesN; ++n)
-#pragma unroll
+#pragma unroll(kUnrolled<kRange>)
         for (int e = 0; e < 2; ++e) {
             bool seen = false;
-#pragma unroll
+#pragma unroll(kUnrolled<kRange>)
             for (int r = 0; r < 2 * kMmas; ++r) seen |= S[r / 2][n][r % 2 * 2 + e] != -INFINITY && 8 * r + lane / 4 < rows;
             if (seen) visible[8 * n + mma_column(lane, e)] = 1;
         }
@@ -377,14 +377,14 @@ struct ForwardWarp {
             if (sees) {
                 if constexpr (kSplit) multiply_split_scores<kRange>(S);
                 else multiply_scores(Q, S);
-                if (kGeneral) transform_scores(S, key0);
+                if (kGeneral) transform_scores<kRange>(S, key0);
                 if constexpr (kFull) {
                     if (const KeyRange now = smem.every[warp]; key0 < now.begin || key0 + kBlockN > now.end)
-                        apply_window(S, p, s, warp_row, key0, lane);
+                        apply_window<kRange>(S, p, s, warp_row, key0, lane);
                 } else if (cut) {
-                    apply_window(S, p, s, warp_row, key0, lane);
+                    apply_window<kRange>(S, p, s, warp_row, key0, lane);
                 }
-                if (kGeneral && hides) mark_visible(S, smem.visible, s.seqlen_q - warp_row, lane);
+                if (kGeneral && hides) mark_visible<kRange>(S, smem.visible, s.seqlen_q - warp_row, lane);
             }
             if (kStages == 1) {
                 cp_async_wait_all();
@@ -444,12 +444,8 @@ struct ForwardWarp {
         static_assert(kStepsD % kColumnParts == 0 && kOwnDv % 32 == 0, "whole steps; columns of O come in fours of tiles");
         static_assert(kColumnParts == 1 || kMmas == 1, "what join_scores is written for");
         const uint32_t k_stage = k_lane + stage * uint32_t(sizeof smem.k[0]);
-#pragma unroll
-        for (int m = 0; m < kMmas; ++m)
-#pragma unroll
-            for (int n = 0; n < kTilesN; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) S[m][n][i] = 0;
+#pragma unroll(kUnrolled<kRange>)
+        for (int x = 0; x < kMmas * kTilesN * 4; ++x) S[x / 4 / kTilesN][x / 4 % kTilesN][x % 4] = 0;
 #pragma unroll 1  // more steps at a time take registers
         for (int x = 0; x < kOwnSteps; ++x) {
             const int step = column_part_of(warp) * kOwnSteps + x;
@@ -460,7 +456,7 @@ struct ForwardWarp {
                 ldmatrix_x4(x, TileQK::advance(q_lane + 16 * m * TileQK::kPitch, step));
                 A[m] = split_fragment<kRange, 4>(x);
             }
-#pragma unroll
+#pragma unroll(kUnrolled<kRange>)
             for (int n = 0; n < kTilesN; n += kTiles) {
                 SplitParts<kRange, 2> B[kTiles];
 #pragma unroll
@@ -472,24 +468,25 @@ struct ForwardWarp {
                 add_split_products(S, n, A, B);
             }
         }
-        if constexpr (kColumnParts > 1) join_scores(S);
+        if constexpr (kColumnParts > 1) join_scores<kRange>(S);
     }
     // Adds up the sums of the warps that share rows. All add in the same order, so all have the same bits. A round's barrier also says that
     // the round before it has been read; the block's barrier between two tiles says so of a tile's last rounds.
+    template <SplitRange kRange>
     __device__ __forceinline__ void join_scores(Scores& S) const {
         constexpr int kElements = kMmas * kTilesN * 4, kAtOnce = exchanged_at_once(kTile);
         static_assert(kElements % kAtOnce == 0, "whole rounds");
         const int here = opaque(lane), row_warp = row_warp_of(warp);
-#pragma unroll
+#pragma unroll(kUnrolled<kRange>)
         for (int first = 0; first < kElements; first += kAtOnce) {
             auto& part = smem.part[first / kAtOnce % 2];
-#pragma unroll
+#pragma unroll(kUnrolled<kRange>)
             for (int x = 0; x < kAtOnce; ++x) part[warp][x][here] = S[0][(first + x) / 4][(first + x) % 4];
             bar_sync(1 + row_warp, 32 * kColumnParts);
-#pragma unroll
+#pragma unroll(kUnrolled<kRange>)
             for (int x = 0; x < kAtOnce; ++x) {
                 float sum = part[row_warp][x][here];
-#pragma unroll
+#pragma unroll(kUnrolled<kRange>)
                 for (int other = 1; other < kColumnParts; ++other) sum += part[row_warp + other * kRowWarps][x][here];
                 S[0][(first + x) / 4][(first + x) % 4] = sum;
             }
@@ -499,21 +496,21 @@ struct ForwardWarp {
         const int here = opaque(lane);  // values that few options need are computed where they are used
         return {work.b, work.head, warp_row + 16 * m + mma_row(here, 0), key0 + mma_column(here, 0), s.seqlen_q, s.seqlen_k, s.shift};
     }
+    // Calls body(fragment, place) for parts of the scores: for each 16 rows or, where code is to be small, for each 16 rows and 16 keys.
+    template <SplitRange kRange, typename Body>
+    __device__ __forceinline__ void for_fragments(Scores& S, int key0, const Body& body) const {
+        constexpr int kTiles = kRange == SplitRange::kUsual ? kTilesN : 2;
+#pragma unroll
+        for (int m = 0; m < kMmas; ++m)
+#pragma unroll(kUnrolled<kRange>)
+            for (int n = 0; n < kTilesN; n += kTiles) body(reinterpret_cast<float(&)[4 * kTiles]>(S[m][n]), place(m, key0 + 8 * n));
+    }
+    template <SplitRange kRange>
     __device__ __forceinline__ void transform_scores(Scores& S, int key0) const {
-#pragma unroll
-        for (int m = 0; m < kMmas; ++m) transform_fragment<Stored>(p, place(m, key0), flat(S[m]));
-        if (p.tree.rows) {
-#pragma unroll
-            for (int m = 0; m < kMmas; ++m) hide_by_tree(p, place(m, key0), flat(S[m]));
-        }
-        if (p.intervals.data) {
-#pragma unroll
-            for (int m = 0; m < kMmas; ++m) hide_by_intervals(p, place(m, key0), flat(S[m]));
-        }
-        if (p.blocks.data) {
-#pragma unroll
-            for (int m = 0; m < kMmas; ++m) hide_by_blocks(p, place(m, key0), flat(S[m]));
-        }
+        for_fragments<kRange>(S, key0, [&](auto& part, const FragmentPlace& at) { transform_fragment<Stored>(p, at, part); });
+        if (p.tree.rows) for_fragments<kRange>(S, key0, [&](auto& part, const FragmentPlace& at) { hide_by_tree(p, at, part); });
+        if (p.intervals.data) for_fragments<kRange>(S, key0, [&](auto& part, const FragmentPlace& at) { hide_by_intervals(p, at, part); });
+        if (p.blocks.data) for_fragments<kRange>(S, key0, [&](auto& part, const FragmentPlace& at) { hide_by_blocks(p, at, part); });
     }
     // A key that nobody sees has P = 0, but 0 x NaN is NaN: its V is zeroed. Keys past the window are zeros already.
     __device__ __forceinline__ void zero_unseen_values() const {
@@ -559,10 +556,10 @@ struct ForwardWarp {
         const float unit = kGeneral ? kLog2e : scale, threshold = kRange == SplitRange::kAny ? 0.0f : kRescaleThreshold;
         RowValues new_max;
         bool moved = false;
-#pragma unroll
+#pragma unroll(kUnrolled<kRange>)
         for (int r = 0; r < kRows; ++r) {
             float x = fmaxf(S[r / 2][0][r % 2 * 2], S[r / 2][0][r % 2 * 2 + 1]);
-#pragma unroll
+#pragma unroll(kUnrolled<kRange>)
             for (int n = 1; n < kTilesN; ++n) x = fmaxf(x, fmaxf(S[r / 2][n][r % 2 * 2], S[r / 2][n][r % 2 * 2 + 1]));
             new_max[r] = fmaxf(row_max[r], quad_max(x));
             moved |= (new_max[r] - row_max[r]) * unit > threshold;
@@ -570,17 +567,17 @@ struct ForwardWarp {
         if (!kPaged && p.max_score) {
             const int thread = opaque(threadIdx.x);
             float* const greatest = smem.greatest + row_warp_of(thread / 32) * kWarpRows + mma_row(thread % 32, 0);
-#pragma unroll
+#pragma unroll(kUnrolled<kRange>)
             for (int r = 0; r < kRows; ++r)
                 if (thread % 4 == 0 && column_part_of(thread / 32) == 0) greatest[8 * r] = fmaxf(greatest[8 * r], new_max[r]);
         }
         if (!__any_sync(kFullWarp, moved)) return;
-#pragma unroll
+#pragma unroll(kUnrolled<kRange>)
         for (int r = 0; r < kRows; ++r) {
             const float factor = exp2_approx((row_max[r] - new_max[r]) * unit);
             row_max[r] = new_max[r];
             row_sum[r] *= factor;
-#pragma unroll
+#pragma unroll(kUnrolled<kRange>)
             for (int n = 0; n < kTilesV; ++n) O[r / 2][n][r % 2 * 2] *= factor, O[r / 2][n][r % 2 * 2 + 1] *= factor;
         }
     }
@@ -601,19 +598,18 @@ struct ForwardWarp {
         }
     }
     // The exponentials of all further steps, and dropout.
+    template <SplitRange kRange>
     __device__ __forceinline__ void finish_probabilities(Scores& S, const RowValues& row_max, RowValues& row_sum, int key0) const {
-#pragma unroll
+#pragma unroll(kUnrolled<kRange>)
         for (int step = 1; step < kStepsN; ++step) exponentials(S, row_max, row_sum, step, 0, kStepPairs);
-        if (p.dropout_threshold) {
-#pragma unroll
-            for (int m = 0; m < kMmas; ++m) drop_fragment(p, place(m, key0), lane % 4, flat(S[m]));
-        }
+        if (p.dropout_threshold)
+            for_fragments<kRange>(S, key0, [&](auto& part, const FragmentPlace& at) { drop_fragment(p, at, lane % 4, part); });
     }
     // P = 2^(S - row_max), O += P V: the exponentials of the next step run between the products of this step.
     __device__ __forceinline__ void multiply_values(Scores& S, Output& O, const RowValues& row_max, RowValues& row_sum, int key0) const {
         const uint32_t v_stage = v_lane + stage * uint32_t(sizeof smem.v[0]);
         exponentials(S, row_max, row_sum, 0, 0, kStepPairs);
-        if constexpr (kGeneral) finish_probabilities(S, row_max, row_sum, key0);
+        if constexpr (kGeneral) finish_probabilities<SplitRange::kUsual>(S, row_max, row_sum, key0);
 #pragma unroll
         for (int step = 0; step < kStepsN; ++step) {
             uint32_t A[kMmas][4];
@@ -642,12 +638,12 @@ struct ForwardWarp {
     template <SplitRange kRange>
     __device__ __forceinline__ void multiply_split_values(Scores& S, Output& O, const RowValues& row_max, RowValues& row_sum,
                                                           int key0) const {
-        constexpr int kGroups = kTilesV / 4,
-                      kParts = kOwnDv > 192 || kRange == SplitRange::kAny ? 2 : 1;  // four tiles of O; parts of a step
+        constexpr int kGroups = kTilesV / 4, kParts = kOwnDv > 192 ? 2 : 1, kOfPart = kGroups / kParts;  // four tiles of O; parts of a step
+        static_assert(kGroups % kParts == 0, "whole groups");
         const uint32_t v_stage = v_lane + stage * uint32_t(sizeof smem.v[0]);
         exponentials(S, row_max, row_sum, 0, 0, kStepPairs);
-        if constexpr (kGeneral) finish_probabilities(S, row_max, row_sum, key0);
-#pragma unroll
+        if constexpr (kGeneral) finish_probabilities<kRange>(S, row_max, row_sum, key0);
+#pragma unroll(kUnrolled<kRange>)
         for (int x = 0; x < kStepsN * kParts; ++x) {
             const int step = x / kParts, part = x % kParts;
             // Keys that no row of the warp sees have P = 0. The branch also keeps the compiler from mixing the steps, which takes
@@ -656,8 +652,9 @@ struct ForwardWarp {
             SplitParts<kRange, 4> A[kMmas];
 #pragma unroll
             for (int m = 0; m < kMmas; ++m) A[m] = split_accumulator<kRange>(S[m][step]);
-#pragma unroll
-            for (int n = kGroups * part / kParts; n < kGroups * (part + 1) / kParts; ++n) {
+#pragma unroll(kUnrolled<kRange>)
+            for (int group = 0; group < kOfPart; ++group) {
+                const int n = kOfPart * part + group;
                 uint32_t V[4][2];
                 const uint32_t at = v_stage + 128 * n + kStep * step * TileV::kPitch;
                 load_two_rows(V, at, (at ^ 16) + TileV::kPitch);

@@ -6,14 +6,11 @@
 namespace fa {
 namespace {
 
-template <typename T, int kD, int kDv, MmaSm kSm>
-constexpr size_t kSharedBytes = sizeof(Smem<T, kTileOf<T, kD, kDv, kSm>, kD, kDv>);
-
 template <typename T>
-cudaError_t launch_wide(const AttentionParams& p, size_t shared_memory, cudaStream_t stream) {
+cudaError_t launch_wide(const AttentionParams& p, size_t tile_memory, cudaStream_t stream) {
     MmaParams params = mma_params<T>(p);
     const bool plain = !mma_needs_general(p) && params.aligned_q && params.aligned_k && params.aligned_v && params.aligned_out;
-    const bool large = plain && shared_memory >= kSharedBytes<T, 512, 256, MmaSm::k164>;
+    const bool large = plain && tile_is_taken<T, 512, 256, MmaSm::k164, KeyRows::kStrided>(tile_memory);
     if (p.cache.block_table) {
         if (large) return launch_tile<T, 512, 256, MmaSm::k164, Options::kNone, KeyRows::kInPages>(params, stream);
         return launch_tile<T, 512, 256, MmaSm::kAny, Options::kAll, KeyRows::kInPages>(params, stream);
@@ -29,8 +26,8 @@ cudaError_t launch_wide(const AttentionParams& p, size_t shared_memory, cudaStre
 }  // namespace
 
 cudaError_t forward_mma_sm80_wide(const AttentionParams& p, const DeviceInfo& device, cudaStream_t stream) {
-    if (p.dtype == DType::kFloat16) return launch_wide<__half>(p, device.shared_memory, stream);
-    return launch_wide<__nv_bfloat16>(p, device.shared_memory, stream);
+    if (p.dtype == DType::kFloat16) return launch_wide<__half>(p, tile_memory(device), stream);
+    return launch_wide<__nv_bfloat16>(p, tile_memory(device), stream);
 }
 
 }  // namespace fa
