@@ -273,9 +273,7 @@ def test_gradients_of_blocks_in_order_of_their_length(headdim, per_head, batch):
 
 @pytest.mark.parametrize("option", [None, *OPTIONS])
 @forms
-@pytest.mark.parametrize(
-    ("headdim", "keys"), [(64, 9000), (64, 16500), (128, 9000), (128, 32800), (128, 65600)]
-)
+@pytest.mark.parametrize(("headdim", "keys"), [(64, 9000), (64, 16500), (128, 9000), (128, 32800), (128, 65600)])
 def test_few_rows_over_many_keys(headdim, keys, form, option):
     """Beyond 16384 and 65536 keys other plans serve the call; beyond 8192 they have bounds of groups."""
     for dtype in ("float16", "bfloat16") if option is None else ("float16",):
