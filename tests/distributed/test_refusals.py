@@ -7,6 +7,8 @@ from ranks import OPTIONS, Q, attend, each, new_groups, shared_groups, still_wor
 import flash_attn_minimal as fa
 from flash_attn_minimal import distributed as fad
 
+INDICES = np.full((1, 1, Q.shape[1], 2), Q.shape[1], np.int32)  # nothing is hidden
+
 
 @pytest.mark.parametrize(
     "ours, theirs, text",
@@ -20,6 +22,11 @@ from flash_attn_minimal import distributed as fad
         ({"return_lse": True}, {}, "lse wanted=0 on rank 1, but 1"),
         ({"sinks": np.zeros(2, np.float32)}, {}, "sinks set=0 on rank 1, but 1"),
         ({"dropout_p": 0.5, "dropout_seed": 1}, {"dropout_p": 0.5, "dropout_seed": 2}, "dropout_seed=2 on rank 1"),
+        ({"startend_row_indices": INDICES, "mode": "gather"}, {"mode": "gather"}, "row_indices set=0 on rank 1, but 1"),
+        ({"startend_row_indices": INDICES, "causal": True, "mode": "gather"},
+         {"startend_row_indices": INDICES[..., :1], "causal": True, "mode": "gather"},
+         "startend_row_indices.numbers=1 on rank 1, but 2"),
+        ({"softmax_scale": 0.5}, {}, "softmax_scale=0.25 on rank 1, but 0.5 on rank 0"),
         ({"groups": 2}, {}, "groups=0 on rank 1, but 2"),
     ],
 )  # fmt: skip

@@ -80,7 +80,7 @@ def unpacked(arrays: tuple, numbers: tuple) -> Options:
 
 def check_arrays(given: dict) -> None:
     """Raises unless all arrays of a call are tensors, or if one that cannot have a gradient requires one."""
-    for name in (name for name in OPTION_ARRAYS if name not in ("bias", "sinks")):
+    for name in ("alibi_slopes", "mask"):
         if isinstance(given[name], torch.Tensor) and given[name].requires_grad and torch_modes.records():
             raise Unsupported(f"{name} requires a gradient, which attention does not have: pass {name}.detach()")
     for name, array in given.items():
