@@ -112,7 +112,7 @@ def test_bitwise_repeatable():
 
 @with_gpu
 def test_who_may_run_it():
-    single, half = (CUDA.array(np.ones((1, 8, 2, 64), np.float32), dtype) for dtype in ("float32", "float16"))
+    single, half = (CUDA.array(np.ones((1, 24, 2, 64), np.float32), dtype) for dtype in ("float32", "float16"))
     if "needs sm_80" in fa.query(single, single, single, kernel=NAME, allow_tf32=True).error:
         pytest.skip("needs sm_80 or newer")
     assert fa.query(single, single, single, allow_tf32=True).kernel == NAME
