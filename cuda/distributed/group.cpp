@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cinttypes>
-#include <cmath>
 #include <cstring>
 #include <new>
 
@@ -113,7 +112,7 @@ void describe(const Problem& p, Announcement* said) {
     f[A::kLengthsQ] = checksum(p.cu_q), f[A::kLengthsK] = checksum(p.cu_k);
     f[A::kTopLeft] = a.top_left, f[A::kWindowLeft] = p.window.left, f[A::kWindowRight] = p.window.right;
     f[A::kCausal] = a.causal;
-    f[A::kScale] = bits(a.has_softmax_scale ? a.softmax_scale : float(1.0 / std::sqrt(double(a.headdim))));
+    f[A::kScale] = bits(softmax_scale_of(a));
     f[A::kWantsLse] = p.operation == Operation::kForward && a.lse;
     f[A::kWantsDsinks] = p.backward() && p.g.dsinks;
     if (p.operation == Operation::kDecode) said->appends = p.cache.seqlen_new;

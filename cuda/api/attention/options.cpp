@@ -255,9 +255,13 @@ BlockMaskView view(const fa_block_mask& t, const fa_attention_args& a) {
 
 }  // namespace
 
+float softmax_scale_of(const fa_attention_args& a) {
+    return a.has_softmax_scale ? a.softmax_scale : float(1.0 / std::sqrt(double(a.headdim)));
+}
+
 void put_options(const fa_attention_args& a, AttentionParams* params) {
     AttentionParams& p = *params;
-    p.scale = a.has_softmax_scale ? a.softmax_scale : float(1.0 / std::sqrt(double(a.headdim)));
+    p.scale = softmax_scale_of(a);
     p.softcap = a.softcap;
     p.alibi_slopes = a.alibi_slopes, p.alibi_batch = a.alibi_batch_stride;
     p.bias = view(a.bias), p.bias_dtype = DType(a.bias_dtype ? a.bias_dtype : a.dtype), p.mask = view(a.mask);

@@ -22,6 +22,9 @@ enum class Calls {
 // Refuses the first option of a call that calls of this kind do not take. tree_keys: of a tree of draft tokens.
 fa_status refuse_options(const fa_attention_args& a, Calls calls, int32_t tree_keys = 0);
 
+// The scale of a call's scores: the caller's, or that of its head dim.
+float softmax_scale_of(const fa_attention_args& a);
+
 // The value of an option in which all ranks of a call must agree. Of an array they agree whether there is one.
 struct Agreed {
     const char* name;

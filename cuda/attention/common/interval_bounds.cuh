@@ -6,6 +6,7 @@
 
 #include "attention/common/interval_bounds.h"
 #include "attention/common/mask.h"
+#include "attention/common/tile_intervals.h"
 
 namespace fa {
 
@@ -19,6 +20,16 @@ struct IntervalBounds {
     template <int kKeys>
     __device__ __forceinline__ const HiddenBounds* of(const AttentionParams& p, int b, int head_q) const {
         return data + head_q / p.intervals.heads_of_entry * head + first<kKeys>(p, b);
+    }
+    // Of a block of keys, for all heads of its group together.
+    template <int kKeys>
+    __device__ __forceinline__ HiddenBounds of_group(const AttentionParams& p, int b, int head_k, int block) const {
+        const HiddenBounds* own = of<kKeys>(p, b, head_k * p.group) + block;
+        HiddenBounds bounds;
+        bounds.clear();
+#pragma unroll 1
+        for (int left = p.group; left > 0; left -= p.intervals.heads_of_entry, own += head) merge(bounds, *own);
+        return bounds;
     }
     // The number of a sequence's first bound, for bounds of `keys` keys.
     __device__ __forceinline__ int64_t first(const AttentionParams& p, int keys, int b) const {

@@ -127,7 +127,8 @@ constexpr MmaTile mma_tile_tf32(int d, int dv, MmaSm sm) {
 }
 
 // An SM has 1 KB more than one block may ask for. Every block on it takes 1 KB for the system.
-constexpr bool mma_tile_fits(const MmaTile& tile, size_t shared_bytes, size_t most_of_a_block) {
+template <typename Tile>
+constexpr bool mma_tile_fits(const Tile& tile, size_t shared_bytes, size_t most_of_a_block) {
     return size_t(tile.blocks_per_sm) * (shared_bytes + 1024) <= most_of_a_block + 1024;
 }
 

@@ -147,7 +147,8 @@ FROM_START = {"attention_chunk": "its chunks", "block_mask": "its blocks"}
 
 class Options(namedtuple("_Options", _HINTS, defaults=map(default_of, _HINTS.values()))):  # type: ignore[misc]
     """The options of a call: those of AttentionOptions, with flash_attn_func's defaults. A new option needs a line in
-    one of the TypedDicts above, lines in `put`, and a field of AttentionArgs in structs.py."""
+    one of the TypedDicts above and a field of AttentionArgs in structs.py; if it is no bool, int or float, also lines
+    in `put`."""
 
     __slots__ = ()
 

@@ -41,8 +41,8 @@ template <typename T, int kD, int kDv, MmaSm kSm>
 constexpr bool tile_is_taken(size_t tile_memory) {
     constexpr const BackwardTile &kTile = kBackwardTileOf<kD, kDv, kSm>, &k228 = kBackwardTileOf<kD, kDv, MmaSm::k228>;
     constexpr bool kHas228 = !(k228 == kBackwardTileOf<kD, kDv, MmaSm::k164>);
-    const size_t bytes = sizeof(MainSmem<T, kBackwardTileOf<kD, kDv, kSm>, kD, kDv>);
-    const bool fits = size_t(kTile.blocks_per_sm) * (bytes + 1024) <= tile_memory + 1024, is_sm90 = tile_memory > kMostSharedSm80;
+    const bool fits = mma_tile_fits(kTile, sizeof(MainSmem<T, kBackwardTileOf<kD, kDv, kSm>, kD, kDv>), tile_memory);
+    const bool is_sm90 = tile_memory > kMostSharedSm80;
     if (kSm == MmaSm::kShort) return is_sm90 && fits && !(kTile == k228);
     if (kSm == MmaSm::k228) return is_sm90 && fits && kHas228;
     return kSm != MmaSm::k164 || (fits && !(is_sm90 && kHas228));

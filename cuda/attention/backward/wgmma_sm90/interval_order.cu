@@ -11,24 +11,14 @@ namespace fa {
 namespace {
 
 constexpr int kThreads = 1024, kWarps = kThreads / 32;
+constexpr int kKeys = BackwardPlan{}.block_n;  // of a block, in every plan
 struct OrderParams {
     AttentionParams attention;
     IntervalBounds bounds;
     IntervalOrder order;
     uint16_t* to;  // order.data
-    int block_m, block_n;
+    int block_m;
 };
-
-// The bounds of a block of keys, for all query heads whose walk it is.
-__device__ __forceinline__ HiddenBounds bounds_of_walk(const OrderParams& params, int b, int head, int block) {
-    const AttentionParams& p = params.attention;
-    const int heads = p.intervals.heads_of_entry;
-    const HiddenBounds* own =
-        params.bounds.data + head * p.group / heads * params.bounds.head + int64_t(params.bounds.sequence) * b + block;
-    HiddenBounds bounds = load_bounds(own);
-    for (int left = p.group - heads; left > 0; left -= heads) own += params.bounds.head, merge(bounds, load_bounds(own));
-    return bounds;
-}
 
 __global__ void __launch_bounds__(kThreads) interval_order_kernel(const __grid_constant__ OrderParams params) {
     const AttentionParams& p = params.attention;
@@ -37,8 +27,8 @@ __global__ void __launch_bounds__(kThreads) interval_order_kernel(const __grid_c
     __shared__ int length[kMostOrderedBlocks];
     const VisibleBand band = visible_band(p, sequence_of(p, b));
     for (int n = threadIdx.x; n < count; n += kThreads) {
-        const Range tiles = query_tiles_of(band, n * params.block_n, params.block_m, params.block_n);
-        const HiddenBounds bounds = bounds_of_walk(params, b, head, n);
+        const Range tiles = query_tiles_of(band, n * kKeys, params.block_m, kKeys);
+        const HiddenBounds bounds = params.bounds.of_group<kKeys>(p, b, head, n);
         length[n] = tiles.end - tiles.begin - tile_gaps(bounds, tiles.begin, tiles.end, params.block_m, p.seqlen_q).tiles();
     }
     __syncthreads();
@@ -59,8 +49,7 @@ cudaError_t launch_interval_order(const AttentionParams& p, const BackwardPlan& 
     order->data = to;
     const int64_t blocks = ceil_div(order->blocks, kWarps) * p.batch * order->heads;
     if (blocks == 0) return cudaSuccess;
-    return launch_kernel(interval_order_kernel, unsigned(blocks), kThreads, 0, stream,
-                         OrderParams{p, bounds, *order, to, plan.block_m, plan.block_n});
+    return launch_kernel(interval_order_kernel, unsigned(blocks), kThreads, 0, stream, OrderParams{p, bounds, *order, to, plan.block_m});
 }
 
 }  // namespace fa

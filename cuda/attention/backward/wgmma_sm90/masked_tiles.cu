@@ -35,14 +35,8 @@ __device__ __forceinline__ TileSeen seen_of_walk(const MaskedTiles& to, const Vi
 template <int kRows>
 __device__ __forceinline__ bool meets_by_intervals(const TilesParams& params, const VisibleBand& band, int b, int head_k, int m,
                                                    int block) {
-    const AttentionParams& p = params.attention;
     const int row0 = m * kRows * kSeenBlock, last = min(row0 + kRows * kSeenBlock, band.seqlen_q) - 1;
-    const HiddenBounds* own = params.bounds.of<kKeys>(p, b, head_k * p.group) + block;
-    HiddenBounds bounds;
-    bounds.clear();
-#pragma unroll 1
-    for (int left = p.group; left > 0; left -= p.intervals.heads_of_entry, own += params.bounds.head) merge(bounds, *own);
-    return bounds.seen_by(row0, last) != Seen::kNothing;
+    return params.bounds.of_group<kKeys>(params.attention, b, head_k, block).seen_by(row0, last) != Seen::kNothing;
 }
 
 // A warp for each tile.
