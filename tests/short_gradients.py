@@ -26,7 +26,8 @@ NUMBERS = ("start", "of_round", "of_step", "extra", "rows", "bias", "mask", "nat
 GUESS = {"short": (4, 3, 3, 1, 1, 0.3, 0.2, 0.3, 0.3, 0.3, 1), "long": (9, 4, 2, 3, 3, 0.3, 0.1, 0.2, 0.3, 0.2, 10)}
 MULTIPROCESSORS = 132
 REGULAR = 0.3
-BLOCK_N, TILES_OF_KEYS, TILES_OF_ADDITION, GAIN, CACHED = 128, 3, 1.5, 0.95, 40e6  # wgmma_sm90/group_parts.h
+BLOCK_N, TILES_OF_KEYS, TILES_OF_ADDITION, GAIN, CACHED = 128, 3, 1.5, 0.95, 40e6  # wgmma_sm90/walk_parts.h
+MOST_BLOCKS, ROW_PARTS = 8, (2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
 def up(x: float, y: float) -> int:
@@ -67,7 +68,7 @@ def of_short(call: dict, sms: int = MULTIPROCESSORS) -> tuple[float, float, floa
 
 
 def of_long(call: dict, sms: int = MULTIPROCESSORS) -> tuple[float, float, float, float]:
-    """Rounds, tiles, parts, millions of elements of dq: backward_group_parts."""
+    """Rounds, tiles, parts, millions of elements of dq: backward_walk_parts."""
     tile, wide = 128 if call["bucket"] == 0 else 64, call["bucket"] == 2
     columns = 64 if call["bucket"] == 0 else 128 if call["bucket"] == 1 else 192 if call["width"] <= 192 else 256
     tiles, group, slots = up(call["rows"], tile), call["heads"] // call["heads_k"], sms // 2 if wide else sms
@@ -79,25 +80,30 @@ def of_long(call: dict, sms: int = MULTIPROCESSORS) -> tuple[float, float, float
         right = call["keys"] if call["right"] < 0 else call["right"]
         longest = mean = min(tiles, (call["left"] + right + BLOCK_N) / tile + 1)
 
-    def walk(parts: int) -> tuple[int, float]:
-        most, average = longest * group / parts + TILES_OF_KEYS, mean * group / parts + TILES_OF_KEYS
-        rounds = up(blocks * parts, slots)
+    def walk(heads: int, rows: int) -> tuple[int, float]:
+        most = up(int(longest), rows) * group / heads + TILES_OF_KEYS
+        average = mean / rows * group / heads + TILES_OF_KEYS
+        rounds = up(blocks * heads * rows, slots)
         if longest == mean:
             return rounds, rounds * most
-        return rounds, max(blocks * parts * average / slots + average / 2, most)
+        return rounds, max(blocks * heads * rows * average / slots + average / 2, most)
 
-    best, least = 1, GAIN * walk(1)[1]
-    for parts in range(2, group + 1):
-        if group % parts or blocks * parts > 4 * sms:
-            continue
-        size = blocks * parts * BLOCK_N * 2 * columns * 8
-        traffic = size / 10e6 if size < CACHED else (size - CACHED / 2) / 5e6
-        if walk(parts)[1] + TILES_OF_ADDITION + traffic < least:
-            best, least = parts, walk(parts)[1] + TILES_OF_ADDITION + traffic
+    best, least = (1, 1), GAIN * walk(1, 1)[1]
+    for heads in range(1, group + 1):
+        for rows in (1, *ROW_PARTS):
+            parts = heads * rows
+            if parts == 1 or group % heads or (rows > 1 and (1 < heads < group or rows > longest)):
+                continue
+            if max(2, parts) * blocks > MOST_BLOCKS * sms:
+                continue
+            size = blocks * parts * BLOCK_N * 2 * columns * 8
+            traffic = size / 10e6 if size < CACHED else (size - CACHED / 2) / 5e6
+            if walk(heads, rows)[1] + TILES_OF_ADDITION + traffic < least:
+                best, least = (heads, rows), walk(heads, rows)[1] + TILES_OF_ADDITION + traffic
     direct = call["keys"] <= BLOCK_N and call["left"] < 0 and not (call["mask"] or call["pairs"])
     direct = direct and (call["right"] < 0 or call["rows"] <= call["keys"])
     size = call["batch"] * call["heads"] * call["rows"] * columns / 1e6
-    return *walk(best), float(best > 1), size * (0.5 if direct else 1)
+    return *walk(*best), float(best > (1, 1)), size * (0.5 if direct else 1)
 
 
 def estimate(numbers, made, call):

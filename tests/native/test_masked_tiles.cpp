@@ -65,7 +65,7 @@ void make(Call& c) {
         p.mask.data = c.mask.data();
         if (by_blocks && below(3) == 0) p.mask.row = 0;  // a mask of keys beside one by blocks
     }
-    // The call of parts of groups (group_parts.h): each part has a key head of its own.
+    // The call of parts of groups (walk_parts.h): each part has a key head of its own.
     const int parts = p.group % 2 == 0 && below(2) ? 2 : below(3) ? 1 : p.group;
     p.nheads_k *= parts, p.group /= parts;
 }

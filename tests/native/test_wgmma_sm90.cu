@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "attention/backward/wgmma_sm90/group_parts.h"
 #include "attention/backward/wgmma_sm90/hidden.cuh"
+#include "attention/backward/wgmma_sm90/walk_parts.h"
 #include "attention/backward/wgmma_sm90/work.cuh"
 #include "attention/common/mask.h"
 #include "attention/forward/common/work_list.h"
@@ -76,35 +76,45 @@ void check_items(const AttentionParams& p, int blocks, bool sections) {
 }
 
 // ---- backward: every key block is computed once and, where blocks take turns, in the order of the turns. Its query tiles are exactly
-// those whose range of key blocks contains it. It walks through all of them, and no visible pair is missed ----
+// those whose range of key blocks contains it. It walks through all of them, and no visible pair is missed. Parts of a walk follow each
+// other, and none is longer than another by two tiles ----
 
 template <int kBlockM, int kBlockN>
-void check_key_blocks(const AttentionParams& p, bool in_order) {
+void check_key_blocks(const AttentionParams& p, bool in_order, int parts) {
     BackwardSchedule schedule{};
+    schedule.row_parts = parts;
     schedule.n_blocks = (p.seqlen_k + kBlockN - 1) / kBlockN;
     schedule.section_heads = int(in_order ? backward_section_heads_in_order(p) : backward_section_heads(p));
     schedule.by_section = p.window_right >= 0 || in_order;
     BackwardPlan plan;
     plan.headdim = plan.headdim_v = 64, plan.block_m = kBlockM, plan.block_n = kBlockN;
-    schedule.in_order = in_order, schedule.blocks = int(backward_blocks(p, plan));
+    schedule.in_order = in_order, schedule.blocks = int(backward_blocks(p, plan)) * parts;
     int words[] = {0, 1};  // QueryTiles::taken, has_order
     schedule.tiles.turn = words;
     for (int b = 0; p.cu_seqlens_q && b + 1 < p.batch; ++b)
         EXPECT(ends_before_next(p, kBlockM, kBlockN, b), "lengths in order, but sequence %d runs into the next one", b);
-    std::vector<int> found(size_t(p.batch) * p.nheads_k);  // blocks of the head so far
+    std::vector<int> found(size_t(p.batch) * p.nheads_k);  // blocks of the head so far, or their parts
+    Range before{0, 0};                                      // tiles of the parts of the same block so far
     for (int index = 0; index < schedule.blocks; ++index) {
         BackwardWork w;
         if (!find_key_block<kBlockM, kBlockN>(p, schedule, index, w)) continue;
         const Sequence s = sequence_of(p, w.batch);
-        const int due = found[size_t(w.batch) * p.nheads_k + w.head_k]++;
+        const int part = index % parts, due = found[size_t(w.batch) * p.nheads_k + w.head_k]++ / parts;
         EXPECT(w.key0 == due * kBlockN, "sequence %d head %d: key %d where block %d was due", w.batch, w.head_k, w.key0, due);
+        EXPECT(w.sums_k == w.head_k * parts + part, "head %d of part %d of head %d", w.sums_k, part, w.head_k);
         if (w.head_k) continue;
+        const Range all = query_tiles_of(visible_band(p, s), w.key0, kBlockM, kBlockN);
+        const int tiles = all.end - all.begin, own = w.end_m - w.first_m;
+        EXPECT(w.first_m == (part ? before.end : all.begin) && (part + 1 < parts || w.end_m == all.end), "part %d has tiles %d .. %d", part,
+               w.first_m, w.end_m);
+        EXPECT(own == tiles / parts || own == tiles / parts + 1, "part %d of %d has %d of %d tiles", part, parts, own, tiles);
+        before = {w.first_m, w.end_m};
         const int walk = count_tiles(w);
         BackwardParams gradients{};
         gradients.forward = p;
         if (stores_dq(gradients, plan))
-            EXPECT(schedule.n_blocks == 1 && w.first_m == 0 && w.end_m == int(ceil_div(s.seqlen_q, kBlockM)),
-                   "the only block has tiles %d .. %d of %d rows", w.first_m, w.end_m, s.seqlen_q);
+            EXPECT(schedule.n_blocks == 1 && all.begin == 0 && all.end == int(ceil_div(s.seqlen_q, kBlockM)),
+                   "the only block has tiles %d .. %d of %d rows", all.begin, all.end, s.seqlen_q);
         EXPECT(walk == (w.first_m < w.end_m ? (w.end_m - w.first_m) * p.group : 0), "%d tiles of %d .. %d", walk, w.first_m, w.end_m);
         std::vector<bool> walked(size_t(walk ? w.end_m : 0) * p.group);
         for (int it = 0, place = w.start_place; it < walk; ++it, place = next_place(place, w.last_place, w.wrap_place)) {
@@ -117,7 +127,7 @@ void check_key_blocks(const AttentionParams& p, bool in_order) {
         }
         for (int m = 0; m * kBlockM < s.seqlen_q; ++m) {
             const Range blocks = key_blocks_of(visible_band(p, s), m * kBlockM, kBlockM, kBlockN);
-            const bool meets = m >= w.first_m && m < w.end_m, met = w.key0 / kBlockN >= blocks.begin && w.key0 / kBlockN < blocks.end;
+            const bool meets = m >= all.begin && m < all.end, walks = m >= w.first_m && m < w.end_m, met = w.key0 / kBlockN >= blocks.begin && w.key0 / kBlockN < blocks.end;
             EXPECT(meets == met, "tile %d and key %d of (%d, %d): %d, %d", m, w.key0, s.seqlen_q, s.seqlen_k, meets, met);
             bool visible = false, hidden = false, cut = false;
             for (int i = m * kBlockM; i < (m + 1) * kBlockM && i < s.seqlen_q; ++i) {
@@ -127,16 +137,16 @@ void check_key_blocks(const AttentionParams& p, bool in_order) {
                 cut = cut || range.begin > w.key0;
             }
             EXPECT(meets || !visible, "tile %d sees keys from %d on of (%d, %d)", m, w.key0, s.seqlen_q, s.seqlen_k);
-            EXPECT(!meets || !hidden || m * w.width < w.mask_place, "tile %d is not masked at key %d of (%d, %d)", m, w.key0, s.seqlen_q,
+            EXPECT(!walks || !hidden || m * w.width < w.mask_place, "tile %d is not masked at key %d of (%d, %d)", m, w.key0, s.seqlen_q,
                    s.seqlen_k);
-            EXPECT(!meets || !cut || m * w.width >= left_place_of(p, w, kBlockM), "tile %d: no left edge at key %d of (%d, %d)", m, w.key0,
+            EXPECT(!walks || !cut || m * w.width >= left_place_of(p, w, kBlockM), "tile %d: no left edge at key %d of (%d, %d)", m, w.key0,
                    s.seqlen_q, s.seqlen_k);
         }
     }
     for (int b = 0; b < p.batch; ++b)
         for (int head = 0; head < p.nheads_k; ++head) {
             const int blocks = found[size_t(b) * p.nheads_k + head], keys = sequence_of(p, b).seqlen_k;
-            EXPECT(blocks == (keys + kBlockN - 1) / kBlockN, "sequence %d head %d: %d blocks of %d keys", b, head, blocks, keys);
+            EXPECT(blocks == (keys + kBlockN - 1) / kBlockN * parts, "sequence %d head %d: %d blocks of %d keys", b, head, blocks, keys);
         }
 }
 
@@ -149,6 +159,7 @@ void check_any_lengths(const AttentionParams& p) {
     plan.headdim = plan.headdim_v = 64, plan.block_m = kBlockM, plan.block_n = kBlockN;
     BackwardSchedule schedule{};
     int words[] = {0, 1};
+    schedule.row_parts = 1;
     schedule.tiles.turn = words, schedule.in_order = true, schedule.blocks = int(backward_blocks(p, plan));
     bool ordered = true;
     for (int b = 0; b + 1 < p.batch; ++b) ordered = ordered && ends_before_next(p, kBlockM, kBlockN, b);
@@ -225,9 +236,11 @@ void test_items() {
         check_items<192, 80>(p, blocks, sections);
         check_items<128, 64>(p, blocks, sections);
         for (const bool in_order : {false, true}) {
-            check_key_blocks<128, 128>(p, in_order);
-            check_key_blocks<64, 128>(p, in_order);
-            check_key_blocks<64, 64>(p, in_order);
+            for (int parts : {1, 2, 7}) {
+                check_key_blocks<128, 128>(p, in_order, parts);
+                check_key_blocks<64, 128>(p, in_order, parts);
+                check_key_blocks<64, 64>(p, in_order, parts);
+            }
         }
     }
 }
@@ -558,7 +571,7 @@ void test_failed_map() {
 
 }  // namespace
 
-// ---- backward: parts of groups ----
+// ---- backward: parts of walks ----
 
 BackwardParams shared_heads(int batch, int seqlen, int heads, int heads_k, bool causal, int headdim) {
     BackwardParams b{};
@@ -567,10 +580,10 @@ BackwardParams shared_heads(int batch, int seqlen, int heads, int heads_k, bool 
     p.headdim = p.headdim_v = headdim, p.scale = 0.1f, p.window_left = -1, p.window_right = causal ? 0 : -1;
     return b;
 }
-int parts_of(const BackwardParams& b) { return backward_group_parts(b, backward_plan(backward_choose(b.forward)), 132); }
+WalkParts parts_of(const BackwardParams& b) { return backward_walk_parts(b, backward_plan(backward_choose(b.forward)), 132); }
 
-// Parts divide the group and stay few; calls that fill the GPU have one, as have calls without groups.
-void test_group_parts() {
+// Parts of heads divide the group, parts of rows have a tile each, and there are few; calls that fill the GPU evenly have one.
+void test_walk_parts() {
     for (int batch : {1, 2, 4, 16})
         for (int seqlen : {1, 64, 269, 1024, 2048, 8192})
             for (int heads_k : {1, 2, 3, 8})
@@ -579,14 +592,22 @@ void test_group_parts() {
                         for (bool causal : {false, true}) {
                             const BackwardParams b = shared_heads(batch, seqlen, heads_k * group, heads_k, causal, headdim);
                             const int64_t blocks = backward_blocks(b.forward, backward_plan(backward_choose(b.forward)));
-                            const int parts = parts_of(b);
-                            EXPECT(parts >= 1 && group % parts == 0, "%d parts of a group of %d", parts, group);
-                            EXPECT(parts == 1 || blocks * parts <= 4 * 132, "%d parts of %lld blocks", parts, (long long)blocks);
-                            EXPECT(parts == 1 || blocks < 2 * 132, "%d parts where %lld blocks fill the GPU", parts, (long long)blocks);
+                            const WalkParts parts = parts_of(b);
+                            const int count = parts.count();
+                            EXPECT(parts.heads >= 1 && group % parts.heads == 0, "%d parts of a group of %d", parts.heads, group);
+                            EXPECT(parts.rows >= 1 && (parts.rows == 1 || parts.rows <= ceil_div(seqlen, headdim > 64 ? 64 : 128)),
+                                   "%d parts of %d rows", parts.rows, seqlen);
+                            EXPECT(count == 1 || blocks * count <= 8 * 132, "%d parts of %lld blocks", count, (long long)blocks);
                         }
-    EXPECT(parts_of(shared_heads(4, 269, 32, 2, true, 128)) >= 4, "24 blocks with walks of 16 heads stay whole");
-    EXPECT(parts_of(shared_heads(4, 2048, 4, 1, true, 128)) >= 2, "64 blocks of uneven walks stay whole");
-    EXPECT(parts_of(shared_heads(1, 64, 2, 1, true, 64)) == 1, "a short call is cut");
+    EXPECT(parts_of(shared_heads(4, 269, 32, 2, true, 128)).count() >= 4, "24 blocks with walks of 16 heads stay whole");
+    EXPECT(parts_of(shared_heads(4, 2048, 4, 1, true, 128)).count() >= 2, "64 blocks of uneven walks stay whole");
+    EXPECT(parts_of(shared_heads(3, 4097, 7, 1, true, 80)).count() >= 3, "99 blocks of walks of 7 heads stay whole");
+    EXPECT(parts_of(shared_heads(1, 2048, 2, 2, false, 128)).rows >= 4, "32 blocks of 32 tiles stay whole");
+    EXPECT(parts_of(shared_heads(1, 64, 2, 1, true, 64)).count() == 1, "a short call is cut");
+    EXPECT(parts_of(shared_heads(2, 2048, 16, 16, false, 128)).count() == 1, "512 equal blocks are cut");
+    BackwardParams few_keys = shared_heads(8, 32768, 1, 1, false, 128);
+    few_keys.forward.seqlen_k = 128;
+    EXPECT(parts_of(few_keys).rows == 16, "8 blocks of 512 tiles have %d parts", parts_of(few_keys).rows);
     // The addition visits every key that there is, and few blocks more, whatever a packed call says about its longest sequence.
     static const int32_t ends[] = {0, 900, 1000};
     BackwardParams packed = shared_heads(2, 1000, 64, 32, true, 64);
@@ -603,7 +624,7 @@ int main() {
     test_any_lengths();
     test_choice();
     test_ragged_tiles();
-    test_group_parts();
+    test_walk_parts();
     std::printf("work items: %s\n", failures ? "FAILED" : "passed");
     int major = 0, minor = 0;
     const bool hopper = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) == cudaSuccess &&

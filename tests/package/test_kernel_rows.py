@@ -41,7 +41,7 @@ ROWS = {
     "attention/decode/mla_sm90/merge.cuh": {"forward": ["decode_mla_sm90"]},
     "attention/backward/mma_sm80/side.cuh": {"backward": ["mma_sm80"]},
     "attention/backward/wgmma_sm90/rows.cu": {"backward": ["wgmma_sm90", "wgmma_pair_sm90"]},
-    "attention/backward/wgmma_sm90/group_parts.cu": {"backward": ["wgmma_sm90", "wgmma_pair_sm90"]},
+    "attention/backward/wgmma_sm90/walk_parts.cu": {"backward": ["wgmma_sm90", "wgmma_pair_sm90"]},
     "attention/common/interval_bounds.cu": {
         "forward": ["mma_sm80", "mma_tf32_sm80", "wgmma_sm90"],
         "backward": ["wgmma_sm90"],

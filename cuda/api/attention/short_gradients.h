@@ -8,7 +8,7 @@
 #include <algorithm>
 
 #include "attention/backward/mma_short_sm80.h"
-#include "attention/backward/wgmma_sm90/group_parts.h"
+#include "attention/backward/wgmma_sm90/walk_parts.h"
 
 namespace fa {
 
@@ -55,11 +55,11 @@ inline double short_gradients_time(const AttentionParams& p, const DeviceInfo& d
 inline double long_gradients_time(const BackwardParams& b, const DeviceInfo& device) {
     const AttentionParams& p = b.forward;
     const BackwardPlan plan = backward_plan(backward_choose(p));
-    const int parts = backward_group_parts(b, plan, device.multiprocessors);
-    const int64_t blocks = backward_blocks(p, plan) * parts, slots = std::max(1, device.multiprocessors / plan.blocks());
+    const WalkParts parts = backward_walk_parts(b, plan, device.multiprocessors);
+    const int64_t blocks = backward_blocks(p, plan) * parts.count(), slots = std::max(1, device.multiprocessors / plan.blocks());
     const double elements = double(p.batch) * p.nheads * p.seqlen_q * plan.columns() / 1e6;
     return gradients_time(kLongGradients, p, double(ceil_div(blocks, slots)), time_of_parts(p, plan, device.multiprocessors, parts),
-                          parts > 1, query_tiles(b, plan).direct ? elements / 2 : elements);
+                          parts.count() > 1, query_tiles(b, plan).direct ? elements / 2 : elements);
 }
 
 inline bool short_gradients_are_faster(const BackwardParams& b, const DeviceInfo& device) {

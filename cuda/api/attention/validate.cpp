@@ -311,7 +311,7 @@ fa_status validate(const fa_attention_backward_args* args, Pointers pointers, fa
     fa_attention_backward_args a;
     FA_RETURN_IF_ERROR(copy_args(args, "fa_attention_backward_args", sizeof(fa_attention_backward_args), &a));
     BackwardParams& p = *params;
-    p.group_parts = 0;
+    p.head_parts = p.row_parts = 0;
     FA_RETURN_IF_ERROR(validate(a.forward, pointers, forward, &p.forward, nullptr, false));
     const fa_attention_args& f = *forward;
     if (f.dtype == FA_FLOAT8_E4M3) return fail(FA_UNSUPPORTED, "dtype=float8_e4m3 has no backward pass");

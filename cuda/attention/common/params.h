@@ -153,7 +153,7 @@ struct BackwardParams {
     float* dsinks;      // (nheads)
     const float* dlse;  // laid out like lse; nullptr = zero
     bool accumulate, deterministic;
-    int32_t group_parts;  // 0 or 1, but in launches of wgmma_sm90 for parts of groups (attention/backward/wgmma_sm90/group_parts.h)
+    int32_t head_parts, row_parts;  // 0, but in launches of wgmma_sm90 for parts of walks (attention/backward/wgmma_sm90/walk_parts.h)
 };
 
 // Rows of sequence b in a cache, from row 0 to the last key. A length on the device cannot be checked before the launch, so it is clamped.

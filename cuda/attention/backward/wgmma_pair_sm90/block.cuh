@@ -110,8 +110,8 @@ __device__ __forceinline__ void find_options(const AttentionParams& p, const Bac
     constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
     auto& w = smem.work;
     if (!w.valid) return;
-    if constexpr (kPlan.intervals) leave_out_hidden<kPlan.block_m, kPlan.block_n>(p, schedule.bounds, schedule.masks, w);
-    else if constexpr (kPlan.masks) list_seen_tiles<kPlan.block_n>(p, schedule.masks, w);
+    if constexpr (kPlan.intervals) leave_out_hidden<kPlan.block_m, kPlan.block_n>(p, schedule, w);
+    else if constexpr (kPlan.masks) list_seen_tiles<kPlan.block_n>(p, schedule, w);
     else if (schedule.tiles.skipped && all_hidden<kPlan.block_n>(p, w)) w.rounds = 0;
     if (rank == kKeysBlock) smem.keys.left_place = left_place_of(p, w, kPlan.block_m);
 }

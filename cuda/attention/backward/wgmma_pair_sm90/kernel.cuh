@@ -84,7 +84,7 @@ __device__ __forceinline__ void load_keys_block(const PairMaps& maps, const Atte
     const auto& w = smem.work;
     const uint32_t full = shared_address(&keys.k_full);
     mbarrier_arrive_expect_tx(full, sizeof keys.k);
-    load_tile(maps.k, schedule.k_loads, 0, keys.k, kBackwardPlan<kId>.block_n, full, w.k_row + w.key0, w.head_k / schedule.group_parts,
+    load_tile(maps.k, schedule.k_loads, 0, keys.k, kBackwardPlan<kId>.block_n, full, w.k_row + w.key0, w.head_k / schedule.head_parts,
               batch, kEvictFirst);
     load_query_tiles(p, schedule, w, maps.q, schedule.q_loads, keys.q, schedule.tiles.lse, keys.lse, keys.q_full, keys.q_empty,
                      [&](uint32_t it, const auto& at, uint32_t) { describe_query_tile(p, schedule, smem, it, at); });
@@ -97,9 +97,9 @@ __device__ __forceinline__ void load_values_block(const PairMaps& maps, const At
     const auto& w = smem.work;
     const uint32_t full = shared_address(&values.v_full);
     mbarrier_arrive_expect_tx(full, sizeof values.v + sizeof values.k);
-    load_tile(maps.v, schedule.v_loads, 0, values.v, kBlockN, full, w.k_row + w.key0, w.head_k / schedule.group_parts, batch, kEvictFirst);
+    load_tile(maps.v, schedule.v_loads, 0, values.v, kBlockN, full, w.k_row + w.key0, w.head_k / schedule.head_parts, batch, kEvictFirst);
     load_tile(maps.k, schedule.k_loads - kKeysChunks, kKeysChunks, values.k, kBlockN, full, w.k_row + w.key0,
-              w.head_k / schedule.group_parts, batch, kEvictFirst);
+              w.head_k / schedule.head_parts, batch, kEvictFirst);
     load_query_tiles(p, schedule, w, maps.dout, schedule.dout_loads, values.dout, schedule.tiles.delta, values.delta, values.dout_full,
                      values.dout_empty,
                      [&](uint32_t it, const auto& at, uint32_t tile) { describe_dout_tile(schedule, smem, it, at, tile); });

@@ -1,9 +1,9 @@
 // wgmma_sm90/entry.cu: the entry point of the Hopper backward. It chooses the instantiation; wgmma_sm90/kernel.cuh is the kernel for head
 // dims up to 128, wgmma_pair_sm90/kernel.cuh the one above, and one small file per head dim compiles them.
-#include "attention/backward/wgmma_sm90/group_parts.h"
 #include "attention/backward/wgmma_sm90/interval_order.h"
 #include "attention/backward/wgmma_sm90/masked_tiles.h"
 #include "attention/backward/wgmma_sm90/tiles.h"
+#include "attention/backward/wgmma_sm90/walk_parts.h"
 #include "attention/common/batch_piece.h"
 #include "attention/common/interval_bounds.h"
 #include "attention/kernels.h"
@@ -85,20 +85,20 @@ size_t launch_bytes(const BackwardParams& b, const BackwardPlan& plan) {
 
 cudaError_t launch(const BackwardParams& b, const DeviceInfo& device, cudaStream_t stream) {
     const BackwardPlanId plan = backward_choose(b.forward);
-    GroupParts parts = group_parts(b, backward_plan(plan), device.multiprocessors);
-    if (parts.count == 1) return launch_plan(plan, b, device.multiprocessors, stream);
-    BackwardParams call = call_of_parts(b, &parts, nullptr);
+    PartSums sums = part_sums(b, backward_plan(plan), device.multiprocessors);
+    if (sums.parts.count() == 1) return launch_plan(plan, b, device.multiprocessors, stream);
+    BackwardParams call = call_of_parts(b, &sums, nullptr);
     const size_t bytes = launch_bytes(call, backward_plan(plan));  // the same for every place of the sums
-    call = call_of_parts(b, &parts, static_cast<char*>(b.forward.workspace) + bytes);
+    call = call_of_parts(b, &sums, static_cast<char*>(b.forward.workspace) + bytes);
     if (cudaError_t error = launch_plan(plan, call, device.multiprocessors, stream)) return error;
-    return add_group_parts(b, parts, stream);
+    return add_parts(b, sums, stream);
 }
 
 size_t workspace_bytes(const BackwardParams& b, const DeviceInfo& device) {
     const BackwardPlan plan = backward_plan(backward_choose(b.forward));
-    GroupParts parts = group_parts(b, plan, device.multiprocessors);
-    if (parts.count == 1) return launch_bytes(b, plan);
-    return launch_bytes(call_of_parts(b, &parts, nullptr), plan) + parts.bytes(b.forward);
+    PartSums sums = part_sums(b, plan, device.multiprocessors);
+    if (sums.parts.count() == 1) return launch_bytes(b, plan);
+    return launch_bytes(call_of_parts(b, &sums, nullptr), plan) + sums.bytes(b.forward);
 }
 
 int32_t batch_of_launch(const AttentionParams& p) {

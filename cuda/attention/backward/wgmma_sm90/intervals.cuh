@@ -28,26 +28,32 @@ __device__ __forceinline__ int entry_of(const AttentionParams& p, int head) {
 
 // Called by one thread after find_key_block: leaves the tiles out of which no row sees any of the keys.
 template <int kBlockM, int kBlockN>
-__device__ __forceinline__ void leave_out_hidden(const AttentionParams& p, const IntervalBounds& all, const MaskedTiles& lists,
-                                                 BackwardIntervalWork& w) {
+__device__ __forceinline__ void leave_out_hidden(const AttentionParams& p, const BackwardSchedule& schedule, BackwardIntervalWork& w) {
+    const IntervalBounds& all = schedule.bounds;
+    const MaskedTiles& lists = schedule.masks;
     w.bounds.clear();
-    const HiddenBounds* own = all.data + entry_of(p, w.head_k * p.group) * all.head + all.first<kBlockN>(p, w.batch) + w.key0 / kBlockN;
+    const HiddenBounds* of_head = all.data + entry_of(p, w.head_k * p.group) * all.head + all.first<kBlockN>(p, w.batch) + w.key0 / kBlockN;
 #pragma unroll 1
-    for (int left = p.group; left > 0; left -= opaque(p.intervals.heads_of_entry), own += all.head) merge(w.bounds, *own);
+    for (int left = p.group; left > 0; left -= opaque(p.intervals.heads_of_entry), of_head += all.head) merge(w.bounds, *of_head);
     w.tiles = nullptr;
     if (w.in_order) {
         w.gaps = {};
-        if (!lists.tiles) return;
-        const int64_t walk = lists.walk_of(w.batch, w.head_k, w.key0 / kBlockN);
-        w.tiles = lists.tiles + walk * lists.tiles_q;
-        w.rounds = w.end_m = lists.walks[walk].count;
+        Range own{w.first_m, w.end_m};
+        if (lists.tiles) {
+            const int64_t walk = lists.walk_of(w.batch, w.head_k, w.key0 / kBlockN);
+            w.tiles = lists.tiles + walk * lists.tiles_q;
+            own = {0, lists.walks[walk].count};
+        }
+        own = own_part(schedule, w, own);
+        w.rounds = own.end - own.begin, w.end_m = own.end;
         return;
     }
     w.gaps = tile_gaps(w.bounds, w.first_m, w.end_m, kBlockM, w.seqlen_q);
     // The walk begins at another of the tiles that are left, as it would at another of all.
-    const int tiles = w.end_step - w.first_step, left = tiles - w.gaps.tiles();
-    w.start_step = tiles > 0 ? w.first_step + int(int64_t(w.start_step - w.first_step) * left / tiles) : w.first_step;
-    w.end_step = w.first_step + left;
+    const int tiles = w.end_step - w.first_step, begun = w.start_step - w.first_step;
+    const Range own = own_part(schedule, w, {w.first_step, w.end_step - w.gaps.tiles()});
+    w.first_step = own.begin, w.end_step = own.end;
+    w.start_step = own.begin + (tiles > 0 ? int(int64_t(begun) * (own.end - own.begin) / tiles) : 0);
 }
 
 // Called by one thread: what the main warpgroups need to know of a tile of Q.

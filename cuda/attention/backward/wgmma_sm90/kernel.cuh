@@ -50,7 +50,7 @@ __device__ __forceinline__ void take_and_load_keys(const CUtensorMap& map_k, con
     constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
     constexpr int kBlockM = kPlan.block_m, kBlockN = kPlan.block_n, kKeyStages = kPlan.key_stages();
     const auto load_keys = [&](const BackwardWork& w, uint32_t slot) {
-        const int row = w.k_row + w.key0, head = w.head_k / schedule.group_parts, batch = p.cu_seqlens_q ? 0 : w.batch;
+        const int row = w.k_row + w.key0, head = w.head_k / schedule.head_parts, batch = p.cu_seqlens_q ? 0 : w.batch;
         const uint32_t k_full = shared_address(&smem.k_full[slot]), v_full = shared_address(&smem.v_full[slot]);
         mbarrier_arrive_expect_tx(k_full, sizeof smem.k[slot]);
         load_tile(map_k, schedule.k_loads, 0, smem.k[slot], kBlockN, k_full, row, head, batch, kEvictFirst);
@@ -72,9 +72,9 @@ __device__ __forceinline__ void take_and_load_keys(const CUtensorMap& map_k, con
         w.valid = index < schedule.blocks, w.it0 = it0;
         if (large) w.mask_place = w.kEveryTile;
         if constexpr (kPlan.intervals) {
-            if (w.valid) leave_out_hidden<kBlockM, kBlockN>(p, schedule.bounds, schedule.masks, w);
+            if (w.valid) leave_out_hidden<kBlockM, kBlockN>(p, schedule, w);
         } else if constexpr (kPlan.masks) {
-            if (w.valid) list_seen_tiles<kBlockN>(p, schedule.masks, w);
+            if (w.valid) list_seen_tiles<kBlockN>(p, schedule, w);
         } else if constexpr (kPlan.options)
             if (w.valid && schedule.tiles.skipped && all_hidden<kBlockN>(p, w)) w.rounds = 0;
         mbarrier_arrive(shared_address(&smem.list.full[n & 1]));

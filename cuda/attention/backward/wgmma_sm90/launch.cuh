@@ -2,10 +2,10 @@
 // after. Before them, what plans with a bias prepare.
 #pragma once
 
-#include "attention/backward/wgmma_sm90/group_parts.h"
 #include "attention/backward/wgmma_sm90/masked_tiles.cuh"
 #include "attention/backward/wgmma_sm90/options.cuh"
 #include "attention/backward/wgmma_sm90/rows.h"
+#include "attention/backward/wgmma_sm90/walk_parts.h"
 #include "attention/backward/wgmma_sm90/work.cuh"
 #include "attention/common/bias_copy.cuh"
 #include "attention/kernels.h"
@@ -32,8 +32,8 @@ cudaError_t launch_backward_block(Kernel function, int shared_bytes, const Backw
     schedule.in_order = call.deterministic;
     schedule.by_section = p.window_right >= 0 || schedule.in_order;
     schedule.section_heads = int(schedule.in_order ? backward_section_heads_in_order(p) : backward_section_heads(p));
-    schedule.blocks = int(backward_blocks(p, kPlan));
-    schedule.group_parts = b.group_parts > 1 ? b.group_parts : 1;
+    schedule.head_parts = b.head_parts > 1 ? b.head_parts : 1, schedule.row_parts = b.row_parts > 1 ? b.row_parts : 1;
+    schedule.blocks = int(backward_blocks(p, kPlan)) * schedule.row_parts;
     if (kPlan.softcap) schedule.softcap = softcap_factors(p);
 
     CUtensorMap map_q, map_k, map_v, map_dout;
@@ -71,7 +71,7 @@ cudaError_t launch_backward_block(Kernel function, int shared_bytes, const Backw
     }
     if constexpr (kPlan.masks) {
         void* const memory = static_cast<char*>(align_up(p.workspace, 128)) + query_tiles_bytes(schedule.tiles);
-        if (cudaError_t error = launch_masked_tiles(p, kPlan, memory, &schedule.masks, stream)) return error;
+        if (cudaError_t error = launch_masked_tiles(p, kPlan, schedule.in_order, memory, &schedule.masks, stream)) return error;
     }
     const bool after_lists = kPlan.masks && schedule.masks.seen.shape.blocks() > 0;  // else no list was launched
     if (cudaError_t error = backward_rows_before(groups, schedule.tiles, after_lists, stream)) return error;

@@ -1,6 +1,6 @@
 // wgmma_sm90/masked_tiles.cu: the small kernels before the main kernel of the Hopper backward under masks by blocks and masks of pairs,
 // after that of attention/common/seen_blocks.cu:
-//     states   for each tile and block of keys, whether they meet, and how many blocks of lower keys the tile meets
+//     states   in order: for each tile and block of keys, whether they meet, and how many blocks of lower keys the tile meets
 //     walks    for each block of keys, the tiles that it meets, one after another, and the keys that no query sees
 // Both read bits and are short. Each is launched while the one before ends, and so is the kernel that follows (rows.cu). Under masks by
 // intervals, states come from bounds, walks list tiles alone, and launches are plain.
@@ -72,8 +72,8 @@ __global__ void __launch_bounds__(kThreads) tile_states_kernel(const __grid_cons
     }
 }
 
-// A warp for each walk.
-template <int kRows, bool kIntervals>
+// A warp for each walk. kStates: tile_states_kernel has written which tiles meet it.
+template <int kRows, bool kIntervals, bool kStates>
 __global__ void __launch_bounds__(kThreads) walks_kernel(const __grid_constant__ TilesParams params) {
     launch_dependents();
     grid_dependency_wait();
@@ -84,21 +84,21 @@ __global__ void __launch_bounds__(kThreads) walks_kernel(const __grid_constant__
               b = int(index / to.key_blocks / to.heads_k);
     if (b >= to.batches) return;
     const VisibleBand band = visible_band(params.attention, sequence_of(params.attention, b));
+    const Range met = kStates ? Range{0, to.tiles_q} : query_tiles_of(band, block * kKeys, kRows * kSeenBlock, kKeys);
     uint32_t* const tiles = to.tiles + index * to.tiles_q;
     uint64_t keys[2] = {};
     int count = 0;
 #pragma unroll 1
-    for (int m0 = 0; m0 < to.tiles_q; m0 += 32) {  // in place: no state is overwritten before it has been read
+    for (int m0 = met.begin; m0 < met.end; m0 += 32) {  // in place: no state is overwritten before it has been read
         const int m = m0 + lane;
-        const uint32_t state = m < to.tiles_q ? tiles[m] : 0;
+        uint32_t state = kStates && m < met.end ? tiles[m] : 0;
+        TileSeen seen{};
+        if constexpr (!kIntervals)
+            if (kStates ? state != 0 : m < met.end) seen = seen_of_walk<kRows>(to, band, b, head_k, m, block);
+        if constexpr (!kStates) state = tile_state(seen.anything(), 0, seen.cut);
+        keys[0] |= seen.keys[0], keys[1] |= seen.keys[1];
         const uint32_t meet = __ballot_sync(~0u, state != 0);
-        if (state) {
-            tiles[count + __popc(meet & ((1u << lane) - 1))] = tile_of_state(m, state).packed();
-            if constexpr (!kIntervals) {
-                const TileSeen seen = seen_of_walk<kRows>(to, band, b, head_k, m, block);
-                keys[0] |= seen.keys[0], keys[1] |= seen.keys[1];
-            }
-        }
+        if (state) tiles[count + __popc(meet & ((1u << lane) - 1))] = tile_of_state(m, state).packed();
         __syncwarp();
         count += __popc(meet);
     }
@@ -113,8 +113,8 @@ __global__ void __launch_bounds__(kThreads) walks_kernel(const __grid_constant__
     }
 }
 
-// Fills the lists of params.to.
-template <bool kIntervals>
+// Fills the lists of params.to. kStates: with the number of blocks before each.
+template <bool kIntervals, bool kStates>
 cudaError_t launch_lists(const TilesParams& params, bool short_tiles, cudaStream_t stream) {
     const MaskedTiles& to = params.to;
     const auto launch = [&](auto* kernel, int64_t warps) {
@@ -122,9 +122,10 @@ cudaError_t launch_lists(const TilesParams& params, bool short_tiles, cudaStream
     };
     const int64_t states = int64_t(to.batches) * to.heads_k * to.tiles_q;
     if (states == 0 || walks_of(to) == 0) return cudaSuccess;
-    if (cudaError_t error = launch(short_tiles ? tile_states_kernel<1, kIntervals> : tile_states_kernel<2, kIntervals>, states))
-        return error;
-    return launch(short_tiles ? walks_kernel<1, kIntervals> : walks_kernel<2, kIntervals>, walks_of(to));
+    if constexpr (kStates)
+        if (cudaError_t error = launch(short_tiles ? tile_states_kernel<1, kIntervals> : tile_states_kernel<2, kIntervals>, states))
+            return error;
+    return launch(short_tiles ? walks_kernel<1, kIntervals, kStates> : walks_kernel<2, kIntervals, kStates>, walks_of(to));
 }
 
 }  // namespace
@@ -133,14 +134,17 @@ cudaError_t launch_interval_tiles(const AttentionParams& p, const BackwardPlan& 
                                   MaskedTiles* to, cudaStream_t stream) {
     *to = interval_tiles(p, plan);
     place_masked_tiles(to, workspace);
-    return launch_lists<true>({p, *to, bounds}, plan.block_m == kSeenBlock, stream);
+    return launch_lists<true, true>({p, *to, bounds}, plan.block_m == kSeenBlock, stream);
 }
 
-cudaError_t launch_masked_tiles(const AttentionParams& p, const BackwardPlan& plan, void* workspace, MaskedTiles* to, cudaStream_t stream) {
+cudaError_t launch_masked_tiles(const AttentionParams& p, const BackwardPlan& plan, bool in_order, void* workspace, MaskedTiles* to,
+                                cudaStream_t stream) {
     *to = masked_tiles(p, plan);
     void* const rest = place_masked_tiles(to, workspace);
     if (cudaError_t error = launch_seen_blocks(p, PairWords::kOfKeys, rest, &to->seen, stream)) return error;
-    return launch_lists<false>({p, *to, {}}, plan.block_m == kSeenBlock, stream);
+    const TilesParams params{p, *to, {}};
+    const bool short_tiles = plan.block_m == kSeenBlock;
+    return in_order ? launch_lists<false, true>(params, short_tiles, stream) : launch_lists<false, false>(params, short_tiles, stream);
 }
 
 }  // namespace fa

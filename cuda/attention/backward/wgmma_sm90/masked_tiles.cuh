@@ -8,8 +8,10 @@
 
 namespace fa {
 
-// Writes the walks of a call with a mask by blocks or of pairs to `workspace`, which has masked_tiles_bytes, and sets *to.
-cudaError_t launch_masked_tiles(const AttentionParams& p, const BackwardPlan& plan, void* workspace, MaskedTiles* to, cudaStream_t stream);
+// Writes the walks of a call with a mask by blocks or of pairs to `workspace`, which has masked_tiles_bytes, and sets *to. in_order: with
+// SeenTile::before, else 0.
+cudaError_t launch_masked_tiles(const AttentionParams& p, const BackwardPlan& plan, bool in_order, void* workspace, MaskedTiles* to,
+                                cudaStream_t stream);
 // The same with a mask by intervals, whose bounds have been launched: interval_tiles_bytes.
 cudaError_t launch_interval_tiles(const AttentionParams& p, const BackwardPlan& plan, const IntervalBounds& bounds, void* workspace,
                                   MaskedTiles* to, cudaStream_t stream);

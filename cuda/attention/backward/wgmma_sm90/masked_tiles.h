@@ -45,7 +45,7 @@ struct MaskedTiles {
         return (int64_t(batches == 1 ? 0 : b) * heads_k + (heads_k == 1 ? 0 : head_k)) * key_blocks + block;
     }
 };
-// The entries of the seen blocks that a walk looks at: those of its query heads. Parts of a group may share one (group_parts.h).
+// The entries of the seen blocks that a walk looks at: those of its query heads. Parts of a group may share one (walk_parts.h).
 struct WalkEntries {
     int64_t first;
     int32_t count;

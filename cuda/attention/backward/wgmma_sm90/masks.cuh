@@ -21,19 +21,21 @@ struct alignas(16) MaskedTile {
 
 // Called by one thread after find_key_block: the walk visits the tiles of the list.
 template <int kBlockN>
-__device__ __forceinline__ void list_seen_tiles(const AttentionParams& p, const MaskedTiles& all, BackwardMaskedWork& w) {
+__device__ __forceinline__ void list_seen_tiles(const AttentionParams& p, const BackwardSchedule& schedule, BackwardMaskedWork& w) {
+    const MaskedTiles& all = schedule.masks;
     const int block = w.key0 / kBlockN, tiles = w.end_step - w.first_step;
     const int64_t walk = all.walk_of(w.batch, w.head_k, block), entry = all.seen.shape.entry(w.batch, w.head_k * p.group);
-    const int count = all.walks[walk].count;
+    const Range own = own_part(schedule, w, {0, all.walks[walk].count});
     w.tiles = all.tiles + walk * all.tiles_q, w.unseen = all.walks[walk].unseen;
     w.first_block = uint32_t(all.seen.shape.block(entry, 0)) + 2 * block, w.words = all.seen.words + all.seen.shape.word(entry, 0);
     if (w.in_order) {
-        w.rounds = w.end_m = count;
+        w.rounds = own.end - own.begin, w.end_m = own.end;
         return;
     }
     // The walk begins at another of the tiles that are left, as it would at another of all.
-    w.start_step = tiles > 0 ? int(int64_t(w.start_step - w.first_step) * count / tiles) : 0;
-    w.first_step = 0, w.end_step = count;
+    const int count = own.end - own.begin;
+    w.start_step = own.begin + (tiles > 0 ? int(int64_t(w.start_step - w.first_step) * count / tiles) : 0);
+    w.first_step = own.begin, w.end_step = own.end;
     w.rounds = count > 0 ? p.group : 0;
 }
 

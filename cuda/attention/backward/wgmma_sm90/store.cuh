@@ -41,7 +41,7 @@ __device__ __forceinline__ void store_gradient(const float (&d)[kCount], const T
         }
     }
 }
-// Writes fragment d to rows of float sums: those of a part of a group, which have the columns of the plan. add_group_parts scales them.
+// Writes fragment d to rows of float sums: those of a part of a walk, which have the columns of the plan. add_parts scales them.
 template <int kCount>
 __device__ __forceinline__ void store_sums(const float (&d)[kCount], const TensorView& view, int64_t offset, int key, int seqlen_k) {
     constexpr int kColumns = 2 * kCount;
@@ -56,10 +56,10 @@ __device__ __forceinline__ void store_sums(const float (&d)[kCount], const Tenso
 // Writes zeros to the block's rows of dK or dV when no query sees them. Called by both main warpgroups.
 template <typename T, int kBlockN>
 __device__ __forceinline__ void store_zeros(const TensorView& view, int columns, const BackwardParams& b, const BackwardWork& w) {
-    if (b.accumulate && b.group_parts <= 1) return;
+    if (b.accumulate && !b.head_parts) return;
     const int64_t batch = b.forward.cu_seqlens_q ? 0 : w.batch * view.batch;
-    const int64_t first = batch + int64_t(w.k_row + w.key0) * view.row + w.head_k * view.head;
-    const int bytes = b.group_parts > 1 ? sizeof(float) : sizeof(T);
+    const int64_t first = batch + int64_t(w.k_row + w.key0) * view.row + w.sums_k * view.head;
+    const int bytes = b.head_parts ? sizeof(float) : sizeof(T);
     char* const rows = static_cast<char*>(view.data) + first * bytes;
     const int pieces = columns * bytes / 16, count = min(kBlockN, w.seqlen_k - w.key0) * pieces;
 #pragma unroll 1
@@ -68,14 +68,14 @@ __device__ __forceinline__ void store_zeros(const TensorView& view, int columns,
 }
 template <typename T, int kCount>
 __device__ __forceinline__ void store_dk(const float (&dk)[kCount], const BackwardParams& b, const BackwardWork& w, int key) {
-    const int64_t offset = (b.forward.cu_seqlens_q ? 0 : w.batch * b.dk.batch) + w.k_row * b.dk.row + w.head_k * b.dk.head;
-    if (b.group_parts > 1) return store_sums(dk, b.dk, offset, key, w.seqlen_k);
+    const int64_t offset = (b.forward.cu_seqlens_q ? 0 : w.batch * b.dk.batch) + w.k_row * b.dk.row + w.sums_k * b.dk.head;
+    if (b.head_parts) return store_sums(dk, b.dk, offset, key, w.seqlen_k);
     store_gradient<T>(dk, b.dk, offset, b.forward.headdim, b.forward.scale, b.accumulate, key, w.seqlen_k);
 }
 template <typename T, BackwardPlanId kId, int kCount>
 __device__ __forceinline__ void store_dv(const float (&dv)[kCount], const BackwardParams& b, const BackwardWork& w, int key) {
-    const int64_t offset = (b.forward.cu_seqlens_q ? 0 : w.batch * b.dv.batch) + w.k_row * b.dv.row + w.head_k * b.dv.head;
-    if (b.group_parts > 1) return store_sums(dv, b.dv, offset, key, w.seqlen_k);
+    const int64_t offset = (b.forward.cu_seqlens_q ? 0 : w.batch * b.dv.batch) + w.k_row * b.dv.row + w.sums_k * b.dv.head;
+    if (b.head_parts) return store_sums(dv, b.dv, offset, key, w.seqlen_k);
     const bool drops = kBackwardPlan<kId>.dropout || (kBackwardPlan<kId>.general && b.forward.dropout_threshold);
     const float factor = drops ? b.forward.dropout_scale : 1.0f;
     store_gradient<T>(dv, b.dv, offset, b.forward.headdim_v, factor, b.accumulate, key, w.seqlen_k);

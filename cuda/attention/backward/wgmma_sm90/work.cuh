@@ -21,6 +21,7 @@ struct alignas(16) BackwardWork {
     int valid;
     int key0;  // first key of the block
     int head_k, batch;
+    int sums_k;  // head of dK and dV: head_k, or that of the part in the workspace (walk_parts.h)
     int seqlen_q, seqlen_k, shift;
     int q_row, k_row;    // varlen: the sequence's first row; else 0
     int first_tile;      // varlen: the sequence's first tile in QueryTiles; else 0
@@ -86,8 +87,9 @@ struct BackwardSchedule {
     int section_heads;  // with by_section: key heads of a section
     bool by_section;    // the first blocks of all heads of a section come before their second blocks; else one head after another
     bool in_order;      // deterministic: blocks add to every query tile in the order of their keys
-    int blocks;         // blocks of 128 keys; the thread blocks of the grid take them in turn
-    int group_parts;    // key heads of the schedule that share a key head of K and V (group_parts.h)
+    int blocks;         // blocks of 128 keys, or parts of their walks; the thread blocks of the grid take them in turn
+    int head_parts;     // key heads of the schedule that share a key head of K and V (walk_parts.h)
+    int row_parts;      // neighbouring blocks that share the walk of a set of keys
     int q_loads, k_loads, v_loads, dout_loads;  // boxes of a tile
     SoftcapFactors softcap;
     IntervalBounds bounds;  // plans for intervals: of each block of keys
@@ -139,6 +141,19 @@ FA_HOST_DEVICE Visited visited(const BackwardWork& w, int it) {
     return w.in_order ? Visited{w.end_m - 1 - it / steps, step} : Visited{step, it / steps};
 }
 
+// Part `part` of a walk that is cut into `parts`, which have equal numbers of steps, or one more.
+FA_HOST_DEVICE Range part_of_walk(const Range& walk, int part, int parts) {
+    const int steps = (walk.end - walk.begin) / parts, more = (walk.end - walk.begin) % parts;
+    const int begin = walk.begin + part * steps + min(part, more);
+    return {begin, begin + steps + (part < more)};
+}
+// Of the steps, or in order of the rounds, of this block's walk: its part.
+template <typename Work>
+FA_HOST_DEVICE Range own_part(const BackwardSchedule& schedule, const Work& w, const Range& walk) {
+    if (schedule.row_parts == 1) return walk;
+    return part_of_walk(walk, w.sums_k - w.head_k * schedule.row_parts, schedule.row_parts);
+}
+
 // The keys of block `index` and the query tiles that see any of them. False when the block has no keys.
 //
 // Blocks of one head that run at the same time add to the same sums of dQ, so they should be at different query tiles. Under a causal mask
@@ -153,6 +168,8 @@ FA_HOST_DEVICE Visited visited(const BackwardWork& w, int it) {
 // compares this with other orders.
 template <int kBlockM, int kBlockN, typename Work>
 FA_HOST_DEVICE bool find_key_block(const AttentionParams& p, const BackwardSchedule& schedule, int index, Work& w) {
+    w.sums_k = 0;
+    if (schedule.row_parts > 1) w.sums_k = index % schedule.row_parts, index /= schedule.row_parts;
     if (p.cu_seqlens_q) {
         const int slot = index / p.nheads_k;
         w.head_k = index - slot * p.nheads_k;
@@ -184,6 +201,7 @@ FA_HOST_DEVICE bool find_key_block(const AttentionParams& p, const BackwardSched
         w.key0 = n * kBlockN;
         w.q_row = w.k_row = w.first_tile = 0;
     }
+    w.sums_k += w.head_k * schedule.row_parts;
     const Sequence s = sequence_of(p, w.batch);
     w.seqlen_q = s.seqlen_q, w.seqlen_k = s.seqlen_k, w.shift = s.shift;
     const VisibleBand band = visible_band(p, s);
@@ -191,13 +209,20 @@ FA_HOST_DEVICE bool find_key_block(const AttentionParams& p, const BackwardSched
     const Range tiles = query_tiles_of(band, w.key0, kBlockM, kBlockN);
     w.first_m = tiles.begin, w.end_m = tiles.end;
     forget_registers();  // the thread has only 32
+    if constexpr (std::is_same_v<Work, BackwardWork>) {  // others take a part of the tiles that their masks leave
+        if (schedule.row_parts > 1) {
+            const Range own = own_part(schedule, w, {w.first_m, w.end_m});
+            w.first_m = own.begin, w.end_m = own.end;
+        }
+        forget_registers();
+    }
     w.in_order = schedule.in_order;
     w.waits = w.in_order && (!p.cu_seqlens_q || *schedule.tiles.has_order());
     if (w.in_order) {
         w.rounds = w.end_m - w.first_m, w.first_step = w.start_step = 0, w.end_step = w.width = p.group;
         w.start_place = w.wrap_place = w.end_m * w.width - 1, w.last_place = w.first_m * w.width;
     } else {
-        w.rounds = tiles.begin < tiles.end ? p.group : 0, w.first_step = w.start_step = w.first_m, w.end_step = w.end_m, w.width = 1;
+        w.rounds = w.first_m < w.end_m ? p.group : 0, w.first_step = w.start_step = w.first_m, w.end_step = w.end_m, w.width = 1;
         if (p.window_right < 0) {
             const int spread = int(int64_t(w.end_m - w.first_m) * w.key0 / (w.seqlen_k > 0 ? w.seqlen_k : 1));
             w.start_step += min(spread, w.key0 / kBlockM);

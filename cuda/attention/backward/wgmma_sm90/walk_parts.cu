@@ -1,7 +1,7 @@
-// wgmma_sm90/group_parts.cu: adds the dK and dV of the parts of each group of heads (group_parts.h).
+// wgmma_sm90/walk_parts.cu: adds the dK and dV of the parts of each walk (walk_parts.h).
 #include <type_traits>
 
-#include "attention/backward/wgmma_sm90/group_parts.h"
+#include "attention/backward/wgmma_sm90/walk_parts.h"
 #include "device/launch.h"
 #include "device/mma.cuh"
 #include "device/wgmma.cuh"
@@ -13,7 +13,7 @@ constexpr int kThreads = 256;
 
 struct PartsParams {
     BackwardParams b;
-    GroupParts parts;
+    PartSums sums;
 };
 
 // 8 columns of a row: the sum of the parts from `from` on, which are `part` apart, times `factor`.
@@ -54,7 +54,8 @@ __device__ __forceinline__ void add_columns(const float* from, int64_t part, int
 template <typename T>
 __global__ void __launch_bounds__(kThreads) add_parts_kernel(const __grid_constant__ PartsParams params) {
     const AttentionParams& p = params.b.forward;
-    const GroupParts& parts = params.parts;
+    const PartSums& sums = params.sums;
+    const int count = sums.parts.heads * sums.parts.rows;
     const int blocks = gridDim.x / 2, chunks = addition_chunks(p);
     const bool of_v = blockIdx.x >= blocks;
     const int index = of_v ? blockIdx.x - blocks : blockIdx.x, sequence_head = index / chunks,
@@ -62,24 +63,24 @@ __global__ void __launch_bounds__(kThreads) add_parts_kernel(const __grid_consta
     const int batch = sequence_head / p.nheads_k, head = sequence_head - batch * p.nheads_k;
 
     const TensorView& view = of_v ? params.b.dv : params.b.dk;
-    const int stride = of_v ? parts.columns_v : parts.columns, pieces = (of_v ? p.headdim_v : p.headdim) / 8;
-    const int64_t part = parts.rows * stride, first = p.cu_seqlens_q ? first_key_row(p, batch) : int64_t(batch) * p.seqlen_k;
-    const float* const from = (of_v ? parts.dv : parts.dk) + head * parts.count * part + (first + key0) * stride;
+    const int stride = of_v ? sums.columns_v : sums.columns, pieces = (of_v ? p.headdim_v : p.headdim) / 8;
+    const int64_t part = sums.rows * stride, first = p.cu_seqlens_q ? first_key_row(p, batch) : int64_t(batch) * p.seqlen_k;
+    const float* const from = (of_v ? sums.dv : sums.dk) + head * count * part + (first + key0) * stride;
     const GradientSequence sequence = gradients_of(params.b, batch);
     T* const to = static_cast<T*>(view.data) + (of_v ? sequence.dv : sequence.dk) + key0 * view.row + head * view.head;
     const float factor = !of_v ? p.scale : p.dropout_threshold ? p.dropout_scale : 1.0f;
-    const int count = min(sequence_of(p, batch).seqlen_k - key0, kAddedKeys) * pieces;
-    for (int i = threadIdx.x; i < count; i += kThreads) {
+    const int all = min(sequence_of(p, batch).seqlen_k - key0, kAddedKeys) * pieces;
+    for (int i = threadIdx.x; i < all; i += kThreads) {
         const int r = i / pieces, column = i % pieces * 8;
-        add_columns(from + r * stride + column, part, parts.count, factor, to + r * view.row + column, params.b.accumulate);
+        add_columns(from + r * stride + column, part, count, factor, to + r * view.row + column, params.b.accumulate);
     }
 }
 
 }  // namespace
 
-cudaError_t add_group_parts(const BackwardParams& b, const GroupParts& parts, cudaStream_t stream) {
+cudaError_t add_parts(const BackwardParams& b, const PartSums& sums, cudaStream_t stream) {
     const AttentionParams& p = b.forward;
-    const PartsParams params{b, parts};
+    const PartsParams params{b, sums};
     const auto kernel = p.dtype == DType::kFloat16 ? add_parts_kernel<__half> : add_parts_kernel<__nv_bfloat16>;
     return launch_kernel(kernel, unsigned(addition_blocks(p)), kThreads, 0, stream, params);
 }
