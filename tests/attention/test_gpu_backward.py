@@ -229,9 +229,9 @@ def test_wide_heads_repeat(cuda_kernel, headdim):
     (1, 130, (64, 1), 40),
 ])  # fmt: skip
 def test_groups_in_parts(cuda_kernel, batch, seqlen, heads, headdim, deterministic):
-    """Few key heads and short sequences: wgmma_sm90 cuts groups into parts. The gradients are those of key heads that
-    are repeated for each query head, summed; they repeat their bits, add to what is there, and leave gaps between
-    packed sequences as they are."""
+    """Few key heads and short sequences: wgmma_sm90 cuts groups into parts of heads. The gradients are those of key
+    heads that are repeated for each query head, summed; they repeat their bits, add to what is there, and leave gaps
+    between packed sequences as they are."""
     if "wgmma" not in cuda_kernel.name or "float32" in cuda_kernel.name:
         pytest.skip("for the kernels that cut groups into parts")
     arrays = inputs(seqlen, headdim, heads, batch, dtype="bfloat16")
@@ -264,6 +264,43 @@ def test_groups_in_parts(cuda_kernel, batch, seqlen, heads, headdim, determinist
     for x, y in zip(results.values(), got, strict=True):
         assert (x[-more:] == 7).all()
         close([x[:-more]], [y.flatten(0, 1)], 1e-2)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    "option", ["none", "causal", "window", "mask of keys", "mask of pairs", "intervals", "bias", "dropout"]
+)
+@pytest.mark.parametrize("batch, rows, keys, heads, headdim", [
+    (1, 3000, 128, (1, 1), 128),
+    (2, 2100, 300, (2, 1), 64),
+    (1, 1300, 1300, (2, 2), 192),
+    (3, 1000, 1100, (7, 1), 80),
+])  # fmt: skip
+def test_rows_in_parts(cuda_kernel, batch, rows, keys, heads, headdim, option, deterministic):
+    """Few key blocks with long walks: wgmma_sm90 cuts walks into parts of rows, too. The gradients are those of
+    `simple`, and those of k and v repeat their bits."""
+    if "wgmma" not in cuda_kernel.name or "float32" in cuda_kernel.name:
+        pytest.skip("for the kernels that cut walks into parts")
+    torch.manual_seed(rows + headdim)
+    q, dout = (torch.randn(batch, rows, heads[0], headdim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    k, v = (torch.randn(batch, keys, heads[1], headdim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    starts = torch.randint(0, rows, (batch, 1, keys, 1), device="cuda", dtype=torch.int32)
+    options = {
+        "none": {}, "causal": {"causal": True}, "window": {"window_size": (700, 90)},
+        "mask of keys": {"mask": torch.rand(batch, 1, 1, keys, device="cuda") < 0.7},
+        "mask of pairs": {"mask": torch.rand(1, 1, rows, keys, device="cuda") < 0.7},
+        "intervals": {"startend_row_indices": starts, "causal": True},
+        "bias": {"bias": torch.randn(1, heads[0], rows, keys, device="cuda", dtype=torch.bfloat16)},
+        "dropout": {"dropout_p": 0.25, "dropout_seed": 5},
+    }[option]  # fmt: skip
+    served(cuda_kernel, q, k, v, **options, deterministic=deterministic)
+    out, lse = fa.flash_attn_func(q, k, v, return_lse=True, **options)
+    arrays = (dout, q, k, v, out, lse)
+    got = fa.backward(*arrays, **options, kernel=cuda_kernel.name, deterministic=deterministic)
+    close(got[:3], fa.backward(*arrays, **options, kernel="simple")[:3], 1e-2)
+    again = fa.backward(*arrays, **options, kernel=cuda_kernel.name, deterministic=deterministic)
+    first = 0 if deterministic else 1
+    assert all(torch.equal(x, y) for x, y in zip(again[first:3], got[first:3], strict=True))
 
 
 def test_beyond_2_to_31_elements(cuda_kernel):
