@@ -3,6 +3,7 @@
 // attention/common/bias_copy.h, which is plain C++.
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <vector>
 
 #include "attention/backward/wgmma_sm90/plan.h"
@@ -54,12 +55,10 @@ void check_copy() {
     if (masked) p.mask = mask.view;
     const BiasCopy copy = bias_copy(p, masked);
     std::vector<BiasChunk> to(size_t(copy.bytes()) / sizeof(BiasChunk));
-    size_t index = 0;
-    for (int b = 0; b < copy.batches; ++b)
-        for (int h = 0; h < copy.heads; ++h)
-            for (int i = 0; i < copy.rows; ++i)
-                for (int x = 0; x < copy.chunks(); ++x) to[index++] = bias_chunk(copy, b, h, i, x);
-    EXPECT(index == to.size(), "%zu chunks for %zu", index, to.size());
+    std::memset(to.data(), 0xAB, to.size() * sizeof(BiasChunk));  // what no thread writes
+    const int threads = int(bias_copy_threads(copy));
+    EXPECT(size_t(threads) * sequences_of_bias(copy) == to.size(), "%d threads for %zu chunks", threads, to.size());
+    for (int thread = 0; thread < threads + 3; ++thread) copy_bias_chunk(copy, bias_copy_work(copy), thread, to.data());
     const AttentionParams after = with_bias_copy(p, copy, to.data());
     const bool wide = sizeof(Element) == 4 && !alone;  // a mask alone has the dtype of q
     EXPECT(!after.mask.data && after.bias_dtype == (wide ? DType::kFloat32 : p.dtype), "the mask is in the copy");

@@ -165,13 +165,11 @@ FA_HOST_DEVICE BiasChunk chunk_of_bias(const BiasCopy& copy, int32_t batch, int3
     }
     return chunk;
 }
-// Chunk `place` of row `row` of the copy.
-FA_HOST_DEVICE BiasChunk bias_chunk(const BiasCopy& copy, int32_t batch, int32_t head, int32_t row, int32_t place) {
+// The same with -inf where the mask hides a pair.
+FA_HOST_DEVICE BiasChunk hide_in_chunk(const BiasCopy& copy, BiasChunk chunk, int32_t batch, int32_t head, int32_t row, int32_t place) {
+    if (!copy.mask.data) return chunk;
     const bool wide = copy.elements == 4;  // float32
     const int32_t key = place * copy.elements, left = copy.keys - key;
-    BiasChunk chunk{};
-    if (copy.bias.data) chunk = chunk_of_bias(copy, batch, head, row, place);
-    if (!copy.mask.data) return chunk;
     const uint8_t* const attend =
         static_cast<const uint8_t*>(copy.mask.data) + batch * copy.mask.batch + head * copy.mask.head + row * copy.mask.row + key;
     uint32_t sees[2] = {0, 0};  // a byte for each key
@@ -189,6 +187,35 @@ FA_HOST_DEVICE BiasChunk bias_chunk(const BiasCopy& copy, int32_t batch, int32_t
             if (y == (wide ? x : x / 2)) chunk.pair[y] = (chunk.pair[y] & ~part) | (copy.hidden & part);
     }
     return chunk;
+}
+
+// ---- the work of a thread: a chunk of the bias, in the copies of all sequences that share it ----
+
+// Neighbouring threads have the chunks of a row, then those of the row in the other heads, which may share the row of a mask.
+struct BiasCopyWork {
+    Divisor chunks, heads, rows;
+    int32_t together;  // sequences that share the bias: all of them, where masks alone differ
+};
+inline int32_t sequences_of_bias(const BiasCopy& copy) {
+    return copy.bias.data && copy.bias.batch == 0 && copy.batches > 1 ? copy.batches : 1;
+}
+inline int64_t bias_copy_threads(const BiasCopy& copy) { return copy.all_rows() / sequences_of_bias(copy) * copy.chunks(); }
+inline BiasCopyWork bias_copy_work(const BiasCopy& copy) {  // of a copy that is not empty
+    return {divisor_of(copy.chunks()), divisor_of(copy.heads), divisor_of(copy.rows), sequences_of_bias(copy)};
+}
+FA_HOST_DEVICE void copy_bias_chunk(const BiasCopy& copy, const BiasCopyWork& work, int32_t thread, BiasChunk* to) {
+    static_assert(kMostBiasCopy / kBiasChunkBytes <= 1 << 28, "the number of a chunk is an int");
+    const int32_t line = work.chunks.divide(thread), place = work.chunks.remainder(thread, line);
+    const int32_t all_rows = work.heads.divide(line), head = work.heads.remainder(line, all_rows);
+    const int32_t first = work.rows.divide(all_rows), row = work.rows.remainder(all_rows, first);
+    if (first * work.together >= copy.batches) return;
+    BiasChunk chunk{};
+    if (copy.bias.data) chunk = chunk_of_bias(copy, first, head, row, place);
+    const int32_t of_head = copy.rows * copy.chunks(), of_batch = copy.heads * of_head;
+    to += first * of_batch + head * of_head + row * copy.chunks() + place;
+#pragma unroll 4
+    for (int32_t batch = first; batch < first + work.together; ++batch, to += of_batch)
+        *to = hide_in_chunk(copy, chunk, batch, head, row, place);
 }
 
 }  // namespace fa

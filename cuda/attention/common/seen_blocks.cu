@@ -44,95 +44,120 @@ constexpr int kWordsOfBlock = kSeenBlock + 2;  // in shared memory; the halves t
 
 // Bit x: whether byte x is not zero.
 __device__ __forceinline__ uint32_t bits_of_bytes(uint32_t x) {
-    x |= x >> 4, x |= x >> 2, x |= x >> 1;  // bit 0 of each byte; what comes from the byte above lands in its higher bits
-    return (x & 0x01010101u) * 0x10204080u >> 28;
+    const uint32_t set = ((x & 0x7F7F7F7Fu) + 0x7F7F7F7Fu) | x;  // in bit 7 of each byte
+    return (set & 0x80808080u) * 0x00204081u >> 28;              // the four bits meet nowhere else
 }
-// The pairs of a row that causal, windows and block_mask leave to kKeys keys from `key` on. Rows past the end see all keys that exist.
-template <int kKeys>
+// The bytes of kLaneKeys keys of a row, as words from a place on that is a multiple of four, `shift` bytes before the first key.
+struct LaneBytes {
+    uint32_t word[5];
+    int shift;
+
+    // From the address of the lane's first key, of the `exist` keys from there to the end of the row. Keys that do not exist are zero.
+    // first: no key of the row lies before. The words' loads stand side by side: a row's loads are on their way together.
+    __device__ __forceinline__ void load(const uint8_t* from, int exist, bool first) {
+        shift = int(reinterpret_cast<uintptr_t>(from) % 4);
+#pragma unroll
+        for (int x = 0; x < 5; ++x) {
+            const int at = 4 * x - shift;
+            word[x] = 0;
+            if ((x > 0 || shift == 0 || !first) && at < kLaneKeys && at + 4 <= exist)
+                word[x] = __ldcs(reinterpret_cast<const uint32_t*>(from + at));
+        }
+        if (exist <= 0 || (exist >= kLaneKeys + 4 && (shift == 0 || !first))) return;
+#pragma unroll 1
+        for (int i = 0; i < min(exist, kLaneKeys); ++i) {  // at the ends of the row
+            const int x = (i + shift) / 4, at = 4 * x - shift;
+            if (at + 4 > exist || (at < 0 && first)) {
+                const uint32_t byte = uint32_t(from[i]) << (i + shift) % 4 * 8;
+#pragma unroll
+                for (int y = 0; y < 5; ++y)
+                    if (y == x) word[y] |= byte;
+            }
+        }
+    }
+    __device__ __forceinline__ uint32_t bits() const {
+        uint32_t all = 0;
+#pragma unroll
+        for (int x = 0; x < 4; ++x) all |= bits_of_bytes(__funnelshift_r(word[x], word[x + 1], 8 * shift)) << 4 * x;
+        return all;
+    }
+};
+// The same where the address is a multiple of kLaneKeys.
+struct AlignedLaneBytes {
+    uint4 words;
+
+    __device__ __forceinline__ void load(const uint8_t* from, int exist, bool) {
+        words = make_uint4(0, 0, 0, 0);
+        if (exist >= kLaneKeys) words = __ldcs(reinterpret_cast<const uint4*>(from));
+        if (exist <= 0 || exist >= kLaneKeys) return;
+        uint32_t bytes[4] = {};
+#pragma unroll
+        for (int i = 0; i < kLaneKeys; ++i)
+            if (i < exist) bytes[i / 4] |= uint32_t(from[i]) << i % 4 * 8;
+        words = make_uint4(bytes[0], bytes[1], bytes[2], bytes[3]);
+    }
+    __device__ __forceinline__ uint32_t bits() const {
+        return bits_of_bytes(words.x) | bits_of_bytes(words.y) << 4 | bits_of_bytes(words.z) << 8 | bits_of_bytes(words.w) << 12;
+    }
+};
+// The pairs of a row that causal, windows and block_mask leave to kLaneKeys keys from `key` on.
 __device__ __forceinline__ uint32_t pairs_left(const AttentionParams& p, const Sequence& s, int b, int head, int i, int key) {
-    const bool exists = i < s.seqlen_q;
-    if (p.blocks.data && exists && key < s.seqlen_k && block_hides(p, b, head, i, key)) return 0;
-    const KeyRange range = exists ? key_range(p, s, i) : KeyRange{0, s.seqlen_k};
-    const auto up_to = [&](int end) {  // as bits_of_range, without words of 64 bits
-        const int count = clamp_to(end - key, 0, kKeys);
-        return count >= 32 ? ~0u : (1u << count) - 1;
-    };
+    if (p.blocks.data && key < s.seqlen_k && block_hides(p, b, head, i, key)) return 0;
+    const KeyRange range = key_range(p, s, i);
+    const auto up_to = [&](int end) { return (1u << clamp_to(end - key, 0, kLaneKeys)) - 1; };
     return up_to(range.end) & ~up_to(range.begin);
 }
-// The pairs of a row block and kGroup key blocks, as bits in shared memory. A warp takes 8 rows and asks for all or several of them before
-// it looks at the first: a small mask has few blocks and waits for memory, not for its rate.
+// The pairs of a row block and kGroup key blocks, as bits in shared memory. A warp takes 8 rows, a lane 16 keys. A warp asks for all of its
+// rows, or half of them, before it looks at the first: a small mask has few blocks and waits for memory, not for its rate. A large one
+// waits for instructions, so that nothing is computed for each row that is the same for all.
 constexpr int kRowsOfWarp = kSeenBlock / kWarps;
-// Rows whose every 16 bytes may be read at once: a lane has kLaneKeys keys.
-__device__ __forceinline__ void read_aligned_pairs(const AttentionParams& p, int b, int head, int row0, int key0,
-                                                   uint64_t (&pairs)[kGroup][kWordsOfBlock]) {
+template <typename Bytes, int kAtOnce>
+__device__ __forceinline__ void read_pairs(const AttentionParams& p, int b, int head, int row0, int key0,
+                                           uint64_t (&pairs)[kGroup][kWordsOfBlock]) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, key = key0 + lane * kLaneKeys;
     const Sequence s = sequence_of(p, b);
     const uint8_t* const mask = static_cast<const uint8_t*>(p.mask.data) + b * p.mask.batch + head * p.mask.head + key;
     uint16_t* const words = reinterpret_cast<uint16_t*>(pairs[lane / 4]) + lane % 4;
-    const int exist = s.seqlen_k - key;  // keys of the lane
-    const int first = warp * kRowsOfWarp;
-    uint4 x[kRowsOfWarp];
-#pragma unroll
-    for (int r = 0; r < kRowsOfWarp; ++r) {
-        const int i = row0 + first + r;
-        x[r] = make_uint4(0, 0, 0, 0);
-        if (exist >= kLaneKeys && i < s.seqlen_q) x[r] = __ldcs(reinterpret_cast<const uint4*>(mask + i * p.mask.row));
-    }
-#pragma unroll
-    for (int r = 0; r < kRowsOfWarp; ++r) {
-        const int i = row0 + first + r;
-        uint32_t bits = bits_of_bytes(x[r].x) | bits_of_bytes(x[r].y) << 4 | bits_of_bytes(x[r].z) << 8 | bits_of_bytes(x[r].w) << 12;
-        if (exist > 0 && exist < kLaneKeys && i < s.seqlen_q)
-            for (int c = 0; c < exist; ++c) bits |= (mask[i * p.mask.row + c] != 0) << c;
-        if (i >= s.seqlen_q) bits = 0xFFFF;
-        words[4 * (first + r)] = uint16_t(bits & pairs_left<kLaneKeys>(p, s, b, head, i, key));
-    }
-}
-// Other rows: a lane reads one byte of each 32, and the warp makes a word of them.
-__device__ __forceinline__ void read_pairs(const AttentionParams& p, int b, int head, int row0, int key0,
-                                           uint64_t (&pairs)[kGroup][kWordsOfBlock]) {
-    constexpr int kWords = kGroup * kSeenBlock / 32, kAtOnce = 4;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, key = key0 + lane * 32;  // of the word that the lane stores
-    const Sequence s = sequence_of(p, b);
-    const uint8_t* const mask = static_cast<const uint8_t*>(p.mask.data) + b * p.mask.batch + head * p.mask.head + key0 + lane;
-    const int exist = s.seqlen_k - key0 - lane;
+    const int exist = s.seqlen_k - key;  // keys from the lane's first on
+    const uint32_t all = (1u << clamp_to(exist, 0, kLaneKeys)) - 1;
+    const bool alone = !p.blocks.data && p.window_left < 0 && p.window_right < 0 && !p.chunk.divisor;
 #pragma unroll 1
     for (int first = warp * kRowsOfWarp; first < (warp + 1) * kRowsOfWarp; first += kAtOnce) {
-        uint8_t x[kAtOnce][kWords];
-#pragma unroll
-        for (int r = 0; r < kAtOnce; ++r)
-#pragma unroll
-            for (int n = 0; n < kWords; ++n) {
-                const int i = row0 + first + r;
-                x[r][n] = i >= s.seqlen_q;
-                if (32 * n < exist && i < s.seqlen_q) x[r][n] = mask[i * p.mask.row + 32 * n];
-            }
+        Bytes bytes[kAtOnce];
 #pragma unroll
         for (int r = 0; r < kAtOnce; ++r) {
-            uint32_t bits = 0;
+            const int i = row0 + first + r;
+            bytes[r].load(mask + i * p.mask.row, i < s.seqlen_q ? exist : 0, key == 0);
+        }
 #pragma unroll
-            for (int n = 0; n < kWords; ++n) {
-                const uint32_t word = __ballot_sync(~0u, x[r][n] != 0);
-                if (lane == n) bits = word;
-            }
-            if (lane < kWords)
-                reinterpret_cast<uint32_t*>(&pairs[lane / 2][first + r])[lane % 2] =
-                    bits & pairs_left<32>(p, s, b, head, row0 + first + r, key);
+        for (int r = 0; r < kAtOnce; ++r) {
+            const int i = row0 + first + r;
+            uint32_t left = all;  // rows past the end see all keys that exist
+            if (i < s.seqlen_q) left &= bytes[r].bits() & (alone ? ~0u : pairs_left(p, s, b, head, i, key));
+            words[4 * (first + r)] = uint16_t(left);
         }
     }
 }
 __device__ __forceinline__ uint64_t or_of_warp(uint64_t x) {
     return __reduce_or_sync(~0u, uint32_t(x)) | uint64_t(__reduce_or_sync(~0u, uint32_t(x >> 32))) << 32;
 }
+// Lane l has row l of 32 bits, before and after: halves change places between lanes 16 apart, then quarters between lanes 8 apart, and so
+// on.
+__device__ __forceinline__ uint32_t transposed_32x32(uint32_t row) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int j = 16; j > 0; j /= 2) {
+        const uint32_t low = ~0u / ((1u << j) + 1);  // bits c of which c & j is 0
+        const uint32_t other = __shfl_xor_sync(~0u, row, j);
+        row = lane & j ? (row & ~low) | (other >> j & low) : (row & low) | (other << j & ~low);
+    }
+    return row;
+}
 // Lane l has words l and l + 32 of 64, before and after.
 __device__ __forceinline__ void transpose(uint64_t (&words)[2]) {
-    uint64_t columns[2] = {};
-#pragma unroll
-    for (int c = 0; c < kSeenBlock; ++c) {
-        const uint64_t column = __ballot_sync(~0u, words[0] >> c & 1) | uint64_t(__ballot_sync(~0u, words[1] >> c & 1)) << 32;
-        if (int(threadIdx.x % 32) == c % 32) columns[c / 32] = column;
-    }
-    words[0] = columns[0], words[1] = columns[1];
+    const uint32_t low0 = transposed_32x32(uint32_t(words[0])), high0 = transposed_32x32(uint32_t(words[0] >> 32));
+    const uint32_t low1 = transposed_32x32(uint32_t(words[1])), high1 = transposed_32x32(uint32_t(words[1] >> 32));
+    words[0] = low0 | uint64_t(low1) << 32, words[1] = high0 | uint64_t(high1) << 32;
 }
 
 template <PairWords kOrder>
@@ -146,12 +171,19 @@ __global__ void __launch_bounds__(kThreads) seen_by_pairs_kernel(const __grid_co
     const int64_t row_block = blockIdx.x / unsigned(groups);
     const int64_t entry = row_block / shape.row_blocks;
     const int m = int(row_block % shape.row_blocks), row0 = m * kSeenBlock, first = group * kGroup;
+    SeenWord& word = params.to.words[shape.word(entry, m) + first / 32];
+    uint8_t &seen_byte = reinterpret_cast<uint8_t*>(&word.seen)[first % 32 / 8],
+            &cut_byte = reinterpret_cast<uint8_t*>(&word.cut)[first % 32 / 8];
+    if (first >= shape.key_blocks) {
+        if (threadIdx.x == 0) seen_byte = cut_byte = 0;
+        return;
+    }
     int b, head;
     first_of_entry(shape, entry, b, head);
 
     const uintptr_t address = reinterpret_cast<uintptr_t>(p.mask.data) | uintptr_t(p.mask.batch | p.mask.head | p.mask.row);
-    if (address % kLaneKeys == 0) read_aligned_pairs(p, b, head, row0, first * kSeenBlock, pairs);
-    else read_pairs(p, b, head, row0, first * kSeenBlock, pairs);
+    if (address % kLaneKeys == 0) read_pairs<AlignedLaneBytes, kRowsOfWarp>(p, b, head, row0, first * kSeenBlock, pairs);
+    else read_pairs<LaneBytes, kRowsOfWarp / 2>(p, b, head, row0, first * kSeenBlock, pairs);
     __syncthreads();
 
     const int lane = threadIdx.x % 32, rows = p.seqlen_q - row0;
@@ -176,10 +208,7 @@ __global__ void __launch_bounds__(kThreads) seen_by_pairs_kernel(const __grid_co
     if (threadIdx.x >= 32) return;
     const uint32_t seen = __ballot_sync(~0u, lane < kGroup && is_seen[lane % kGroup]),
                    cut = __ballot_sync(~0u, lane < kGroup && is_cut[lane % kGroup]);
-    if (lane != 0) return;
-    SeenWord& word = params.to.words[shape.word(entry, m) + first / 32];
-    reinterpret_cast<uint8_t*>(&word.seen)[first % 32 / 8] = uint8_t(seen);
-    reinterpret_cast<uint8_t*>(&word.cut)[first % 32 / 8] = uint8_t(cut);
+    if (lane == 0) seen_byte = uint8_t(seen), cut_byte = uint8_t(cut);
 }
 
 }  // namespace
