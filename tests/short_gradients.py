@@ -26,8 +26,7 @@ NUMBERS = ("start", "of_round", "of_step", "extra", "rows", "bias", "mask", "nat
 GUESS = {"short": (4, 3, 3, 1, 1, 0.3, 0.2, 0.3, 0.3, 0.3, 1), "long": (9, 4, 2, 3, 3, 0.3, 0.1, 0.2, 0.3, 0.2, 10)}
 MULTIPROCESSORS = 132
 REGULAR = 0.3
-BLOCK_N, TILES_OF_KEYS, TILES_OF_ADDITION, GAIN, CACHED = 128, 3, 1.5, 0.95, 40e6  # wgmma_sm90/walk_parts.h
-MOST_BLOCKS, ROW_PARTS = 8, (2, 3, 4, 6, 8, 12, 16, 24, 32)
+BLOCK_N = 128
 
 
 def up(x: float, y: float) -> int:
@@ -67,6 +66,33 @@ def of_short(call: dict, sms: int = MULTIPROCESSORS) -> tuple[float, float, floa
     return up(clusters * blocks, places), steps, float(blocks > 1), steps if writes else 0.0
 
 
+def walk_parts(blocks: int, longest: float, mean: float, group: int, slots: int, sms: int, columns: int):
+    """backward_walk_parts of wgmma_sm90/walk_parts.h: rounds, time in tiles of the main kernel, (heads, rows)."""
+    of_keys, tail, of_addition, gain, most_blocks, cached = 2, 0.75, 3, 0.97, 8, 40e6
+
+    def time(heads: int, rows: int) -> float:
+        most = up(int(longest), rows) * group / heads + of_keys
+        average = mean / rows * group / heads + of_keys
+        slower = 1.03 if rows > 1 and group > 1 else 1
+        if longest == mean:
+            return slower * up(blocks * heads * rows, slots) * most
+        return slower * max(blocks * heads * rows * average / slots + tail * average, most)
+
+    best, least = (1, 1), gain * time(1, 1)
+    for heads in range(1, group + 1):
+        for rows in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32):
+            parts = heads * rows
+            if parts == 1 or group % heads or (rows > 1 and (1 < heads < group or rows > longest)):
+                continue
+            if max(2, parts) * blocks > most_blocks * sms:
+                continue
+            size = blocks * parts * BLOCK_N * 2 * columns * 8
+            traffic = min(size, cached) / 20e6 + max(0, size - cached) / 5e6
+            if time(heads, rows) + of_addition + traffic < least:
+                best, least = (heads, rows), time(heads, rows) + of_addition + traffic
+    return up(blocks * best[0] * best[1], slots), time(*best), best
+
+
 def of_long(call: dict, sms: int = MULTIPROCESSORS) -> tuple[float, float, float, float]:
     """Rounds, tiles, parts, millions of elements of dq: backward_walk_parts."""
     tile, wide = 128 if call["bucket"] == 0 else 64, call["bucket"] == 2
@@ -80,30 +106,11 @@ def of_long(call: dict, sms: int = MULTIPROCESSORS) -> tuple[float, float, float
         right = call["keys"] if call["right"] < 0 else call["right"]
         longest = mean = min(tiles, (call["left"] + right + BLOCK_N) / tile + 1)
 
-    def walk(heads: int, rows: int) -> tuple[int, float]:
-        most = up(int(longest), rows) * group / heads + TILES_OF_KEYS
-        average = mean / rows * group / heads + TILES_OF_KEYS
-        rounds = up(blocks * heads * rows, slots)
-        if longest == mean:
-            return rounds, rounds * most
-        return rounds, max(blocks * heads * rows * average / slots + average / 2, most)
-
-    best, least = (1, 1), GAIN * walk(1, 1)[1]
-    for heads in range(1, group + 1):
-        for rows in (1, *ROW_PARTS):
-            parts = heads * rows
-            if parts == 1 or group % heads or (rows > 1 and (1 < heads < group or rows > longest)):
-                continue
-            if max(2, parts) * blocks > MOST_BLOCKS * sms:
-                continue
-            size = blocks * parts * BLOCK_N * 2 * columns * 8
-            traffic = size / 10e6 if size < CACHED else (size - CACHED / 2) / 5e6
-            if walk(heads, rows)[1] + TILES_OF_ADDITION + traffic < least:
-                best, least = (heads, rows), walk(heads, rows)[1] + TILES_OF_ADDITION + traffic
+    rounds, steps, parts = walk_parts(blocks, longest, mean, group, slots, sms, columns)
     direct = call["keys"] <= BLOCK_N and call["left"] < 0 and not (call["mask"] or call["pairs"])
     direct = direct and (call["right"] < 0 or call["rows"] <= call["keys"])
     size = call["batch"] * call["heads"] * call["rows"] * columns / 1e6
-    return *walk(*best), float(best > (1, 1)), size * (0.5 if direct else 1)
+    return rounds, steps, float(parts > (1, 1)), size * (0.5 if direct else 1)
 
 
 def estimate(numbers, made, call):

@@ -165,6 +165,14 @@ FA_HOST_DEVICE BiasChunk chunk_of_bias(const BiasCopy& copy, int32_t batch, int3
     }
     return chunk;
 }
+// Bit 7 of byte `low` in all bits of the low half, that of byte `high` in all bits of the high half.
+FA_HOST_DEVICE uint32_t two_signs(uint32_t bytes, int32_t low, int32_t high) {
+#if defined(__CUDA_ARCH__)
+    return __byte_perm(bytes, 0, uint32_t(0x8 | low) * 0x11 | uint32_t(0x8 | high) * 0x1100);
+#else
+    return (bytes >> (8 * low + 7) & 1 ? 0xFFFFu : 0) | (bytes >> (8 * high + 7) & 1 ? 0xFFFF0000u : 0);
+#endif
+}
 // The same with -inf where the mask hides a pair.
 FA_HOST_DEVICE BiasChunk hide_in_chunk(const BiasCopy& copy, BiasChunk chunk, int32_t batch, int32_t head, int32_t row, int32_t place) {
     if (!copy.mask.data) return chunk;
@@ -172,19 +180,18 @@ FA_HOST_DEVICE BiasChunk hide_in_chunk(const BiasCopy& copy, BiasChunk chunk, in
     const int32_t key = place * copy.elements, left = copy.keys - key;
     const uint8_t* const attend =
         static_cast<const uint8_t*>(copy.mask.data) + batch * copy.mask.batch + head * copy.mask.head + row * copy.mask.row + key;
-    uint32_t sees[2] = {0, 0};  // a byte for each key
+    uint32_t sees[2] = {~0u, ~0u};  // a byte for each key; keys past the end keep their zero
     if (left >= copy.elements && reinterpret_cast<uintptr_t>(attend) % 4 == 0) {
         sees[0] = load_word<uint32_t>(attend);
         if (!wide) sees[1] = load_word<uint32_t>(attend + 4);
     } else {
         for (int x = 0; x < 8; ++x)
-            if (x < left && x < copy.elements) sees[x / 4] |= uint32_t(load_word<uint8_t>(attend + x)) << x % 4 * 8;
+            if (x < left && x < copy.elements && load_word<uint8_t>(attend + x) == 0) sees[x / 4] &= ~(0xFFu << x % 4 * 8);
     }
-    for (int x = 0; x < 8; ++x) {
-        if (x >= left || x >= copy.elements || (sees[x / 4] >> x % 4 * 8 & 0xFF)) continue;
-        const uint32_t part = wide ? ~0u : x % 2 ? 0xFFFF0000u : 0x0000FFFFu;
-        for (int y = 0; y < 4; ++y)
-            if (y == (wide ? x : x / 2)) chunk.pair[y] = (chunk.pair[y] & ~part) | (copy.hidden & part);
+    for (uint32_t& four : sees) four |= (four & 0x7F7F7F7Fu) + 0x7F7F7F7Fu;  // bit 7 of each byte: whether it is not zero
+    for (int y = 0; y < 4; ++y) {
+        const uint32_t seen = wide ? two_signs(sees[0], y, y) : two_signs(sees[y / 2], y % 2 * 2, y % 2 * 2 + 1);
+        chunk.pair[y] = (chunk.pair[y] & seen) | (copy.hidden & ~seen);
     }
     return chunk;
 }

@@ -63,16 +63,19 @@ struct LaneBytes {
             if ((x > 0 || shift == 0 || !first) && at < kLaneKeys && at + 4 <= exist)
                 word[x] = __ldcs(reinterpret_cast<const uint32_t*>(from + at));
         }
+        // Bytes of the words that reach beyond the row: the first one, and the last one. All are asked for at once.
         if (exist <= 0 || (exist >= kLaneKeys + 4 && (shift == 0 || !first))) return;
-#pragma unroll 1
-        for (int i = 0; i < min(exist, kLaneKeys); ++i) {  // at the ends of the row
-            const int x = (i + shift) / 4, at = 4 * x - shift;
-            if (at + 4 > exist || (at < 0 && first)) {
-                const uint32_t byte = uint32_t(from[i]) << (i + shift) % 4 * 8;
+        const int last = (exist + shift) / 4, rest = (exist + shift) % 4;
+        const bool cut = first && shift > 0;
 #pragma unroll
-                for (int y = 0; y < 5; ++y)
-                    if (y == x) word[y] |= byte;
-            }
+        for (int y = 0; y < 4; ++y) {
+            const int head = y - shift, tail = 4 * last - shift + y;
+            if (cut && head >= 0 && head < exist) word[0] |= uint32_t(from[head]) << 8 * y;
+            if (y >= rest || last > 4 || (last == 0 && (cut || tail < 0))) continue;
+            const uint32_t byte = uint32_t(from[tail]) << 8 * y;
+#pragma unroll
+            for (int x = 0; x < 5; ++x)
+                if (x == last) word[x] |= byte;
         }
     }
     __device__ __forceinline__ uint32_t bits() const {
