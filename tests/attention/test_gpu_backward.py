@@ -284,12 +284,13 @@ def test_rows_in_parts(cuda_kernel, batch, rows, keys, heads, headdim, option, d
     torch.manual_seed(rows + headdim)
     q, dout = (torch.randn(batch, rows, heads[0], headdim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     k, v = (torch.randn(batch, keys, heads[1], headdim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    starts = torch.randint(0, rows, (batch, 1, keys, 1), device="cuda", dtype=torch.int32)
+    ends = torch.randint(0, rows // 2, (2, batch, 1, keys), device="cuda", dtype=torch.int32)  # of what sees a key
+    intervals = torch.stack((rows - ends[0], ends[1]), -1)  # rows from the first on, and before the second, do not
     options = {
         "none": {}, "causal": {"causal": True}, "window": {"window_size": (700, 90)},
         "mask of keys": {"mask": torch.rand(batch, 1, 1, keys, device="cuda") < 0.7},
         "mask of pairs": {"mask": torch.rand(1, 1, rows, keys, device="cuda") < 0.7},
-        "intervals": {"startend_row_indices": starts, "causal": True},
+        "intervals": {"startend_row_indices": intervals},
         "bias": {"bias": torch.randn(1, heads[0], rows, keys, device="cuda", dtype=torch.bfloat16)},
         "dropout": {"dropout_p": 0.25, "dropout_seed": 5},
     }[option]  # fmt: skip

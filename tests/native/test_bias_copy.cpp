@@ -8,7 +8,7 @@
 
 #include "attention/backward/wgmma_sm90/plan.h"
 #include "attention/common/batch_piece.h"
-#include "attention/common/bias_copy.h"
+#include "attention/common/bias_chunk.h"
 #include "attention/forward/wgmma_sm90/plan.h"
 #include "expect.h"
 #include "random_calls.h"

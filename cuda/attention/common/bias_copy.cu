@@ -1,5 +1,6 @@
 // bias_copy.cu: the small kernel before those of Hopper that load a bias by the copy engine, where the engine cannot load it from where it
 // lies, or where a mask of pairs goes into it or takes its place. A thread reads 16 bytes. Bound by memory.
+#include "attention/common/bias_chunk.h"
 #include "attention/common/bias_copy.cuh"
 #include "device/launch.h"
 
