@@ -1,8 +1,8 @@
 // short_gradients.h: estimates of how long the gradients of short sequences take in mma_short_sm80 and in Hopper's kernels for long ones,
 // from which the library chooses.
 //
-// The numbers come from tests/short_gradients.py, which fits them to the times of 1300 random calls (up to 640 rows, every option) in both,
-// on an H200. The kernel with the lower estimate takes 0.4 % longer than the faster one in the geometric mean.
+// The numbers come from tests/short_gradients.py, which fits them to the times of 1778 random calls (up to 640 rows, every option) in both,
+// on an H200. The kernel with the lower estimate takes 0.5 % longer than the faster one in the geometric mean.
 #pragma once
 
 #include <algorithm>
@@ -21,12 +21,12 @@ struct GradientTimes {
     float lists;                                // what a mask of pairs adds to the launches
 };
 // Head dims to 64, to 128, to 256.
-constexpr GradientTimes kShortGradients[3] = {{2.855, 4.072, 2.697, 0.914, 2.945, 1.04, 0.462, 0.763, 0.48, 0.665, 0.86},
-                                              {2.434, 5.967, 4.644, 1.714, 5.847, 0.906, 0.674, 0.643, 0.501, 0.821, 0.944},
-                                              {4.685, 8.21, 4.645, 0.882, 5.333, 0.684, 0.222, 0.405, 0.391, 0.582, 1.002}};
-constexpr GradientTimes kLongGradients[3] = {{8.295, 0.114, 1.572, 7.783, 4.885, 0.731, 0.103, 0.257, 0.524, 0.34, 13.612},
-                                             {7.974, 0.242, 1.941, 10.168, 3.374, 0.36, 0.096, 0.159, 0.288, 0.152, 14.013},
-                                             {8.411, 1.198, 2.196, 10.974, 3.383, 0.278, 0.068, 0.045, 0.278, 0.077, 12.696}};
+constexpr GradientTimes kShortGradients[3] = {{2.8, 4.642, 2.467, 1.15, 2.894, 1.07, 0.655, 0.587, 0.718, 1.014, 0.868},
+                                              {2.283, 7.831, 4.483, 0.851, 6.057, 0.698, 0.493, 0.62, 0.484, 0.678, 0.793},
+                                              {2.895, 10.529, 3.682, 0.761, 5.832, 1.149, 0.529, 0.718, 0.354, 0.979, 1.011}};
+constexpr GradientTimes kLongGradients[3] = {{9.335, 0.099, 1.981, 8.703, 3.623, 0.563, 0.104, 0.169, 0.457, 0.207, 8.619},
+                                             {8.412, 1.136, 2.07, 12.836, 3.201, 0.47, 0.081, 0.166, 0.285, 0.125, 6.134},
+                                             {9.682, 3.977, 1.911, 15.25, 3.901, 0.415, 0.074, 0.119, 0.443, 0.097, 6.905}};
 
 // Whether the estimates are for such calls.
 inline bool short_gradients_known(const AttentionParams& p, const DeviceInfo& device) {
