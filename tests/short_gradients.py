@@ -66,6 +66,20 @@ def of_short(call: dict, sms: int = MULTIPROCESSORS) -> tuple[float, float, floa
     return up(clusters * blocks, places), steps, float(blocks > 1), steps if writes else 0.0
 
 
+def head_walk(rows: int, keys: int, left: int, right: int, tile: int, top_left: bool = False) -> tuple[int, float]:
+    """The longest and the mean walk over a head, in tiles: head_walk of wgmma_sm90/walk_parts.h."""
+    shift, blocks = 0 if top_left else keys - rows, up(keys, BLOCK_N)
+    first = -rows if left < 0 else min(max(shift - left, -rows), keys)
+    last = keys if right < 0 else min(max(shift + right, -rows), keys)
+    walks, samples = [], min(blocks, 16)
+    for x in range(samples):
+        key0 = (x * (blocks - 1) // (samples - 1) if samples > 1 else 0) * BLOCK_N
+        top, bottom = key0 - last, min(key0 + BLOCK_N, keys) - 1 - first
+        hidden = top >= rows or bottom < 0
+        walks.append(0 if hidden else min(bottom, rows - 1) // tile + 1 - max(top, 0) // tile)
+    return max(walks), sum(walks) / samples
+
+
 def walk_parts(blocks: int, longest: float, mean: float, group: int, slots: int, sms: int, columns: int):
     """backward_walk_parts of wgmma_sm90/walk_parts.h: rounds, time in tiles of the main kernel, (heads, rows)."""
     of_keys, tail, of_addition, gain, most_blocks, cached = 2, 0.75, 3, 0.97, 8, 40e6
@@ -74,7 +88,7 @@ def walk_parts(blocks: int, longest: float, mean: float, group: int, slots: int,
         most = up(int(longest), rows) * group / heads + of_keys
         average = mean / rows * group / heads + of_keys
         slower = 1.03 if rows > 1 and group > 1 else 1
-        if longest == mean:
+        if mean > 0.9 * longest:
             return slower * up(blocks * heads * rows, slots) * most
         return slower * max(blocks * heads * rows * average / slots + tail * average, most)
 
@@ -97,15 +111,9 @@ def of_long(call: dict, sms: int = MULTIPROCESSORS) -> tuple[float, float, float
     """Rounds, tiles, parts, millions of elements of dq: backward_walk_parts."""
     tile, wide = 128 if call["bucket"] == 0 else 64, call["bucket"] == 2
     columns = 64 if call["bucket"] == 0 else 128 if call["bucket"] == 1 else 192 if call["width"] <= 192 else 256
-    tiles, group, slots = up(call["rows"], tile), call["heads"] // call["heads_k"], sms // 2 if wide else sms
+    group, slots = call["heads"] // call["heads_k"], sms // 2 if wide else sms
     blocks = up(call["keys"], BLOCK_N) * call["batch"] * call["heads_k"]
-    longest, mean = tiles, tiles
-    if call["left"] < 0 <= call["right"]:
-        mean = (tiles + 1) / 2
-    elif call["left"] >= 0:
-        right = call["keys"] if call["right"] < 0 else call["right"]
-        longest = mean = min(tiles, (call["left"] + right + BLOCK_N) / tile + 1)
-
+    longest, mean = head_walk(call["rows"], call["keys"], call["left"], call["right"], tile)
     rounds, steps, parts = walk_parts(blocks, longest, mean, group, slots, sms, columns)
     direct = call["keys"] <= BLOCK_N and call["left"] < 0 and not (call["mask"] or call["pairs"])
     direct = direct and (call["right"] < 0 or call["rows"] <= call["keys"])

@@ -17,11 +17,11 @@ def regrets(choose) -> list[float]:
     for row in json.loads(DATA.read_text())["rows"]:
         call = Call.parse(row["call"])
         tile, wide = 128 if call.headdim <= 64 else 64, call.headdim > 128
-        tiles = math.ceil(call.seqlen_q / tile)
-        mean = (tiles + 1) / 2 if "causal" in call.options else tiles
+        right = 0 if "causal" in call.options else -1
+        walks = short_gradients.head_walk(call.seqlen_q, call.seqlen_k, -1, right, tile)
         blocks = math.ceil(call.seqlen_k / short_gradients.BLOCK_N) * call.batch * call.nheads_k
         group, sms = call.nheads // call.nheads_k, short_gradients.MULTIPROCESSORS
-        heads, rows = choose(blocks, tiles, mean, group, sms // 2 if wide else sms, sms, call.headdim)
+        heads, rows = choose(blocks, *walks, group, sms // 2 if wide else sms, sms, call.headdim)
         found.append(row["us"][f"{heads}x{rows}"] / min(row["us"].values()))
     return found
 
@@ -33,3 +33,10 @@ def test_parts_are_good():
 
 def test_whole_walks_are_not():
     assert np.exp(np.log(regrets(lambda *_: (1, 1))).mean()) > 1.4
+
+
+def test_walks():
+    assert short_gradients.head_walk(3000, 128, -1, 0, 64) == (3, 3)  # the last 128 rows see keys
+    assert short_gradients.head_walk(1024, 1024, -1, 0, 128) == (8, 4.5)
+    assert short_gradients.head_walk(1024, 256, -1, 0, 128, top_left=True) == (8, 7.5)
+    assert short_gradients.head_walk(500, 300, -1, -1, 64) == (8, 8)

@@ -1,6 +1,6 @@
 // test_bias_copy.cpp: the copy of a bias, of a mask of pairs or of both for Hopper's plans with a bias, element by element, for random
-// shapes, strides and alignments; and which calls get one. The kernel is written again here, but each chunk is that of
-// attention/common/bias_copy.h, which is plain C++.
+// shapes, strides and alignments; and which calls get one. The kernel is written again here, but what a thread does is that of
+// attention/common/bias_chunk.h, which is plain C++.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>

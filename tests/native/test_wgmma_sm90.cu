@@ -94,7 +94,7 @@ void check_key_blocks(const AttentionParams& p, bool in_order, int parts) {
     for (int b = 0; p.cu_seqlens_q && b + 1 < p.batch; ++b)
         EXPECT(ends_before_next(p, kBlockM, kBlockN, b), "lengths in order, but sequence %d runs into the next one", b);
     std::vector<int> found(size_t(p.batch) * p.nheads_k);  // blocks of the head so far, or their parts
-    Range before{0, 0};                                      // tiles of the parts of the same block so far
+    Range before{0, 0};                                    // tiles of the parts of the same block so far
     for (int index = 0; index < schedule.blocks; ++index) {
         BackwardWork w;
         if (!find_key_block<kBlockM, kBlockN>(p, schedule, index, w)) continue;
@@ -127,7 +127,8 @@ void check_key_blocks(const AttentionParams& p, bool in_order, int parts) {
         }
         for (int m = 0; m * kBlockM < s.seqlen_q; ++m) {
             const Range blocks = key_blocks_of(visible_band(p, s), m * kBlockM, kBlockM, kBlockN);
-            const bool meets = m >= all.begin && m < all.end, walks = m >= w.first_m && m < w.end_m, met = w.key0 / kBlockN >= blocks.begin && w.key0 / kBlockN < blocks.end;
+            const bool meets = m >= all.begin && m < all.end, walks = m >= w.first_m && m < w.end_m,
+                       met = w.key0 / kBlockN >= blocks.begin && w.key0 / kBlockN < blocks.end;
             EXPECT(meets == met, "tile %d and key %d of (%d, %d): %d, %d", m, w.key0, s.seqlen_q, s.seqlen_k, meets, met);
             bool visible = false, hidden = false, cut = false;
             for (int i = m * kBlockM; i < (m + 1) * kBlockM && i < s.seqlen_q; ++i) {
@@ -605,6 +606,9 @@ void test_walk_parts() {
     EXPECT(parts_of(shared_heads(1, 2048, 2, 2, false, 128)).rows >= 4, "32 blocks of 32 tiles stay whole");
     EXPECT(parts_of(shared_heads(1, 64, 2, 1, true, 64)).count() == 1, "a short call is cut");
     EXPECT(parts_of(shared_heads(2, 2048, 16, 16, false, 128)).count() == 1, "512 equal blocks are cut");
+    BackwardParams late = shared_heads(1, 3000, 1, 1, true, 128);  // of whose rows the last 128 see keys
+    late.forward.seqlen_k = 128;
+    EXPECT(parts_of(late).count() == 1, "a walk of 3 tiles has %d parts", parts_of(late).count());
     BackwardParams few_keys = shared_heads(8, 32768, 1, 1, false, 128);
     few_keys.forward.seqlen_k = 128;
     EXPECT(parts_of(few_keys).rows == 16, "8 blocks of 512 tiles have %d parts", parts_of(few_keys).rows);

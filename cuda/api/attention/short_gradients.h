@@ -58,8 +58,9 @@ inline double long_gradients_time(const BackwardParams& b, const DeviceInfo& dev
     const WalkParts parts = backward_walk_parts(b, plan, device.multiprocessors);
     const int64_t blocks = backward_blocks(p, plan) * parts.count(), slots = std::max(1, device.multiprocessors / plan.blocks());
     const double elements = double(p.batch) * p.nheads * p.seqlen_q * plan.columns() / 1e6;
-    return gradients_time(kLongGradients, p, double(ceil_div(blocks, slots)), time_of_parts(p, plan, device.multiprocessors, parts),
-                          parts.count() > 1, query_tiles(b, plan).direct ? elements / 2 : elements);
+    return gradients_time(kLongGradients, p, double(ceil_div(blocks, slots)),
+                          time_of_parts(p, plan, device.multiprocessors, head_walk(p, plan), parts), parts.count() > 1,
+                          query_tiles(b, plan).direct ? elements / 2 : elements);
 }
 
 inline bool short_gradients_are_faster(const BackwardParams& b, const DeviceInfo& device) {

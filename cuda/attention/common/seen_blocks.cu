@@ -1,5 +1,5 @@
 // seen_blocks.cu: the small kernel before those that skip tiles of masks by blocks and of masks of pairs. It reads each mask once and
-// writes what seen_blocks.h describes. Bound by memory: an element of a mask of pairs is a byte, and becomes a bit.
+// writes what seen_blocks.h describes: an element of a mask of pairs is a byte, and becomes a bit.
 #include "attention/common/seen_blocks.cuh"
 #include "common/types.h"
 #include "device/launch.h"

@@ -2,8 +2,8 @@
 // TMA, wgmma, warp specialisation, persistent blocks.
 //
 // Each block repeatedly takes 128 keys of one key head from a counter. It walks over every query tile that sees them, of every query head
-// of the group; dK and dV stay in registers. All scores are transposed: rows are keys, columns are queries. P^T and dS^T are then A
-// operands without rearrangement.
+// of the group, or over a part of these (walk_parts.h); dK and dV stay in registers. All scores are transposed: rows are keys, columns are
+// queries. P^T and dS^T are then A operands without rearrangement.
 //
 //     warp 0, one thread       takes the next keys, loads K and V -> WorkList, k_full, v_full/keys_empty
 //     warp 1, one thread       loads tiles of Q with lse and of dout with delta -> q_full/q_empty, dout_full/dout_empty; it runs ahead into

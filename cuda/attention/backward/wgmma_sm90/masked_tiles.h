@@ -13,8 +13,8 @@ namespace fa {
 
 // ---- the walk of a block of keys ----
 
-// A tile that the block visits, in 32 bits. before: of the blocks that visit the tile, those of lower keys. cut: whether some query may not
-// see some key.
+// A tile that the block visits, in 32 bits. before: in order, of the blocks that visit the tile, those of lower keys; else 0. cut: whether
+// some query may not see some key.
 struct SeenTile {
     int32_t m, before;
     bool cut;

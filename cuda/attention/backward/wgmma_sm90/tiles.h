@@ -56,8 +56,8 @@ struct QueryTiles {
     int64_t heads;  // batch * nheads; varlen: nheads
 
     FA_HOST_DEVICE int64_t count() const { return heads * tiles; }
-    // The number of key blocks that the grid has taken so far. Without a fixed order, the first of each thread block is not counted, and
-    // two blocks that share keys count none.
+    // The number of key blocks, or parts of their walks, that the grid has taken so far. Without a fixed order, the first of each thread
+    // block is not counted, and two blocks that share keys count none.
     FA_HOST_DEVICE int* taken() const { return turn + count() * blocks; }
     // Varlen, in order: 1 where every query tile and every key block belongs to exactly one sequence, the one that find_key_block finds.
     // That holds for lengths in order. Only the device can see other lengths; with them blocks must not wait for each other, because some

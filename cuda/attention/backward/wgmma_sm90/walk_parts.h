@@ -11,6 +11,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
+#include <initializer_list>
 
 #include "attention/backward/wgmma_sm90/tiles.h"
 
@@ -22,33 +23,43 @@ struct WalkParts {
     int count() const { return heads * rows; }
 };
 
-// How many query tiles the longest walk over one head has, and the mean walk, in tiles. Varlen: those of the longest sequence.
+// How many query tiles the longest walk over one head has, and the mean walk, as far as causal and windows say: of at most 16 key blocks,
+// from the first to the last. Varlen: those of a sequence with the longest lengths.
 struct HeadWalk {
     double longest, mean;
+    bool equal() const { return mean > 0.9 * longest; }
 };
 inline HeadWalk head_walk(const AttentionParams& p, const BackwardPlan& plan) {
-    const double tiles = double((p.seqlen_q + plan.block_m - 1) / plan.block_m);
-    if (p.window_right < 0 && p.window_left < 0) return {tiles, tiles};
-    if (p.window_left < 0) return {tiles, (tiles + 1) / 2};
-    const double window =
-        double(int64_t(p.window_left) + (p.window_right < 0 ? p.seqlen_k : p.window_right) + plan.block_n) / plan.block_m + 1;
-    return {window < tiles ? window : tiles, window < tiles ? window : tiles};
+    constexpr int kSamples = 16;
+    Sequence s{};
+    s.seqlen_q = p.seqlen_q, s.seqlen_k = p.seqlen_k, s.shift = p.top_left ? 0 : p.seqlen_k - p.seqlen_q;
+    const VisibleBand band = visible_band(p, s);
+    const int64_t blocks = (int64_t(p.seqlen_k) + plan.block_n - 1) / plan.block_n, samples = blocks < kSamples ? blocks : kSamples;
+    int longest = 0;
+    int64_t sum = 0;
+    for (int64_t x = 0; x < samples; ++x) {
+        const int64_t block = samples > 1 ? x * (blocks - 1) / (samples - 1) : 0;
+        const Range tiles = query_tiles_of(band, int(block * plan.block_n), plan.block_m, plan.block_n);
+        if (tiles.end - tiles.begin > longest) longest = tiles.end - tiles.begin;
+        sum += tiles.end - tiles.begin;
+    }
+    return {double(longest), samples ? double(sum) / samples : 0.0};
 }
 
 // The time of the main kernel, in tiles of queries, when blocks take the parts of the walks in turn. Taking keys, loading them and storing
 // their gradients costs as much as kTilesOfKeys tiles. The numbers here and below are those that chose best among 168 calls in up to 16
 // ways each, on an H200 (docs/benchmarks/h200/walk_parts.json): 0.9 % slower than the best way in the geometric mean.
-inline double time_of_parts(const AttentionParams& p, const BackwardPlan& plan, int multiprocessors, const WalkParts& parts) {
+inline double time_of_parts(const AttentionParams& p, const BackwardPlan& plan, int multiprocessors, const HeadWalk& walk,
+                            const WalkParts& parts) {
     constexpr double kTilesOfKeys = 2, kTail = 0.75;
     const double slower = parts.rows > 1 && p.group > 1 ? 1.03 : 1;  // than parts of heads
     const int slots = multiprocessors / plan.blocks() > 0 ? multiprocessors / plan.blocks() : 1;
-    const HeadWalk walk = head_walk(p, plan);
     const double heads = double(p.group) / parts.heads, items = double(backward_blocks(p, plan)) * parts.count();
     const double longest = double((int64_t(walk.longest) + parts.rows - 1) / parts.rows) * heads + kTilesOfKeys;
     const double mean = walk.mean / parts.rows * heads + kTilesOfKeys;
     const int64_t rounds = (int64_t(items) + slots - 1) / slots;
     // Equal walks end together, in whole rounds. Others fill the gaps, but the last of them begin late.
-    if (walk.longest == walk.mean) return slower * rounds * longest;
+    if (walk.equal()) return slower * rounds * longest;
     const double filled = items * mean / slots + kTail * mean;
     return slower * (filled > longest ? filled : longest);
 }
@@ -60,18 +71,19 @@ inline WalkParts backward_walk_parts(const BackwardParams& b, const BackwardPlan
     constexpr int kMostBlocks = 8;
     constexpr double kTilesOfAddition = 3, kGain = 0.97, kCached = 40e6, kCachedOfTile = 20e6, kOfTile = 5e6;  // bytes
     WalkParts best;
-    double best_time = kGain * time_of_parts(p, plan, multiprocessors, best);
+    const HeadWalk walk = head_walk(p, plan);
+    double best_time = kGain * time_of_parts(p, plan, multiprocessors, walk, best);
     const int64_t blocks = backward_blocks(p, plan), most = kMostBlocks * int64_t(multiprocessors);
     const auto consider = [&](const WalkParts& parts) {
         const double columns = double(plan.columns() + plan.columns_v());
         // A tile of 64 x 128 scores at head dim 128 takes 2 us; so do 5 MB, written and read, or 20 MB that stay in L2.
         const double bytes = double(blocks) * parts.count() * plan.block_n * columns * 8;
         const double cached = bytes < kCached ? bytes : kCached, traffic = cached / kCachedOfTile + (bytes - cached) / kOfTile;
-        const double time = time_of_parts(p, plan, multiprocessors, parts) + kTilesOfAddition + traffic;
+        const double time = time_of_parts(p, plan, multiprocessors, walk, parts) + kTilesOfAddition + traffic;
         if (time < best_time) best = parts, best_time = time;
     };
     if (2 * blocks > most) return best;
-    const int tiles = int(head_walk(p, plan).longest);
+    const int tiles = int(walk.longest);
     for (int heads = 1; heads <= p.group && blocks * heads <= most; ++heads) {
         if (p.group % heads) continue;
         if (heads > 1) consider({heads, 1});

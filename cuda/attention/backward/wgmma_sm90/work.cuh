@@ -26,10 +26,10 @@ struct alignas(16) BackwardWork {
     int q_row, k_row;    // varlen: the sequence's first row; else 0
     int first_tile;      // varlen: the sequence's first tile in QueryTiles; else 0
     int left, right;     // row i sees keys i + left .. i + right, within 0 .. seqlen_k - 1
-    int first_m, end_m;  // query tiles that see any of the keys
+    int first_m, end_m;  // query tiles that see any of the keys; with row_parts the block's part of them
     uint32_t it0;        // query tiles that the block has walked for earlier keys
 
-    // The walk visits every query tile of every head of the group, in rounds of steps:
+    // The walk visits each of its query tiles in every head of the group, in rounds of steps:
     //     free       a round is a head; its steps are the tiles, from start_step up to end_step and then from first_step on
     //     in order   a round is a tile, from the last down to the first; its steps are the heads
     bool in_order;
@@ -154,7 +154,7 @@ FA_HOST_DEVICE Range own_part(const BackwardSchedule& schedule, const Work& w, c
     return part_of_walk(walk, w.sums_k - w.head_k * schedule.row_parts, schedule.row_parts);
 }
 
-// The keys of block `index` and the query tiles that see any of them. False when the block has no keys.
+// The keys of block `index` and the query tiles that see any of them, or the block's part of these. False when the block has no keys.
 //
 // Blocks of one head that run at the same time add to the same sums of dQ, so they should be at different query tiles. Under a causal mask
 // each block starts at its own first tile, and these differ. Without a right edge, the starts are spread over the tiles, but no further
@@ -208,7 +208,7 @@ FA_HOST_DEVICE bool find_key_block(const AttentionParams& p, const BackwardSched
     w.left = band.left, w.right = band.right;
     const Range tiles = query_tiles_of(band, w.key0, kBlockM, kBlockN);
     w.first_m = tiles.begin, w.end_m = tiles.end;
-    forget_registers();  // the thread has only 32
+    forget_registers();                                  // the thread has only 32
     if constexpr (std::is_same_v<Work, BackwardWork>) {  // others take a part of the tiles that their masks leave
         if (schedule.row_parts > 1) {
             const Range own = own_part(schedule, w, {w.first_m, w.end_m});
