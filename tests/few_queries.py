@@ -2,7 +2,6 @@
 
     python tests/few_queries.py measure OUT.json [--calls 1900] [--seed 900] [--seconds 90]    on a GPU, with PyTorch
     python tests/few_queries.py fit docs/benchmarks/h200/few_queries.json      prints the table; needs SciPy
-    python tests/few_queries.py again OUT.json     the calls of the committed sweeps, in the kernel that is chosen now
 
 `fit` minimises the errors of log(estimate / time), those of a kernel far from the best one weighing less. Then it moves
 single numbers by up to 40 % where the choices become better; a third of that holds in calls that it has not seen. The
@@ -340,31 +339,9 @@ def measure(given: argparse.Namespace, suite: str, kernels_of, widest: int, cold
     write(given.path, machine, " ".join(sys.argv), suite, rows)
 
 
-def again(path: Path, seconds: float) -> None:
-    """Writes the times of the sweeps' forward calls of few queries in the kernel that the library chooses now, beside
-    the peers' and our times of those sweeps."""
-    from flash_attn_lab.bench.calls.call import Call
-    from flash_attn_lab.bench.calls.make import Arrays, ours
-    from flash_attn_lab.bench.machine import open_machine
-
-    machine, rows, end = open_machine("cuda", "torch"), [], time.monotonic() + seconds
-    for sweep in ("sweep", "sweep_seed41", "sweep_seed43"):
-        for row in json.loads((DATA.parent / f"{sweep}.json").read_text())["rows"]:
-            call = Call.parse(row["call"])
-            few = not call.backward and call.packed is None and call.seqlen_q <= MOST_QUERIES
-            if not (few and row["peers"] and row["dtype"] in ("bfloat16", "float16")) or time.monotonic() > end:
-                continue
-            system = ours(Arrays.of(machine, call))
-            now = {"us": microseconds(system.launch), "kernel": system.kernel}
-            then = {"peer": min(row["peers"].values()), "was": row["us"], "was_kernel": row["kernel"]}
-            rows.append({"sweep": sweep, "call": row["call"]} | then | now)
-            print(f"[{len(rows)}] {call}", file=sys.stderr)
-    write(path, machine, "python tests/few_queries.py again", "few_queries_again", rows)
-
-
-def arguments(about: str, calls: int, seed: int, more: tuple[str, ...] = ()) -> argparse.Namespace:
+def arguments(about: str, calls: int, seed: int) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("verb", choices=("measure", "fit", *more))
+    parser.add_argument("verb", choices=("measure", "fit"))
     parser.add_argument("path", type=Path)
     parser.add_argument("--calls", type=int, default=calls)
     parser.add_argument("--seed", type=int, default=seed)
@@ -373,10 +350,7 @@ def arguments(about: str, calls: int, seed: int, more: tuple[str, ...] = ()) -> 
 
 
 def main() -> None:
-    given = arguments(__doc__, calls=1900, seed=900, more=("again",))
-    if given.verb == "again":
-        again(given.path, given.seconds)
-        return
+    given = arguments(__doc__, calls=1900, seed=900)
     if given.verb == "measure":
 
         def kernels_of(call) -> tuple[str, ...]:

@@ -82,28 +82,30 @@ def head_walk(rows: int, keys: int, left: int, right: int, tile: int, top_left: 
 
 def walk_parts(blocks: int, longest: float, mean: float, group: int, slots: int, sms: int, columns: int):
     """backward_walk_parts of wgmma_sm90/walk_parts.h: rounds, time in tiles of the main kernel, (heads, rows)."""
-    of_keys, tail, of_addition, gain, most_blocks, cached = 2, 0.75, 3, 0.97, 8, 40e6
+    of_keys, tail, of_addition, of_row_parts, gain, most_blocks, cached = 2, 0.6, 1.5, 1.5, 0.95, 8, 40e6
 
     def time(heads: int, rows: int) -> float:
         most = up(int(longest), rows) * group / heads + of_keys
         average = mean / rows * group / heads + of_keys
         slower = 1.03 if rows > 1 and group > 1 else 1
-        if mean > 0.9 * longest:
-            return slower * up(blocks * heads * rows, slots) * most
+        rounds = up(blocks * heads * rows, slots)
+        if mean > 0.9 * longest or rounds <= 1:
+            return slower * rounds * most
         return slower * max(blocks * heads * rows * average / slots + tail * average, most)
 
     best, least = (1, 1), gain * time(1, 1)
     for heads in range(1, group + 1):
         for rows in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32):
             parts = heads * rows
-            if parts == 1 or group % heads or (rows > 1 and (1 < heads < group or rows > longest)):
+            if parts == 1 or group % heads or (rows > 1 and (1 < heads < group or 2 * rows > longest)):
                 continue
             if max(2, parts) * blocks > most_blocks * sms:
                 continue
             size = blocks * parts * BLOCK_N * 2 * columns * 8
             traffic = min(size, cached) / 20e6 + max(0, size - cached) / 5e6
-            if time(heads, rows) + of_addition + traffic < least:
-                best, least = (heads, rows), time(heads, rows) + of_addition + traffic
+            now = time(heads, rows) + of_addition + (of_row_parts if rows > 1 else 0) + traffic
+            if now < least:
+                best, least = (heads, rows), now
     return up(blocks * best[0] * best[1], slots), time(*best), best
 
 

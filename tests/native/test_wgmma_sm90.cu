@@ -596,7 +596,7 @@ void test_walk_parts() {
                             const WalkParts parts = parts_of(b);
                             const int count = parts.count();
                             EXPECT(parts.heads >= 1 && group % parts.heads == 0, "%d parts of a group of %d", parts.heads, group);
-                            EXPECT(parts.rows >= 1 && (parts.rows == 1 || parts.rows <= ceil_div(seqlen, headdim > 64 ? 64 : 128)),
+                            EXPECT(parts.rows >= 1 && (parts.rows == 1 || 2 * parts.rows <= ceil_div(seqlen, headdim > 64 ? 64 : 128)),
                                    "%d parts of %d rows", parts.rows, seqlen);
                             EXPECT(count == 1 || blocks * count <= 8 * 132, "%d parts of %lld blocks", count, (long long)blocks);
                         }

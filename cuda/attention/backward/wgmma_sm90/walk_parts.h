@@ -48,10 +48,10 @@ inline HeadWalk head_walk(const AttentionParams& p, const BackwardPlan& plan) {
 
 // The time of the main kernel, in tiles of queries, when blocks take the parts of the walks in turn. Taking keys, loading them and storing
 // their gradients costs as much as kTilesOfKeys tiles. The numbers here and below are those that chose best among 168 calls in up to 16
-// ways each, on an H200 (docs/benchmarks/h200/walk_parts.json): 0.9 % slower than the best way in the geometric mean.
+// ways each, on an H200 (docs/benchmarks/h200/walk_parts.json): 0.8 % slower than the best way in the geometric mean.
 inline double time_of_parts(const AttentionParams& p, const BackwardPlan& plan, int multiprocessors, const HeadWalk& walk,
                             const WalkParts& parts) {
-    constexpr double kTilesOfKeys = 2, kTail = 0.75;
+    constexpr double kTilesOfKeys = 2, kTail = 0.6;
     const double slower = parts.rows > 1 && p.group > 1 ? 1.03 : 1;  // than parts of heads
     const int slots = multiprocessors / plan.blocks() > 0 ? multiprocessors / plan.blocks() : 1;
     const double heads = double(p.group) / parts.heads, items = double(backward_blocks(p, plan)) * parts.count();
@@ -59,17 +59,18 @@ inline double time_of_parts(const AttentionParams& p, const BackwardPlan& plan, 
     const double mean = walk.mean / parts.rows * heads + kTilesOfKeys;
     const int64_t rounds = (int64_t(items) + slots - 1) / slots;
     // Equal walks end together, in whole rounds. Others fill the gaps, but the last of them begin late.
-    if (walk.equal()) return slower * rounds * longest;
+    if (walk.equal() || rounds <= 1) return slower * rounds * longest;
     const double filled = items * mean / slots + kTail * mean;
     return slower * (filled > longest ? filled : longest);
 }
 
-// The parts of a walk. More of them must gain more than the addition costs: its launch, and the traffic of the sums, which at most
-// kMostBlocks blocks for each multiprocessor have (128 keys x 256 columns: 277 MB; usually far less).
+// The parts of a walk. More of them must gain more than the addition costs, and a little more by rows: its launch, and the traffic of the
+// sums, which at most kMostBlocks blocks for each multiprocessor have (128 keys x 256 columns: 277 MB; usually far less).
 inline WalkParts backward_walk_parts(const BackwardParams& b, const BackwardPlan& plan, int multiprocessors) {
     const AttentionParams& p = b.forward;
     constexpr int kMostBlocks = 8;
-    constexpr double kTilesOfAddition = 3, kGain = 0.97, kCached = 40e6, kCachedOfTile = 20e6, kOfTile = 5e6;  // bytes
+    constexpr double kTilesOfAddition = 1.5, kTilesOfRowParts = 1.5, kGain = 0.95, kCached = 40e6, kCachedOfTile = 20e6,
+                     kOfTile = 5e6;  // bytes
     WalkParts best;
     const HeadWalk walk = head_walk(p, plan);
     double best_time = kGain * time_of_parts(p, plan, multiprocessors, walk, best);
@@ -79,7 +80,8 @@ inline WalkParts backward_walk_parts(const BackwardParams& b, const BackwardPlan
         // A tile of 64 x 128 scores at head dim 128 takes 2 us; so do 5 MB, written and read, or 20 MB that stay in L2.
         const double bytes = double(blocks) * parts.count() * plan.block_n * columns * 8;
         const double cached = bytes < kCached ? bytes : kCached, traffic = cached / kCachedOfTile + (bytes - cached) / kOfTile;
-        const double time = time_of_parts(p, plan, multiprocessors, walk, parts) + kTilesOfAddition + traffic;
+        const double addition = kTilesOfAddition + (parts.rows > 1 ? kTilesOfRowParts : 0);
+        const double time = time_of_parts(p, plan, multiprocessors, walk, parts) + addition + traffic;
         if (time < best_time) best = parts, best_time = time;
     };
     if (2 * blocks > most) return best;
@@ -87,9 +89,9 @@ inline WalkParts backward_walk_parts(const BackwardParams& b, const BackwardPlan
     for (int heads = 1; heads <= p.group && blocks * heads <= most; ++heads) {
         if (p.group % heads) continue;
         if (heads > 1) consider({heads, 1});
-        if (heads > 1 && heads < p.group) continue;  // to cut some heads and some rows gains nothing more
-        for (const int rows : {2, 3, 4, 6, 8, 12, 16, 24, 32})
-            if (rows <= tiles && blocks * heads * rows <= most) consider({heads, rows});
+        if (heads > 1 && heads < p.group) continue;             // to cut some heads and some rows gains nothing more
+        for (const int rows : {2, 3, 4, 6, 8, 12, 16, 24, 32})  // of two tiles at least
+            if (2 * rows <= tiles && blocks * heads * rows <= most) consider({heads, rows});
     }
     return best;
 }
