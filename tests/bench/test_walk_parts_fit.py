@@ -10,7 +10,7 @@ DATA = short_gradients.ROOT / "docs" / "benchmarks" / "h200" / "walk_parts.json"
 
 
 def regrets(choose) -> list[float]:
-    """Of each call, the time in the parts that `choose` takes over that in the best ones."""
+    """The time of each call in the parts that `choose` takes over that in the best ones."""
     from flash_attn_lab.bench.calls.call import Call
 
     found = []
