@@ -158,6 +158,16 @@ void fill_walks(const AttentionParams& p, MaskedTiles& to, Memory& memory) {
                     tiles[walk.count++] = tile_of_state(m, tiles[m]).packed();
                     keys[0] |= seen.keys[0], keys[1] |= seen.keys[1];
                 }
+                // Without states: the same tiles, as far as causal and windows leave any.
+                const Range met = query_tiles_of(band, block * 128, kRows * kSeenBlock, 2 * kSeenBlock);
+                int count = 0;
+                for (int m = met.begin; m < met.end; ++m) {
+                    const TileSeen seen = seen_of_walk<kRows>(to, band, b, head_k, m, block);
+                    if (!seen.anything()) continue;
+                    const SeenTile tile = SeenTile::from(tiles[count++]);
+                    require(tile.m == m && tile.cut == seen.cut, "a walk without states visits other tiles");
+                }
+                require(count == walk.count, "a walk without states visits fewer tiles");
                 for (int x = 0; x < 8; ++x)
                     walk.unseen[x] = uint16_t(~(keys[x / 4] >> x % 4 * 16) & bits_of_range<16>(0, band.seqlen_k, block * 128 + x * 16));
             }
