@@ -109,14 +109,19 @@ def walk_parts(blocks: int, longest: float, mean: float, group: int, slots: int,
     return up(blocks * best[0] * best[1], slots), time(*best), best
 
 
-def of_long(call: dict, sms: int = MULTIPROCESSORS) -> tuple[float, float, float, float]:
-    """Rounds, tiles, parts, millions of elements of dq: backward_walk_parts."""
+def shape_of_walks(call: dict, sms: int = MULTIPROCESSORS) -> tuple:
+    """The arguments of walk_parts for a call of `described`."""
     tile, wide = 128 if call["bucket"] == 0 else 64, call["bucket"] == 2
     columns = 64 if call["bucket"] == 0 else 128 if call["bucket"] == 1 else 192 if call["width"] <= 192 else 256
-    group, slots = call["heads"] // call["heads_k"], sms // 2 if wide else sms
     blocks = up(call["keys"], BLOCK_N) * call["batch"] * call["heads_k"]
-    longest, mean = head_walk(call["rows"], call["keys"], call["left"], call["right"], tile)
-    rounds, steps, parts = walk_parts(blocks, longest, mean, group, slots, sms, columns)
+    walks = head_walk(call["rows"], call["keys"], call["left"], call["right"], tile)
+    return blocks, *walks, call["heads"] // call["heads_k"], sms // 2 if wide else sms, sms, columns
+
+
+def of_long(call: dict, sms: int = MULTIPROCESSORS) -> tuple[float, float, float, float]:
+    """Rounds, tiles, parts, millions of elements of dq: long_gradients_time of the header."""
+    *shape, columns = shape_of_walks(call, sms)
+    rounds, steps, parts = walk_parts(*shape, columns)
     direct = call["keys"] <= BLOCK_N and call["left"] < 0 and not (call["mask"] or call["pairs"])
     direct = direct and (call["right"] < 0 or call["rows"] <= call["keys"])
     size = call["batch"] * call["heads"] * call["rows"] * columns / 1e6

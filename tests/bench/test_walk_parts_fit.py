@@ -1,7 +1,6 @@
 """The parts into which wgmma_sm90/walk_parts.h cuts walks are good ones among the times that its numbers come from."""
 
 import json
-import math
 
 import numpy as np
 import short_gradients
@@ -15,13 +14,8 @@ def regrets(choose) -> list[float]:
 
     found = []
     for row in json.loads(DATA.read_text())["rows"]:
-        call = Call.parse(row["call"])
-        tile, wide = 128 if call.headdim <= 64 else 64, call.headdim > 128
-        right = 0 if "causal" in call.options else -1
-        walks = short_gradients.head_walk(call.seqlen_q, call.seqlen_k, -1, right, tile)
-        blocks = math.ceil(call.seqlen_k / short_gradients.BLOCK_N) * call.batch * call.nheads_k
-        group, sms = call.nheads // call.nheads_k, short_gradients.MULTIPROCESSORS
-        heads, rows = choose(blocks, *walks, group, sms // 2 if wide else sms, sms, call.headdim)
+        call = short_gradients.described(Call.parse(row["call"]))
+        heads, rows = choose(*short_gradients.shape_of_walks(call))
         found.append(row["us"][f"{heads}x{rows}"] / min(row["us"].values()))
     return found
 

@@ -55,7 +55,7 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads) add_parts_kernel(const __grid_constant__ PartsParams params) {
     const AttentionParams& p = params.b.forward;
     const PartSums& sums = params.sums;
-    const int count = sums.parts.heads * sums.parts.rows;
+    const int count = sums.parts.count();
     const int blocks = gridDim.x / 2, chunks = addition_chunks(p);
     const bool of_v = blockIdx.x >= blocks;
     const int index = of_v ? blockIdx.x - blocks : blockIdx.x, sequence_head = index / chunks,

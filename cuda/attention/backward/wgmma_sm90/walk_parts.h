@@ -20,13 +20,14 @@ namespace fa {
 // heads: a divisor of the group. rows: of the walk over one part of the heads.
 struct WalkParts {
     int heads = 1, rows = 1;
-    int count() const { return heads * rows; }
+    FA_HOST_DEVICE int count() const { return heads * rows; }
 };
 
 // How many query tiles the longest walk over one head has, and the mean walk, as far as causal and windows say: of at most 16 key blocks,
 // from the first to the last. Varlen: those of a sequence with the longest lengths.
 struct HeadWalk {
-    double longest, mean;
+    int longest;
+    double mean;
     bool equal() const { return mean > 0.9 * longest; }
 };
 inline HeadWalk head_walk(const AttentionParams& p, const BackwardPlan& plan) {
@@ -34,16 +35,17 @@ inline HeadWalk head_walk(const AttentionParams& p, const BackwardPlan& plan) {
     Sequence s{};
     s.seqlen_q = p.seqlen_q, s.seqlen_k = p.seqlen_k, s.shift = p.top_left ? 0 : p.seqlen_k - p.seqlen_q;
     const VisibleBand band = visible_band(p, s);
-    const int64_t blocks = (int64_t(p.seqlen_k) + plan.block_n - 1) / plan.block_n, samples = blocks < kSamples ? blocks : kSamples;
-    int longest = 0;
-    int64_t sum = 0;
+    const int64_t blocks = ceil_div(p.seqlen_k, plan.block_n), samples = blocks < kSamples ? blocks : kSamples;
+    HeadWalk walk{};
     for (int64_t x = 0; x < samples; ++x) {
         const int64_t block = samples > 1 ? x * (blocks - 1) / (samples - 1) : 0;
-        const Range tiles = query_tiles_of(band, int(block * plan.block_n), plan.block_m, plan.block_n);
-        if (tiles.end - tiles.begin > longest) longest = tiles.end - tiles.begin;
-        sum += tiles.end - tiles.begin;
+        const Range range = query_tiles_of(band, int(block * plan.block_n), plan.block_m, plan.block_n);
+        const int tiles = range.end - range.begin;
+        if (tiles > walk.longest) walk.longest = tiles;
+        walk.mean += tiles;
     }
-    return {double(longest), samples ? double(sum) / samples : 0.0};
+    if (samples) walk.mean /= double(samples);
+    return walk;
 }
 
 // The time of the main kernel, in tiles of queries, when blocks take the parts of the walks in turn. Taking keys, loading them and storing
@@ -55,9 +57,9 @@ inline double time_of_parts(const AttentionParams& p, const BackwardPlan& plan, 
     const double slower = parts.rows > 1 && p.group > 1 ? 1.03 : 1;  // than parts of heads
     const int slots = multiprocessors / plan.blocks() > 0 ? multiprocessors / plan.blocks() : 1;
     const double heads = double(p.group) / parts.heads, items = double(backward_blocks(p, plan)) * parts.count();
-    const double longest = double((int64_t(walk.longest) + parts.rows - 1) / parts.rows) * heads + kTilesOfKeys;
+    const double longest = double(ceil_div(walk.longest, parts.rows)) * heads + kTilesOfKeys;
     const double mean = walk.mean / parts.rows * heads + kTilesOfKeys;
-    const int64_t rounds = (int64_t(items) + slots - 1) / slots;
+    const int64_t rounds = ceil_div(int64_t(items), slots);
     // Equal walks end together, in whole rounds. Others fill the gaps, but the last of them begin late.
     if (walk.equal() || rounds <= 1) return slower * rounds * longest;
     const double filled = items * mean / slots + kTail * mean;
@@ -85,13 +87,12 @@ inline WalkParts backward_walk_parts(const BackwardParams& b, const BackwardPlan
         if (time < best_time) best = parts, best_time = time;
     };
     if (2 * blocks > most) return best;
-    const int tiles = int(walk.longest);
     for (int heads = 1; heads <= p.group && blocks * heads <= most; ++heads) {
         if (p.group % heads) continue;
         if (heads > 1) consider({heads, 1});
         if (heads > 1 && heads < p.group) continue;             // to cut some heads and some rows gains nothing more
         for (const int rows : {2, 3, 4, 6, 8, 12, 16, 24, 32})  // of two tiles at least
-            if (2 * rows <= tiles && blocks * heads * rows <= most) consider({heads, rows});
+            if (2 * rows <= walk.longest && blocks * heads * rows <= most) consider({heads, rows});
     }
     return best;
 }

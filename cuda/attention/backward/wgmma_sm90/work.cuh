@@ -141,17 +141,13 @@ FA_HOST_DEVICE Visited visited(const BackwardWork& w, int it) {
     return w.in_order ? Visited{w.end_m - 1 - it / steps, step} : Visited{step, it / steps};
 }
 
-// Part `part` of a walk that is cut into `parts`, which have equal numbers of steps, or one more.
-FA_HOST_DEVICE Range part_of_walk(const Range& walk, int part, int parts) {
-    const int steps = (walk.end - walk.begin) / parts, more = (walk.end - walk.begin) % parts;
+// The block's part of a walk: of its steps, in order of its rounds. Parts have equal numbers of them, or one more.
+FA_HOST_DEVICE Range own_part(const BackwardSchedule& schedule, const BackwardWork& w, const Range& walk) {
+    const int parts = schedule.row_parts;
+    if (parts == 1) return walk;
+    const int part = w.sums_k - w.head_k * parts, steps = (walk.end - walk.begin) / parts, more = (walk.end - walk.begin) % parts;
     const int begin = walk.begin + part * steps + min(part, more);
     return {begin, begin + steps + (part < more)};
-}
-// Of the steps, or in order of the rounds, of this block's walk: its part.
-template <typename Work>
-FA_HOST_DEVICE Range own_part(const BackwardSchedule& schedule, const Work& w, const Range& walk) {
-    if (schedule.row_parts == 1) return walk;
-    return part_of_walk(walk, w.sums_k - w.head_k * schedule.row_parts, schedule.row_parts);
 }
 
 // The keys of block `index` and the query tiles that see any of them, or the block's part of these. False when the block has no keys.
