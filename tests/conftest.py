@@ -35,7 +35,10 @@ import accuracy  # noqa: E402
 import flash_attn_minimal as fa  # noqa: E402
 from flash_attn_minimal._core import library  # noqa: E402
 
-SEED = int(os.environ.get("FLASH_ATTN_TEST_SEED") or np.random.SeedSequence().generate_state(1)[0])
+# In the environment, from which the processes of pytest-xdist have it: they must collect tests of the same names.
+if not os.environ.get("FLASH_ATTN_TEST_SEED"):
+    os.environ["FLASH_ATTN_TEST_SEED"] = str(np.random.SeedSequence().generate_state(1)[0])
+SEED = int(os.environ["FLASH_ATTN_TEST_SEED"])
 
 
 def _module(name: str):
